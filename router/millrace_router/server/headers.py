@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from millrace_router.engine.generation import Collected, Generation
 from millrace_router.engine.request_record import Timings
@@ -70,13 +70,15 @@ def sse_options(
     services: Services,
     generations: Sequence[Generation],
     on_error: Callable[[RouterError], bytes],
+    headers: Mapping[str, str] | None = None,
 ) -> SseOptions:
-    """Make the options of a stream; `on_error` frames a failure after the first event."""
+    """Make the options of a stream; `on_error` frames a failure after the first event, `headers` are further ones."""
     return SseOptions(
         headers={
             "x-compute-type": services.compute_type,
             "x-compute-characters": _num_characters(generations),
             **_predicted(sum_of_times(generations)),
+            **(headers or {}),
         },
         keep_alive_seconds=services.keep_alive_seconds,
         may_expire=lambda: any(generation.may_expire for generation in generations),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -69,16 +69,21 @@ async def completions(request: web.Request) -> web.StreamResponse:
             echo = await echo_of(services.tokenizer, prompt) if body.echo else None
             samples.extend((generation, CompletionText(style, echo)) for generation in generations)
         watch(request, *_generations(samples))
+        headers = body.lorax_headers(services, asked.adapter)
         if body.stream:
-            return await _stream(request, body, samples, head)
-        return await _answer(services, body, samples, head)
+            return await _stream(request, body, samples, head, headers)
+        return await _answer(services, body, samples, head, headers)
 
 
 async def _stream(
-    request: web.Request, body: CompletionRequest, samples: Sequence[Sample], head: AnswerHead
+    request: web.Request,
+    body: CompletionRequest,
+    samples: Sequence[Sample],
+    head: AnswerHead,
+    headers: Mapping[str, str],
 ) -> web.StreamResponse:
     services = request.app[SERVICES]
-    options = sse_options(services, _generations(samples), stream_errors(services))
+    options = sse_options(services, _generations(samples), stream_errors(services), headers)
     chunks = CompletionChunks(
         head,
         includes_usage=body.includes_usage,
@@ -106,7 +111,11 @@ def _style(services: Services, body: CompletionRequest) -> Style:
 
 
 async def _answer(
-    services: Services, body: CompletionRequest, samples: Sequence[Sample], head: AnswerHead
+    services: Services,
+    body: CompletionRequest,
+    samples: Sequence[Sample],
+    head: AnswerHead,
+    headers: Mapping[str, str],
 ) -> web.Response:
     """Return the best samples of each prompt; the tokens of the others count, too."""
     choices: list[CompletionCompleteJson] = []
@@ -116,7 +125,7 @@ async def _answer(
         usage += used
         for pieces in texts:
             choices.append(completion_choice(len(choices), pieces))
-    headers = answer_headers(services, _generations(samples), usage)
+    headers = {**answer_headers(services, _generations(samples), usage), **headers}
     # TGI has no such sum here.
     del headers["x-compute-time"]
     answer: CompletionFinalJson = {**head.json(), "choices": choices, "usage": usage_json(usage)}

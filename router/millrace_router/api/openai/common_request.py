@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import Field
 
+from millrace_router.api.adapters.headers import lorax_headers
 from millrace_router.api.adapters.naming import adapter_of_model
 from millrace_router.api.chat.bias import biases_from
 from millrace_router.api.chat.sampling import SamplingFields, openai_generation
@@ -18,6 +19,10 @@ from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
+from millrace_router.server.services import Services
+
+LORAX_FIELDS = frozenset({"adapter_source", "api_token"})
+"""Fields that LoRAX has and OpenAI lacks."""
 
 
 class StreamOptions(RequestModel):
@@ -72,6 +77,12 @@ class CommonRequest(SamplingFields):
             source=self.adapter_source,
             token=self.api_token,
         )
+
+    def lorax_headers(self, services: Services, adapter: AdapterReference | None) -> dict[str, str]:
+        """Return LoRAX's headers for an answer of `adapter` if the request has one of its fields."""
+        if LORAX_FIELDS.isdisjoint(self.model_fields_set):
+            return {}
+        return lorax_headers(services, adapter)
 
     def check(self, limits: Limits) -> None:
         """Check the fields that TGI ignores; raises RouterError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -86,7 +86,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         chat = await prepare_chat(services, body.chat(services.limits))
         scheduling = scheduling_of(request, body.priority)
         adapter = body.adapter(request)
-    answers = _answers(services, body)
+    answers, headers = _answers(services, body), body.lorax_headers(services, adapter)
     with ExitStack() as cleanup:
         generations = await services.infer.start_samples(
             replace(chat.request, scheduling=scheduling, adapter=adapter), body.num_choices
@@ -95,8 +95,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             cleanup.callback(generation.close)
         watch(request, *generations)
         if not body.stream:
-            return await _answer(services, chat, generations, answers)
-        options = sse_options(services, generations, stream_errors(services))
+            return await _answer(services, chat, generations, answers, headers)
+        options = sse_options(services, generations, stream_errors(services), headers)
         choices = OpenChoices(
             len(generations), answers.usage_chunk if body.includes_usage else None
         )
@@ -128,7 +128,11 @@ def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
 
 
 async def _answer(
-    services: Services, chat: PreparedChat, generations: Sequence[Generation], answers: ChatAnswers
+    services: Services,
+    chat: PreparedChat,
+    generations: Sequence[Generation],
+    answers: ChatAnswers,
+    headers: Mapping[str, str],
 ) -> web.Response:
     """Read one generation after the other: tokens of the others wait in their streams."""
     choices: list[ChatCompletionCompleteJson] = []
@@ -137,5 +141,5 @@ async def _answer(
         pieces = await deltas_of(generation, chat.text())
         choices.append(answers.choice(index, pieces))
         usage += generation.usage(pieces[-1].num_tokens)
-    headers = answer_headers(services, generations, usage)
+    headers = {**answer_headers(services, generations, usage), **headers}
     return json_response(answers.answer(choices, usage), headers=headers)

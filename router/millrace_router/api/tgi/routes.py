@@ -157,9 +157,8 @@ async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResp
     services = request.app[SERVICES]
     async with await services.infer.start(_asked(request, body)) as generation:
         watch(request, generation)
-        options = sse_options(services, [generation], error_event)
-        headers = {**options.headers, **headers_of(request, body.parameters)}
-        options = replace(options, headers=headers)
+        headers = headers_of(request, body.parameters)
+        options = sse_options(services, [generation], error_event, headers)
         return await respond(request, [GenerateStream(generation, body)], options)
 
 

@@ -145,6 +145,27 @@ async def test_fields_of_lorax_and_of_sglang_beside_a_model() -> None:
     assert digests(edge) == [version("", "P None").digest, A.digest, A.digest]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_headers_of_lorax_for_requests_with_one_of_its_fields(*, stream: bool) -> None:
+    names = ("x-adapter-id", "x-adapter-source", "x-model-id")
+    bodies = {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    }
+    async with serving(adapters=adapters(), template=TEMPLATE) as edge:
+        for path, body in bodies.items():
+            for fields, expected in (
+                ({"model": "a", "api_token": None}, ("a", "hub", "org/tiny")),
+                ({"model": "org/tiny:b", "adapter_source": None}, ("b", "hub", "org/tiny")),
+                ({"model": "tgi", "api_token": None}, (None, None, "org/tiny")),
+                ({"model": "a"}, (None, None, None)),
+            ):
+                asked = {**body, **fields, "stream": stream}
+                status, _, response = await edge.post(path, asked)
+                assert status == 200
+                assert tuple(map(response.headers.get, names)) == expected
+
+
 async def test_several_choices_and_prompts_share_an_adapter() -> None:
     async with serving(adapters=adapters(), template=TEMPLATE) as edge:
         await edge.post("/v1/chat/completions", CHAT | {"model": "a", "n": 2})
