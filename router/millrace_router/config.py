@@ -327,6 +327,11 @@ class RouterConfig(BaseSettings):
         description="LoRA adapters in vLLM's form: NAME=PATH, or a JSON object with `name`, `path` and"
         " `base_model_name`; repeatable.",
     )
+    lora_paths: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="LoRA adapters in SGLang's form: PATH, NAME=PATH, or a JSON object with `lora_name`, `lora_path`"
+        " and `pinned`, which has no effect; repeatable.",
+    )
     adapter_id: str | None = Field(
         default=None,
         description="LoRA adapter of requests that name no model; it is fetched at the start.",
@@ -362,7 +367,10 @@ class RouterConfig(BaseSettings):
         default=None,
         ge=1,
         description="Most LoRA adapters in the shards at a time, if their memory has room;"
-        " --max-active-adapters when absent.",
+        " --max-loras-per-batch or --max-active-adapters when absent.",
+    )
+    max_loras_per_batch: int | None = Field(
+        default=None, ge=1, description="SGLang's name of --max-loras, which beats it."
     )
     max_active_adapters: int = Field(
         default=1024, ge=1, description="LoRAX's name of --max-loras, which beats it."
@@ -462,10 +470,11 @@ class RouterConfig(BaseSettings):
 
     @property
     def registered_adapters(self) -> tuple[AdapterSpec, ...]:
-        """The adapters of --lora-adapters and --lora-modules."""
+        """The adapters of --lora-adapters, --lora-modules and --lora-paths."""
         return (
             *(tgi_adapter(text) for text in self.lora_adapters),
             *(vllm_adapter(text) for text in self.lora_modules),
+            *(sglang_adapter(text) for text in self.lora_paths),
         )
 
     @property
@@ -480,7 +489,7 @@ class RouterConfig(BaseSettings):
     @property
     def max_adapters(self) -> int:
         """The most adapters in the shards at a time."""
-        return self.max_loras or self.max_active_adapters
+        return self.max_loras or self.max_loras_per_batch or self.max_active_adapters
 
     @property
     def hub_cache(self) -> Path:
@@ -529,23 +538,16 @@ class RouterConfig(BaseSettings):
     def _split_commas(cls, value: object) -> object:
         return split_commas(value)
 
-    @field_validator("lora_adapters", "lora_modules", mode="before")
+    @field_validator("lora_adapters", "lora_modules", "lora_paths", mode="before")
     @classmethod
     def _split_adapters(cls, value: object) -> object:
         return split_adapters(value)
 
-    @field_validator("lora_adapters")
+    @field_validator("lora_adapters", "lora_modules", "lora_paths")
     @classmethod
-    def _check_tgi_adapters(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_adapters(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         for text in value:
-            tgi_adapter(text)
-        return value
-
-    @field_validator("lora_modules")
-    @classmethod
-    def _check_vllm_adapters(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for text in value:
-            vllm_adapter(text)
+            _READERS[str(info.field_name)](text)
         return value
 
     @field_validator("adapter_allow")
@@ -613,13 +615,33 @@ def vllm_adapter(text: str) -> AdapterSpec:
     return AdapterSpec(name=name, path=path)
 
 
-def _json_adapter(text: str) -> AdapterSpec:
-    """Read an object with `name`, `path` and perhaps `revision`; others are ignored. Raises ValueError."""
+def sglang_adapter(text: str) -> AdapterSpec:
+    """Read PATH, which is the name too, NAME=PATH or a JSON object; raises ValueError."""
+    if text.startswith("{"):
+        return _json_adapter(text, prefix="lora_")
+    return vllm_adapter(text if "=" in text else f"{text}={text}")
+
+
+_READERS = {
+    "lora_adapters": tgi_adapter,
+    "lora_modules": vllm_adapter,
+    "lora_paths": sglang_adapter,
+}
+"""The form of an adapter in each flag."""
+
+
+def _json_adapter(text: str, *, prefix: str = "") -> AdapterSpec:
+    """Read an object with `name`, `path` and perhaps `revision`, all after `prefix`; others are ignored.
+
+    Raises:
+        ValueError: it is none.
+
+    """
     try:
         given = json.loads(text)
     except json.JSONDecodeError:
         given = {}
-    name, path, revision = (given.get(key) for key in ("name", "path", "revision"))
+    name, path, revision = (given.get(prefix + key) for key in ("name", "path", "revision"))
     texts = all(isinstance(value, str) and value for value in (name, path))
     if not texts or not isinstance(revision, str | None):
         raise ValueError(f"Invalid LoRA adapter format: {text}")

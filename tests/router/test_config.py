@@ -8,6 +8,7 @@ from millrace_router.config import (
     AdapterSpec,
     RouterConfig,
     listen_address,
+    sglang_adapter,
     split_adapters,
     tgi_adapter,
     vllm_adapter,
@@ -123,6 +124,23 @@ def test_adapters_in_vllms_form() -> None:
     for text in ("a", "a=", "=b", '{"name": "a"}'):
         with pytest.raises(ValueError, match="Invalid LoRA adapter format"):
             vllm_adapter(text)
+
+
+def test_adapters_in_sglangs_form() -> None:
+    assert sglang_adapter("a=/b=c@d") == AdapterSpec(name="a", path="/b=c@d")
+    assert sglang_adapter("org/a") == AdapterSpec(name="org/a", path="org/a")
+    given = '{"lora_name": "a", "lora_path": "/b", "pinned": true}'
+    assert sglang_adapter(given) == AdapterSpec(name="a", path="/b")
+    for text in ("", "a=", "=b", '{"name": "a", "path": "/b"}'):
+        with pytest.raises(ValueError, match="Invalid LoRA adapter format"):
+            sglang_adapter(text)
+    flags = ("--lora-paths=org/a,b=/c", "--max-loras-per-batch=3", "--lora-modules=d=/e")
+    config = RouterConfig.from_args([*ARGV, *flags])
+    assert [one.name for one in config.registered_adapters] == ["d", "org/a", "b"]
+    assert config.max_adapters == 3
+    assert RouterConfig.from_args([*ARGV, *flags, "--max-loras=4"]).max_adapters == 4
+    with pytest.raises(SystemExit):
+        RouterConfig.from_args([*ARGV, "--lora-paths=a="])
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,13 @@ ADAPTER_FLAGS = frozenset(
     {
         "lora_adapters",
         "lora_modules",
+        "lora_paths",
         "adapter_id",
         "preloaded_adapter_ids",
         "adapter_root",
         "adapter_allow",
         "max_loras",
+        "max_loras_per_batch",
         "max_active_adapters",
         "max_cpu_loras",
         "max_lora_rank",

@@ -64,8 +64,9 @@ VARIABLES_WITHOUT_EFFECT = {
     "HF_MODEL_QUANTIZE": f"{_SAGEMAKER}; QUANTIZE is read",
     "HF_MODEL_TRUST_REMOTE_CODE": "code from a model repository is never run",
     "SM_NUM_GPUS": f"{_SAGEMAKER}; NUM_SHARD is read",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "the routes that load and unload adapters need ADMIN_KEY",
 }
-"""Variables of TGI, or of its image for SageMaker, that are no flags."""
+"""Variables of TGI, of its image for SageMaker, or of vLLM, that are no flags."""
 
 
 def check(settings: Settings) -> None:
@@ -116,7 +117,7 @@ def check(settings: Settings) -> None:
 def notices(
     settings: Settings, *, on_cpu: bool, environ: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """A line for each flag, and for each of TGI's variables in `os.environ`, that is set but has no effect."""
+    """A line for each flag, and for each variable of TGI or vLLM in `os.environ`, that is set but has no effect."""
     environ = os.environ if environ is None else environ
     chunked = settings.router.prefill_chunking == "on"
     reasons = (

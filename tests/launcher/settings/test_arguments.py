@@ -119,6 +119,8 @@ OURS = [
     ("--adapter-memory-fraction", "0.2", "shard", 0.2),
     ("--lora-modules", "a=/b,c=/d", "router", ("a=/b", "c=/d")),
     ("--lora-modules", '{"name":"a","path":"/b"}', "router", ('{"name":"a","path":"/b"}',)),
+    ("--lora-paths", "a=/b,/c", "router", ("a=/b", "/c")),
+    ("--max-loras-per-batch", "7", "router", 7),
     ("--adapter-id", "org/voice", "router", "org/voice"),
     ("--adapter-source", "local", "router", "local"),
     ("--preloaded-adapter-ids", "a,b", "router", ("a", "b")),
@@ -226,6 +228,9 @@ def test_origins_are_repeatable_and_comma_separated() -> None:
 def test_adapters_may_follow_one_flag() -> None:
     settings = read_settings(["--lora-modules", "a=/x", "b=/y", "--lora-modules=c=/z"])
     assert settings.router.lora_modules == ("a=/x", "b=/y", "c=/z")
+    of_sglang = '{"lora_name": "c", "lora_path": "/z", "pinned": true}'
+    settings = read_settings(["--lora-paths", "/x", "b=org/y", of_sglang])
+    assert settings.router.lora_paths == ("/x", "b=org/y", of_sglang)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +239,8 @@ def test_adapters_may_follow_one_flag() -> None:
         "--enable-lora",
         "--lora-adapters=a",
         "--lora-modules=a=b",
+        "--lora-paths=a",
+        "--max-loras-per-batch=2",
         "--adapter-id=a",
         "--preloaded-adapter-ids=a",
         "--adapter-root=/a",

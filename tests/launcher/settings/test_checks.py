@@ -157,9 +157,10 @@ def test_flags_without_effect_are_reported_only_when_set(monkeypatch: pytest.Mon
         ("DISABLE_EXLLAMA", "True"),
         ("HF_MODEL_ID", "a/b"),
         ("SM_NUM_GPUS", "2"),
+        ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True"),
     ],
 )
-def test_variables_of_tgi_without_effect_are_reported(
+def test_variables_of_others_without_effect_are_reported(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
