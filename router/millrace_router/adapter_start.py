@@ -12,6 +12,7 @@ import structlog
 from millrace_router.adapters.cache import AdapterCache
 from millrace_router.adapters.fetch_request import FetchLimits
 from millrace_router.adapters.fetcher import Fetcher
+from millrace_router.adapters.names.last_versions import LastVersions
 from millrace_router.adapters.names.model_fetcher import ModelFetcher
 from millrace_router.adapters.names.registry import Registration, Registry
 from millrace_router.adapters.names.resolver import ClientRules, Resolver
@@ -68,14 +69,7 @@ async def open_adapters(deployment: Deployment, metrics: Metrics) -> OpenAdapter
     )
     resolver = Resolver(
         registry,
-        ModelFetcher(
-            fetcher=fetcher,
-            cache=cache,
-            modules=modules,
-            limits=FetchLimits(max_rank=config.max_lora_rank),
-            num_pages=deployment.capacity.adapter_pages,
-            server_token=lambda: config.hub_token,
-        ),
+        _model_fetcher(deployment, fetcher, cache),
         metrics,
         rules=ClientRules(
             source=AdapterSource(config.adapter_source),
@@ -88,6 +82,21 @@ async def open_adapters(deployment: Deployment, metrics: Metrics) -> OpenAdapter
     opened = OpenAdapters(resolver=resolver, fetcher=fetcher)
     await _preload(config, opened)
     return opened
+
+
+def _model_fetcher(deployment: Deployment, fetcher: Fetcher, cache: AdapterCache) -> ModelFetcher:
+    config, modules = deployment.config, deployment.info.adapter_modules
+    limits = FetchLimits(max_rank=config.max_lora_rank)
+    shapes = tuple((module.name, module.inputs, module.outputs) for module in modules)
+    return ModelFetcher(
+        fetcher=fetcher,
+        cache=cache,
+        last_versions=LastVersions(cache.folder, server=(config.hub_endpoint, shapes, limits)),
+        modules=modules,
+        limits=limits,
+        num_pages=deployment.capacity.adapter_pages,
+        server_token=lambda: config.hub_token,
+    )
 
 
 def _register(config: RouterConfig, registry: Registry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +17,12 @@ from safetensors.numpy import save_file
 from millrace_router.adapter_start import OpenAdapters, open_adapters
 from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
-from millrace_router.errors import AdapterInvalid, AdapterNotFound, AdapterTooLarge
+from millrace_router.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterTooLarge,
+    AdapterUnavailable,
+)
 from millrace_router.request.adapter import (
     PAGE_BYTES,
     AdapterReference,
@@ -27,7 +33,8 @@ from millrace_router.request.adapter import (
 from millrace_router.sizing import Deployment
 from millrace_router.startup import metrics_of
 from millrace_testing.adapters.fake_adapters import MODULE
-from millrace_testing.router.edge import FakeBatcher, services_over
+from millrace_testing.adapters.hub_stub import HubStub, Repository, hub_stub
+from millrace_testing.router.edge import FakeBatcher, logging_to, services_over
 
 SERVICES = services_over(FakeBatcher())
 
@@ -93,6 +100,46 @@ async def test_adapters_of_all_flags(tmp_path: Path) -> None:
         recipe = MergeRecipe(ids=("a", "b"), weights=(1.0, 0.5), strategy=MergeStrategy.CAT)
         merged = await resolver.resolve(AdapterReference(merged=recipe), "me")
         assert merged.digest not in resolver.digests()
+
+
+@asynccontextmanager
+async def hub_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HubStub]:
+    """A hub with the files of `folder` as `org/a`."""
+    async with hub_stub() as hub:
+        files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        hub.repositories["org/a"] = Repository(files)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
+
+
+async def test_the_last_version_of_a_hub_that_is_down_at_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags: dict[str, Any] = {"lora_modules": "a=org/a", "adapter_allow": "hub:org/*"}
+    async with hub_of(write_peft(tmp_path / "one"), monkeypatch) as hub:
+        async with opened(tmp_path, **flags, adapter_id="a") as adapters:
+            first = await adapters.resolver.resolve(AdapterReference(name="a"), "me")
+        hub.repositories["org/a"].status = 502
+        output = io.BytesIO()
+        with logging_to(output):
+            async with opened(tmp_path, **flags, adapter_id="a") as adapters:
+                assert await adapters.resolver.resolve(AdapterReference(name="a"), "me") == first
+                registration = adapters.resolver.registry.get("a")
+                assert registration is not None
+                # The operator, who asks for new files, and clients, whose access the hub would check.
+                with pytest.raises(AdapterUnavailable):
+                    await adapters.resolver.reload(registration)
+                with pytest.raises(AdapterUnavailable):
+                    await adapters.resolver.resolve(AdapterReference(name="org/a"), "me")
+        assert b"an adapter is used as it was last fetched" in output.getvalue()
+        # A server with another limit has checked nothing.
+        with pytest.raises(StartupError, match="502"):
+            async with opened(tmp_path, **flags, adapter_id="a", max_lora_rank=8):
+                pass
+        del hub.repositories["org/a"]
+        with pytest.raises(StartupError, match="does not exist"):
+            async with opened(tmp_path, **flags, adapter_id="a"):
+                pass
 
 
 async def test_folders_below_the_root_and_nothing_else(tmp_path: Path) -> None:

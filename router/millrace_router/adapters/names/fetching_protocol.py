@@ -29,6 +29,12 @@ class Fetching(Protocol):
     ) -> str:
         """Ask the hub which commit a revision is at, and so whether `token` may read it; raises as `fetch`."""
 
+    async def last_version(self, source: NamedSource, *, name: str) -> AdapterVersion | None:
+        """Return the version of the operator's source on the hub at its last fetch, also by an earlier process.
+
+        None if it is not known, or its copy has left the cache. Raises AdapterTooLarge.
+        """
+
     async def merge(
         self, recipe: MergeRecipe, versions: Sequence[AdapterVersion]
     ) -> AdapterVersion:

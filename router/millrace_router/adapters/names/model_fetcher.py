@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import structlog
 
 from millrace_router.adapters.cache import AdapterCache
 from millrace_router.adapters.fetch_request import FetchLimits, FetchSource
 from millrace_router.adapters.fetcher import Fetcher
+from millrace_router.adapters.names.last_versions import LastVersions
 from millrace_router.adapters.names.sources import NamedSource
 from millrace_router.errors import AdapterTooLarge
 from millrace_router.request.adapter import (
     PAGE_BYTES,
     AdapterModule,
+    AdapterSource,
     AdapterVersion,
     MergeRecipe,
 )
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +31,7 @@ class ModelFetcher:
 
     fetcher: Fetcher
     cache: AdapterCache
+    last_versions: LastVersions
     modules: Sequence[AdapterModule]
     limits: FetchLimits
     num_pages: int
@@ -36,9 +44,23 @@ class ModelFetcher:
     ) -> AdapterVersion:
         """Fetch and check; raises RouterError."""
         given = self._source(source, name=name, token=token, caller=caller)
-        return self._that_fits(
-            await self.fetcher.fetch(given, modules=self.modules, limits=self.limits)
-        )
+        version = await self.fetcher.fetch(given, modules=self.modules, limits=self.limits)
+        if source.by_operator and source.kind is AdapterSource.HUB:
+            try:
+                await asyncio.to_thread(self.last_versions.keep, given.place, version)
+            except OSError as error:
+                log.warning(
+                    "the version of an adapter is not kept", adapter=name, reason=str(error)
+                )
+        return self._that_fits(version)
+
+    async def last_version(self, source: NamedSource, *, name: str) -> AdapterVersion | None:
+        """Return the version of the operator's source at its last fetch; raises AdapterTooLarge."""
+        place = self._source(source, name=name, token=None, caller="").place
+        version = await asyncio.to_thread(self.last_versions.get, place, name)
+        if version is None or not self.is_cached(version.digest):
+            return None
+        return self._that_fits(version)
 
     async def commit_of(
         self, source: NamedSource, *, name: str, token: str | None, caller: str

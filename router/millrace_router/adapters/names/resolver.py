@@ -7,6 +7,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import structlog
+
 from millrace_router.adapters.names.access import Access, holder_of
 from millrace_router.adapters.names.fetch_once import FAILURE_SECONDS, MAX_FAILURES, FetchOnce
 from millrace_router.adapters.names.fetching_protocol import Fetching
@@ -26,10 +28,13 @@ from millrace_router.errors import (
     AdapterForbidden,
     AdapterNotFound,
     AdapterRemoved,
+    AdapterUnavailable,
     RouterError,
 )
 from millrace_router.request.adapter import AdapterReference, AdapterSource, AdapterVersion
 from millrace_router.telemetry.metrics import Metrics
+
+log = structlog.get_logger(__name__)
 
 MAX_CLIENT_ADAPTERS = 4096
 """Adapters that clients named, whose versions are remembered."""
@@ -114,14 +119,28 @@ class Resolver:
         ]
 
     async def current(self, registration: Registration) -> AdapterVersion:
-        """Return the version of a registered name, which is fetched when its folder has changed; raises RouterError."""
+        """Return the version of a registered name, which is fetched when its folder has changed; raises RouterError.
+
+        If the hub is down at the first use, it is the version that was last fetched.
+        """
         stamp = await self._stamp(registration.source)
         version = registration.current
         # A folder that is gone is no new version.
         is_same = stamp is None or stamp == registration.stamp
         if version is not None and is_same and self._fetcher.is_cached(version.digest):
             return version
-        version = await self._once.fetch(registration.source, registration.name, stamp=stamp)
+        try:
+            version = await self._once.fetch(registration.source, registration.name, stamp=stamp)
+        except AdapterUnavailable as error:
+            version = await self._fetcher.last_version(registration.source, name=registration.name)
+            if version is None:
+                raise
+            log.warning(
+                "an adapter is used as it was last fetched",
+                adapter=registration.name,
+                digest=version.digest,
+                reason=error.reason,
+            )
         registration.update(version, stamp)
         return version
 

@@ -11,6 +11,7 @@ import pytest
 from millrace_router.adapters.cache import AdapterCache
 from millrace_router.adapters.fetch_request import FetchLimits, FetchSource
 from millrace_router.adapters.fetcher import Fetcher
+from millrace_router.adapters.names.last_versions import LastVersions
 from millrace_router.adapters.names.model_fetcher import ModelFetcher
 from millrace_router.adapters.names.sources import NamedSource
 from millrace_router.request.adapter import AdapterSource, AdapterVersion
@@ -43,6 +44,7 @@ async def test_whose_token_counts(
     fetcher = ModelFetcher(
         fetcher=cast("Fetcher", recorder),
         cache=AdapterCache(tmp_path, max_bytes=0, clock=lambda: 0.0),
+        last_versions=LastVersions(tmp_path, server=()),
         modules=(MODULE,),
         limits=FetchLimits(),
         num_pages=1,

@@ -81,6 +81,9 @@ class FakeFetcher:
             raise AdapterForbidden(name)
         return f"{repository.weights} {source.revision}"
 
+    async def last_version(self, source: NamedSource, *, name: str) -> AdapterVersion | None:
+        return None
+
     async def merge(
         self, recipe: MergeRecipe, versions: Sequence[AdapterVersion]
     ) -> AdapterVersion:
