@@ -101,6 +101,8 @@ class AdapterStore:
         before = self.table.get(slot)
         self.table.put(slot, adapter)
         self._release(before)
+        # A load that was given up meanwhile may have counted the slot as it was.
+        self._count_held(slot)
 
     def discard(self, slot: int, adapter: PackedAdapter) -> None:
         """Give up an adapter of `read` that is not put into its slot."""
@@ -114,6 +116,11 @@ class AdapterStore:
         self.table.remove(slot)
         self._release(before)
         self._set_pages(slot, 0)
+
+    def clear(self) -> None:
+        """Empty all slots, and keep their number and the memory; on the engine thread."""
+        for slot in self.table.adapters():
+            self.remove(slot)
 
     def _write(
         self, arena: AdapterArena, slot: int, adapter: PackedAdapter, between_steps: BetweenSteps

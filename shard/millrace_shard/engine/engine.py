@@ -119,7 +119,7 @@ class Engine:
     def warm_up(self, request: WarmupRequest) -> Future[Capacity]:
         """Warm up, which ends the current epoch; see `warmup.warm_up`.
 
-        If all ranks are warmed up by an equal request, they keep their caches and answer at once. The future raises
+        If all ranks are warmed up by an equal request, they keep their caches, drop all adapters and answer at once. The future raises
         CapacityError, EngineEnded if the device or the process group is lost, or any error of the model.
         """
         return self.submit(lambda: self._warm_up(request))
@@ -192,6 +192,7 @@ class Engine:
         all_keep = self.loaded.group.minimum(int(kept is not None))
         if kept is not None and all_keep:
             kept.runner.clear()
+            self.loaded.drop_adapters()
             return kept
         kept = None
         self._warmed_up = None

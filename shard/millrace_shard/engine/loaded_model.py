@@ -59,3 +59,8 @@ class LoadedModel:
             bytes_per_token=elements * self.dtype.itemsize,
             max_position_embeddings=self.model.info.max_position_embeddings,
         )
+
+    def drop_adapters(self) -> None:
+        """Empty all adapter slots: a router that has just started does not know what an earlier one loaded."""
+        if self.adapters is not None:
+            self.adapters.clear()

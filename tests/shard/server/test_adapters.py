@@ -203,15 +203,12 @@ def test_a_sequence_with_an_empty_adapter_slot_fails_alone(warm: Shard) -> None:
     assert list(warm.sample(1, 0).failed_slots) == [0]
 
 
-def test_adapters_stay_over_epochs_and_go_with_another_warm_up(warm: Shard) -> None:
+def test_adapters_stay_over_epochs_and_go_with_a_warm_up(warm: Shard) -> None:
     warm.load(1, warm.digests[0])
     warm.open()
     assert_tokens(warm.sample(1), [warm.adapters[0]])
     (warm.cache / warm.digests[0] / "adapter.safetensors").unlink()
     assert warm.load(1, warm.digests[0]) == "", "it is there already"
-    assert warm.stub.Warmup(WARMUP, timeout=SECONDS).adapter_pages == PAGES
-    warm.open()
-    assert_tokens(warm.sample(1), [warm.adapters[0]])
     other = pb.WarmupRequest()
     other.CopyFrom(WARMUP)
     other.max_adapters = 2
@@ -219,6 +216,18 @@ def test_adapters_stay_over_epochs_and_go_with_another_warm_up(warm: Shard) -> N
     assert warm.stub.Warmup(other, timeout=SECONDS).adapter_pages == PAGES + 1
     warm.open()
     assert list(warm.sample(1).failed_slots) == [0]
+
+
+def test_a_router_that_has_restarted_finds_all_memory_free(warm: Shard) -> None:
+    """It warms up as the one before, and knows nothing of the adapters in the slots."""
+    for slot in (1, 2):
+        assert warm.load(slot, warm.digests[slot]) == ""
+    assert warm.stub.Warmup(WARMUP, timeout=SECONDS).adapter_pages == PAGES
+    warm.open()
+    assert list(warm.sample(1).failed_slots) == [0]
+    for slot in (2, 3):
+        assert warm.load(slot, warm.digests[0 if slot == 3 else 1]) == ""
+    assert_tokens(warm.sample(2, 3), [warm.adapters[1], warm.adapters[0]])
 
 
 def test_calls_of_another_epoch_are_refused(warm: Shard) -> None:

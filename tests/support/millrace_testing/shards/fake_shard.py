@@ -363,6 +363,7 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Not enough memory")
         self.shard.is_warm = True
         adapters = self.shard.adapters
+        adapters.slots.clear()
         adapters.num_pages = request.adapter_pages or adapters.num_pages
         num_blocks = request.num_blocks or self.shard.num_blocks
         capacity = (num_blocks - 1) * self.shard.block_size
