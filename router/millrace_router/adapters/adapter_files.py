@@ -6,5 +6,5 @@ import re
 
 ADAPTER_FILE = "adapter.safetensors"
 PARTIAL_PREFIX = ".partial-"
-"""Prefix of folders that are being written."""
+"""Prefix of folders that are being written; the process id of the writer and another dash follow."""
 DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -14,7 +14,7 @@ KEPT_SECONDS = 5.0
 
 
 class AdapterCache:
-    """Versions by digest, least recently used first; `open`, `touch` and `delete` look at the disk."""
+    """Versions by digest, least recently used first; `open`, `touch` and the deletions look at the disk."""
 
     def __init__(self, folder: Path, *, max_bytes: int, clock: Callable[[], float]) -> None:
         self.folder = folder
@@ -83,6 +83,11 @@ class AdapterCache:
                 victims.append(digest)
                 excess -= size
         return victims
+
+    def delete_partials(self, pid: int) -> None:
+        """Remove what a process that has ended did not finish."""
+        for path in self.folder.glob(f"{PARTIAL_PREFIX}{pid}-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def delete(self, digests: Sequence[str]) -> None:
         """Remove the files of versions that `evict` or `forget` took out."""

@@ -24,7 +24,11 @@ PASSED_ON = (
 
 
 class ChildError(Exception):
-    """The fetching process was killed, took too long, or has a defect."""
+    """The fetching process was killed, took too long, or has a defect; `pid` is 0 if it did not start."""
+
+    def __init__(self, message: str, *, pid: int = 0) -> None:
+        super().__init__(message)
+        self.pid = pid
 
 
 async def run_child(
@@ -57,13 +61,14 @@ async def run_child(
         async with asyncio.timeout(timeout_seconds):
             text, _ = await process.communicate()
     except TimeoutError:
-        raise ChildError("the fetch took too long") from None
+        raise ChildError("the fetch took too long", pid=process.pid) from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode != 0:
-        raise ChildError(f"the fetching process was killed, status {process.returncode}")
+        reason = f"the fetching process was killed, status {process.returncode}"
+        raise ChildError(reason, pid=process.pid)
     try:
         answer = orjson.loads(text)
     except orjson.JSONDecodeError:

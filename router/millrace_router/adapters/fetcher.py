@@ -185,6 +185,7 @@ class Fetcher:
                         request, timeout_seconds=limits.timeout_seconds, command=self._command
                     )
         except ChildError as error:
+            await asyncio.to_thread(self._cache.delete_partials, error.pid)
             answer = {"error": "unavailable", "reason": str(error)}
         if answer.get("error") == "unavailable":
             reason, after = answer["reason"], answer.get("retry_after_seconds")

@@ -119,8 +119,9 @@ class Engine:
     def warm_up(self, request: WarmupRequest) -> Future[Capacity]:
         """Warm up, which ends the current epoch; see `warmup.warm_up`.
 
-        If all ranks are warmed up by an equal request, they keep their caches, drop all adapters and answer at once. The future raises
-        CapacityError, EngineEnded if the device or the process group is lost, or any error of the model.
+        If all ranks are warmed up by an equal request, they keep their caches, drop all adapters and answer at once.
+        The future raises CapacityError, EngineEnded if the device or the process group is lost, or any error of the
+        model.
         """
         return self.submit(lambda: self._warm_up(request))
 

@@ -210,6 +210,20 @@ async def test_a_fetch_that_is_killed_may_be_repeated(tmp_path: Path) -> None:
         assert (await play.fetch("a")).digest == "a" * 64
 
 
+async def test_a_process_that_is_killed_while_it_writes_leaves_nothing(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "a")
+    program = (
+        "import os; os.fsync = lambda _: os.kill(os.getpid(), 9);"
+        "from millrace_router.adapters.fetching.__main__ import main; main()"
+    )
+    fetcher = real(tmp_path, (sys.executable, "-P", "-c", program))
+    other = tmp_path / "cache" / ".partial-1-of-another-process"
+    other.mkdir(parents=True)
+    with pytest.raises(AdapterUnavailable, match="was killed"):
+        await fetch(fetcher, local(tmp_path / "a"))
+    assert list((tmp_path / "cache").iterdir()) == [other]
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [

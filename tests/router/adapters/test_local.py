@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
+from millrace_router.adapters.fetching.errors import FetchError
+from millrace_router.adapters.fetching.local import read_folder
 from millrace_testing.adapters.fetch_jobs import fetch_folder
 from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_llama
 
@@ -207,3 +211,31 @@ def test_a_file_that_becomes_a_link_after_it_was_resolved(
 def test_a_name_with_control_characters_is_none(root: Path) -> None:
     save_adapter(root / "go\nod")
     assert fetch(root, "go\nod") == NOT_FOUND
+
+
+def test_files_of_two_versions_are_never_mixed(tmp_path: Path) -> None:
+    """The folder is replaced all the time by one of another version, and back."""
+    live, spare, gone = tmp_path / "live", tmp_path / "spare", tmp_path / "gone"
+    save_adapter(live, seed=1, lora_alpha=1)
+    save_adapter(spare, seed=2, lora_alpha=2)
+    versions = {read_folder(str(one), None, 1 << 24).digest() for one in (live, spare)}
+    ended = Event()
+
+    def replace() -> None:
+        while not ended.is_set():
+            live.rename(gone)
+            spare.rename(live)
+            gone.rename(spare)
+
+    thread = Thread(target=replace)
+    thread.start()
+    found = set()
+    try:
+        for _ in range(2000):
+            with suppress(FetchError):
+                found.add(read_folder(str(live), None, 1 << 24).digest())
+    finally:
+        ended.set()
+        thread.join()
+    assert found <= versions
+    assert found, "no folder was read"

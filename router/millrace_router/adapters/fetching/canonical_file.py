@@ -131,7 +131,7 @@ def _json(value: object) -> str:
 
 def _store(chunks: Sequence[bytes | memoryview], version: Version, cache: Path) -> None:
     cache.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=PARTIAL_PREFIX, dir=cache))
+    partial = Path(tempfile.mkdtemp(prefix=f"{PARTIAL_PREFIX}{os.getpid()}-", dir=cache))
     try:
         with (partial / ADAPTER_FILE).open("wb") as file:
             for chunk in chunks:

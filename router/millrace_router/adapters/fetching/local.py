@@ -16,6 +16,8 @@ from millrace_router.adapters.fetching.source_files import (
 )
 
 MAX_PATH_LENGTH = 4096
+MAX_READS = 4
+"""Attempts to read files that do not change meanwhile."""
 
 
 def read_folder(path: str, root: str | None, max_bytes: int) -> SourceFiles:
@@ -27,9 +29,21 @@ def read_folder(path: str, root: str | None, max_bytes: int) -> SourceFiles:
     Raises:
         NotFound: there is no such folder, or it lies elsewhere; both look the same.
         Invalid, TooLarge: by `check_listing`.
-        Unavailable: the disk fails.
+        Unavailable: the disk fails, or the files change all the time.
 
     """
+    for _ in range(MAX_READS):
+        folder, real_root = _folder(path, root)
+        before = _states(folder)
+        files = _read_once(folder, real_root, max_bytes)
+        # A configuration and weights of two versions would be a third one.
+        if _states(folder) == before:
+            return files
+    raise Unavailable("the files change while they are read")
+
+
+def _folder(path: str, root: str | None) -> tuple[Path, Path | None]:
+    """The folder, and the root above it, with links resolved."""
     if not path or len(path) > MAX_PATH_LENGTH or not path.isprintable():
         raise NotFound
     try:
@@ -39,6 +53,23 @@ def read_folder(path: str, root: str | None, max_bytes: int) -> SourceFiles:
         raise NotFound from None
     if not folder.is_dir() or not _is_below(folder, real_root):
         raise NotFound
+    return folder, real_root
+
+
+def _states(folder: Path) -> list[tuple[int, int, int] | None]:
+    """What changes with each file: inode, size and time of the last change; None for one that is not there."""
+    found: list[tuple[int, int, int] | None] = []
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        try:
+            status = (folder / name).stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return found
+
+
+def _read_once(folder: Path, real_root: Path | None, max_bytes: int) -> SourceFiles:
     sizes = {}
     for name in (CONFIG_FILE, WEIGHTS_FILE, *PICKLES):
         file = _resolve(folder / name, real_root)
