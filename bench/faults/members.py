@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from millrace_router.adapters.fetcher import MAX_AT_ONCE
 from millrace_shard.structured_output.grammar_compiler import NUM_COMPILES
 
 GONE = (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied)
@@ -37,6 +38,8 @@ class Members:
     guards: list[int] = field(default_factory=list)
     grammar_workers: list[int] = field(default_factory=list)
     """The process in which rank 0 compiles grammars, once one was needed, and its forks."""
+    fetchers: list[int] = field(default_factory=list)
+    """The processes in which the router fetches adapters."""
     others: list[str] = field(default_factory=list)
     """Command lines of other processes, and a note for each ended child without a wait."""
 
@@ -60,6 +63,8 @@ class Members:
             self.guards.append(pid)
         elif "millrace_shard.structured_output.grammar_worker" in command:
             self.grammar_workers.append(pid)
+        elif "millrace_router.adapters.fetching" in command:
+            self.fetchers.append(pid)
         elif role == "router":
             self.routers.append(pid)
         elif role.startswith("shard-"):
@@ -73,7 +78,8 @@ class Members:
             len(pids) == 1 for pids in self.ranks.values()
         )
         ones = (len(self.routers), len(self.guards), self.others) == (1, 1, [])
-        return one_each and ones and len(self.grammar_workers) <= 1 + NUM_COMPILES
+        few_workers = len(self.grammar_workers) <= 1 + NUM_COMPILES
+        return one_each and ones and few_workers and len(self.fetchers) <= MAX_AT_ONCE
 
     def pids(self) -> set[int]:
         """Router and shards."""

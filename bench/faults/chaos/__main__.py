@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
+from pathlib import Path
 
+from bench.faults.adapters import Adapters
 from bench.faults.chaos import report
 from bench.faults.chaos.options import launcher_flags, parse_arguments
 from bench.faults.chaos.run import run
@@ -19,11 +22,12 @@ def main(arguments: list[str]) -> int:
     """0 when the server recovered from every fault and the audit found nothing."""
     options = parse_arguments(arguments)
     try:
-        with deployed(
-            DEMO, *launcher_flags(options), log=options.log, num_ranks=options.num_shard
-        ) as server:
-            say(f"serving at {server.url}, log in {options.log}")
-            outcome = asyncio.run(run(server, options))
+        with tempfile.TemporaryDirectory(prefix="millrace-adapters-") as folder:
+            adapters = Adapters(Path(folder))
+            flags = launcher_flags(options, adapters)
+            with deployed(DEMO, *flags, log=options.log, num_ranks=options.num_shard) as server:
+                say(f"serving at {server.url}, log in {options.log}")
+                outcome = asyncio.run(run(server, options, adapters))
     except ServerError as error:
         say(str(error))
         return 1

@@ -11,6 +11,7 @@ class AllowedError(Enum):
 
     RESETS = "the router is down: connections break, and are refused until it is back"
     REFUSALS = "more requests than permits: some are answered 429"
+    FETCHES = "fetching processes are killed: requests for their adapters are answered 503"
 
 
 @dataclass(slots=True)

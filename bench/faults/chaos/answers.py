@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -126,6 +126,12 @@ def difference(answer: Answer, reference: Answer) -> str | None:
         if stable(got) != stable(wanted):
             return f"event {number} is {_short(stable(got))} instead of {_short(stable(wanted))}"
     return None
+
+
+def nearest(differences: Iterable[str | None]) -> str | None:
+    """The last of the differences from several references; None if the answer equals one of them."""
+    found = list(differences)
+    return None if None in found else found[-1]
 
 
 def prefix_difference(answer: Answer, reference: Answer) -> str | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from bench.faults.adapters import MAX_LORAS
 from bench.faults.memory import Reading
 
 MAX_SHOWN = 30
@@ -18,8 +20,9 @@ IDLE_SERIES = (
     "tgi_batch_current_size",
 )
 """Gauges that are 0 on an idle server."""
+ADAPTERS_INFO = "vllm:lora_requests_info"
 SLACK_FDS = 6
-SLACK_THREADS = 4
+SLACK_THREADS = 8
 MEMORY_GROWTH = 96 * 2**20
 """Bytes by which a process may grow: caches of prompts, buffers of bursts, fragmentation."""
 
@@ -49,11 +52,23 @@ def not_idle(metrics: Mapping[str, float]) -> list[str]:
     found = [
         f"{name} is {value:g}" for name in IDLE_SERIES if (value := metrics.get(name, 0.0)) != 0
     ]
+    found += _busy_adapters(metrics)
     cached, total = metrics.get("millrace_kv_blocks_cached", 0.0), metrics.get("millrace_kv_blocks")
     if total is None:
         found.append("millrace_kv_blocks is missing")
     elif cached > total:
         found.append(f"{cached:g} of {total:g} KV blocks are cached")
+    return found
+
+
+def _busy_adapters(metrics: Mapping[str, float]) -> list[str]:
+    """Adapters that are said to run or wait, and more resident ones than there may be."""
+    resident = metrics.get("millrace_adapters_resident", 0.0)
+    found = [f"{resident:g} adapters are resident"] if resident > MAX_LORAS else []
+    for series in metrics:
+        if series.startswith(ADAPTERS_INFO):
+            names = re.findall(r'(\w+)_lora_adapters="([^"]+)"', series)
+            found += [f"{state} adapters are {which}" for state, which in names]
     return found
 
 
@@ -70,12 +85,14 @@ def leaks(name: str, before: Reading, after: Reading) -> list[str]:
     return found
 
 
-def refusal_flaws(headers: Mapping[str, str], body: object) -> list[str]:
-    """Violations in a 429, which must have a `Retry-After` and its error type."""
+def refusal_flaws(
+    headers: Mapping[str, str], body: object, *, error_type: str = "overloaded"
+) -> list[str]:
+    """Violations in a 429 or 503, which must have a `Retry-After` and its error type."""
     found = []
     after = headers.get("retry-after", "")
     if not (after.isdecimal() and int(after) >= 1):
-        found.append(f"429 with Retry-After {after!r}")
-    if not isinstance(body, dict) or body.get("error_type") != "overloaded":
-        found.append(f"429 with {body!r}")
+        found.append(f"{error_type} with Retry-After {after!r}")
+    if not isinstance(body, dict) or body.get("error_type") != error_type:
+        found.append(f"{error_type} with {body!r}")
     return found

@@ -25,6 +25,12 @@ class Kind(Enum):
     OVERSIZED = "oversized requests"
     BURST = "burst past the permits"
     EXHAUST = "more KV than there is"
+    LOAD = "load an adapter, and unload it while it streams"
+    REPLACE = "replace an adapter while it streams"
+    OVERWRITE = "overwrite an adapter's files while it streams"
+    CORRUPT = "corrupt adapters"
+    KILL_FETCHING = "kill -9 the process that fetches an adapter"
+    KILL_LOADING = "kill -9 a shard that should load an adapter"
 
     @property
     def is_fatal(self) -> bool:
@@ -47,6 +53,7 @@ _FATAL = frozenset(
         Kind.HANG_IDLE,
         Kind.ROUTER,
         Kind.ROLL,
+        Kind.KILL_LOADING,
     }
 )
 WEIGHTS = {
@@ -64,6 +71,12 @@ WEIGHTS = {
     Kind.OVERSIZED: 6,
     Kind.BURST: 6,
     Kind.EXHAUST: 6,
+    Kind.LOAD: 6,
+    Kind.REPLACE: 6,
+    Kind.OVERWRITE: 6,
+    Kind.CORRUPT: 6,
+    Kind.KILL_FETCHING: 6,
+    Kind.KILL_LOADING: 6,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 
@@ -11,9 +12,16 @@ import aiohttp
 import orjson
 
 from bench.faults.chaos.allowed_errors import AllowedError, AllowedErrors, Silence
-from bench.faults.chaos.answers import Answer, EventReader, difference, flaws, prefix_difference
+from bench.faults.chaos.answers import (
+    Answer,
+    EventReader,
+    difference,
+    flaws,
+    nearest,
+    prefix_difference,
+)
 from bench.faults.chaos.audit import Ledger, refusal_flaws
-from bench.faults.chaos.malformed import BadRequest
+from bench.faults.chaos.malformed import RawRequest
 from bench.faults.chaos.population import Request
 
 ATTEMPT_SECONDS = 180.0
@@ -24,6 +32,8 @@ CONNECTION_ERRORS = (aiohttp.ClientError, ConnectionError)
 BROKEN_OFF = "connection reset with the router, sent again"
 NOT_CONNECTED = "no connection while the router was down, tried again"
 REFUSED = "refused with 429, sent again"
+UNAVAILABLE = "adapter unavailable with 503, sent again"
+FORGOTTEN = "adapter forgotten with the router"
 RIGHT = "answered, right bytes"
 WRONG = "wrong"
 LEFT = "left mid-answer by the client"
@@ -38,8 +48,8 @@ class Client:
         self.ledger = ledger
         self.allowed = allowed
         self.silence = silence
-        self.references: dict[str, Answer] = {}
-        """Answers of the undisturbed run by name of the request."""
+        self.references: dict[str, list[Answer]] = {}
+        """Answers of the undisturbed run by name of the request; one for each version of its adapter."""
         self.open: set[int] = set()
         """Numbers of the requests that have not ended."""
         self._numbers = count()
@@ -57,20 +67,46 @@ class Client:
         await self._session.close()
 
     async def refer(self, request: Request) -> None:
-        """Keep the answer of the undisturbed server as the reference."""
+        """Keep the answer of the undisturbed server as a further reference."""
         answer = await self._attempt(request)
         for flaw in [answer.broken] if answer.broken else flaws(request, answer):
             self.ledger.wrong(f"undisturbed, {request.name}: {flaw}")
-        self.references[request.name] = answer
+        self.references.setdefault(request.name, []).append(answer)
 
-    async def ask(self, request: Request, *, may_be_refused: bool = False) -> None:
-        """Send until it is answered, and check; with `may_be_refused` a 429 counts as an answer."""
+    async def ask(
+        self,
+        request: Request,
+        *,
+        may_be_refused: bool = False,
+        version: int | None = None,
+        since: float | None = None,
+        began: asyncio.Event | None = None,
+    ) -> None:
+        """Send until it is answered, and check; with `may_be_refused` a 429 counts as an answer.
+
+        With `version` it has to be answered by this version of its adapter. `since` is when the operator named the
+        adapter, or the version, to the router, which forgets it when it is killed. `began` is set with the first event.
+        """
         number = next(self._numbers)
         self.open.add(number)
+        began = began or asyncio.Event()
         try:
-            while not await self._is_settled(request, may_be_refused=may_be_refused):
-                pass
+            while True:
+                start = time.monotonic()
+                answer = await self._attempt(request, began)
+                is_lost = since is not None and self._is_allowed(AllowedError.RESETS, since)
+                if is_lost and answer.status == 404:
+                    self.ledger.count(FORGOTTEN)
+                    return
+                expected = self.references[request.name]
+                if version is not None and not is_lost:
+                    expected = expected[version : version + 1]
+                if await self._is_settled(
+                    request, answer, expected, start, may_be_refused=may_be_refused
+                ):
+                    return
         finally:
+            began.set()
             self.open.discard(number)
 
     async def leave(self, request: Request, *, after_events: int, after_seconds: float) -> None:
@@ -82,7 +118,7 @@ class Client:
         self.ledger.count(LEFT)
         self._check_break(request, answer, start, left=True)
 
-    async def post_bad(self, bad: BadRequest, path: str) -> None:
+    async def post_raw(self, bad: RawRequest, path: str) -> None:
         """Post it until it is answered, and check the status."""
         while True:
             start = time.monotonic()
@@ -104,38 +140,54 @@ class Client:
                     return
                 await asyncio.sleep(BACK_OFF_SECONDS)
                 continue
+            if answer.status == 503 and self._is_allowed(AllowedError.FETCHES, start):
+                self.ledger.count(UNAVAILABLE)
+                await asyncio.sleep(MOST_PATIENT_SECONDS)
+                continue
             break
         if answer.status == 429 and self._is_allowed(AllowedError.REFUSALS, start):
-            self.ledger.count("bad request refused with 429")
+            self.ledger.count("raw request refused with 429")
         elif answer.status not in bad.statuses:
             self.ledger.count(WRONG)
             self.ledger.wrong(f"{bad.name} to {path} got {answer.status}: {body[:200]!r}")
         else:
-            self.ledger.count("bad request, right status")
+            self.ledger.count("raw request, right status")
 
-    async def _is_settled(self, request: Request, *, may_be_refused: bool) -> bool:
-        """Make one attempt; whether it was the last."""
-        start = time.monotonic()
-        answer = await self._attempt(request)
+    async def _is_settled(
+        self,
+        request: Request,
+        answer: Answer,
+        expected: Sequence[Answer],
+        start: float,
+        *,
+        may_be_refused: bool,
+    ) -> bool:
+        """Check an answer; whether it is the last."""
         if answer.broken:
             if self._check_break(request, answer, start, left=False):
                 return True
             await asyncio.sleep(BACK_OFF_SECONDS)
             return False
         if answer.status == 429 and self._is_allowed(AllowedError.REFUSALS, start):
-            return await self._refused(request, answer, final=may_be_refused)
+            self.ledger.count("refused with 429, not sent again" if may_be_refused else REFUSED)
+            return await self._refused(request, answer, "overloaded", final=may_be_refused)
+        if answer.status == 503 and self._is_allowed(AllowedError.FETCHES, start):
+            self.ledger.count(UNAVAILABLE)
+            return await self._refused(request, answer, "unavailable", final=False)
         found = flaws(request, answer)
-        if not found and (differs := difference(answer, self.references[request.name])):
+        if not found and (differs := nearest(difference(answer, one) for one in expected)):
             found = [differs]
         self.ledger.count(WRONG if found else RIGHT)
         for flaw in found:
             self.ledger.wrong(f"{request.name}: {flaw}")
         return True
 
-    async def _refused(self, request: Request, answer: Answer, *, final: bool) -> bool:
-        for flaw in refusal_flaws(answer.headers, answer.events[0] if answer.events else None):
+    async def _refused(
+        self, request: Request, answer: Answer, error_type: str, *, final: bool
+    ) -> bool:
+        body = answer.events[0] if answer.events else None
+        for flaw in refusal_flaws(answer.headers, body, error_type=error_type):
             self.ledger.wrong(f"{request.name}: {flaw}")
-        self.ledger.count("refused with 429, not sent again" if final else REFUSED)
         if not final:
             after = answer.headers.get("retry-after", "")
             seconds = float(after) if after.isdecimal() else 0.0
@@ -144,9 +196,9 @@ class Client:
 
     def _check_break(self, request: Request, answer: Answer, start: float, *, left: bool) -> bool:
         """Compare a broken answer as a prefix; whether the break itself is a violation."""
-        reference = self.references[request.name]
         if request.streams and answer.status == 200:
-            differs = prefix_difference(answer, reference)
+            references = self.references[request.name]
+            differs = nearest(prefix_difference(answer, one) for one in references)
             if differs is not None:
                 self.ledger.wrong(f"{request.name}, broken off: {differs}")
         if left and not answer.broken:
@@ -165,22 +217,29 @@ class Client:
     def _is_allowed(self, error: AllowedError, start: float) -> bool:
         return self.allowed.allow(error, start, time.monotonic())
 
-    async def _attempt(self, request: Request) -> Answer:
+    async def _attempt(self, request: Request, began: asyncio.Event | None = None) -> Answer:
         answer = Answer()
         try:
-            await self._read(request, answer)
+            await self._read(request, answer, began=began)
         except TimeoutError:
             answer.broken = f"not ended within {ATTEMPT_SECONDS:g} s"
         return answer
 
-    async def _read(self, request: Request, answer: Answer, *, most_events: int = 0) -> None:
+    async def _read(
+        self,
+        request: Request,
+        answer: Answer,
+        *,
+        most_events: int = 0,
+        began: asyncio.Event | None = None,
+    ) -> None:
         """Read into `answer`, to the end or up to `most_events`; raises TimeoutError."""
         try:
             async with self._session.post(request.path, json=dict(request.body)) as response:
                 answer.headers = {name.lower(): value for name, value in response.headers.items()}
                 answer.status = response.status
                 if request.streams and response.status == 200:
-                    await self._read_events(response, answer, most_events)
+                    await self._read_events(response, answer, most_events, began)
                 else:
                     answer.take(await response.read())
         except CONNECTION_ERRORS as error:
@@ -192,13 +251,19 @@ class Client:
             answer.broken = f"not JSON: {error}"
 
     async def _read_events(
-        self, response: aiohttp.ClientResponse, answer: Answer, most_events: int
+        self,
+        response: aiohttp.ClientResponse,
+        answer: Answer,
+        most_events: int,
+        began: asyncio.Event | None,
     ) -> None:
         reader = EventReader()
         async for chunk in response.content.iter_any():
             for data in reader.feed(chunk):
                 answer.take(data)
                 self.silence.token(time.monotonic())
+                if began is not None:
+                    began.set()
             if most_events and len(answer.events) >= most_events:
                 response.close()
                 return

@@ -9,21 +9,21 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 
 import psutil
 
+from bench.faults.adapters import OVERWRITTEN, REPLACED
+from bench.faults.chaos import adapter_faults
 from bench.faults.chaos.allowed_errors import AllowedError
 from bench.faults.chaos.campaign import Fault, Kind
-from bench.faults.chaos.client import Client, body_bytes
-from bench.faults.chaos.load import Load
-from bench.faults.chaos.malformed import GARBAGE, MALFORMED, OVERSIZED, BadRequest
+from bench.faults.chaos.client import body_bytes
+from bench.faults.chaos.malformed import GARBAGE, MALFORMED, OVERSIZED, RawRequest
 from bench.faults.chaos.population import Request
+from bench.faults.chaos.scene import Scene, hit_by, send, until
 from bench.faults.deployment import Deployment
 
 RECOVERY_SECONDS = 180.0
-POLL_SECONDS = 0.2
 NUM_VANISHING = 6
 NUM_SLOW = 3
 GARBAGE_SECONDS = 0.2
@@ -31,26 +31,6 @@ GARBAGE_SECONDS = 0.2
 
 class NotRecoveredError(Exception):
     """The server did not recover in time; the message says what was missing."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Scene:
-    """The objects that every injection works on."""
-
-    server: Deployment
-    client: Client
-    load: Load
-    requests: list[Request]
-    """All requests of the population."""
-    long: list[Request]
-    """Streams that together need more KV blocks than there are."""
-    unread: list[Request]
-    """Streams with large answers."""
-    burst_size: int
-    held: list[socket.socket] = field(default_factory=list)
-    """Connections of slow readers."""
-    others: set[asyncio.Task[None]] = field(default_factory=set)
-    """Client faults that continue during the next fault."""
 
 
 async def inject(scene: Scene, fault: Fault) -> float | None:
@@ -79,12 +59,12 @@ async def inject(scene: Scene, fault: Fault) -> float | None:
 
 async def settled(scene: Scene, old: set[int]) -> None:
     """Wait until no process of `old` is left, all new ones run, and every earlier request has ended."""
-    await _until(lambda: _has_recovered(scene.server, old))
+    await until(lambda: _has_recovered(scene.server, old))
     scene.load.resume()
     # A request is a poison suspect until it ends: a second kill during its replay would put it into quarantine.
     await scene.load.ended(set(scene.client.open))
     tokens = scene.client.silence.num_tokens
-    await _until(lambda: scene.client.silence.num_tokens > tokens)
+    await until(lambda: scene.client.silence.num_tokens > tokens)
 
 
 async def finish_others(scene: Scene) -> None:
@@ -122,48 +102,28 @@ def missing(server: Deployment) -> str:
     return "no token, or requests that do not end"
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    """Poll the condition on a thread, because it may block."""
-    while True:
-        if await asyncio.to_thread(condition):
-            return
-        await asyncio.sleep(POLL_SECONDS)
-
-
 async def _signal_ranks(scene: Scene, fault: Fault, *, number: signal.Signals) -> set[int]:
-    pids = _ranks(scene, fault)
-    _send(pids, number)
+    pids = hit_by(scene, fault)
+    send(pids, number)
     return pids
-
-
-def _ranks(scene: Scene, fault: Fault) -> set[int]:
-    """Processes of the ranks that the fault hits."""
-    ranks = scene.server.members().ranks
-    return {pid for rank in fault.ranks for pid in ranks.get(rank, [])}
-
-
-def _send(pids: set[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            psutil.Process(pid).send_signal(number)
 
 
 async def _kill_again(scene: Scene, fault: Fault) -> set[int]:
     """Kill again before the new group serves, that is before the replay of requests."""
     first = await _signal_ranks(scene, fault, number=signal.SIGKILL)
-    await _until(lambda: bool(_ranks(scene, fault) - first))
-    second = _ranks(scene, fault) - first
+    await until(lambda: bool(hit_by(scene, fault) - first))
+    second = hit_by(scene, fault) - first
     await asyncio.sleep(fault.delay)
     if await asyncio.to_thread(scene.server.is_ready):
         return first
-    _send(second, signal.SIGKILL)
+    send(second, signal.SIGKILL)
     return first | second
 
 
 async def _idle(scene: Scene, fault: Fault, *, number: signal.Signals) -> set[int]:
     pids = await _signal_ranks(scene, fault, number=number)
     # The server has to detect the fault without any request.
-    await _until(lambda: not any(map(psutil.pid_exists, pids)))
+    await until(lambda: not any(map(psutil.pid_exists, pids)))
     await asyncio.sleep(fault.delay)
     scene.load.resume()
     return pids
@@ -220,19 +180,19 @@ def _address(server: Deployment) -> tuple[str, int]:
 
 
 async def _malformed(scene: Scene, fault: Fault) -> None:
-    await _post_bad(scene, fault, MALFORMED)
+    await _post_raw(scene, fault, MALFORMED)
     for garbage in GARBAGE:
         await _throw(scene.server, garbage)
 
 
 async def _oversized(scene: Scene, fault: Fault) -> None:
-    await _post_bad(scene, fault, OVERSIZED)
+    await _post_raw(scene, fault, OVERSIZED)
 
 
-async def _post_bad(scene: Scene, fault: Fault, bad: tuple[BadRequest, ...]) -> None:
+async def _post_raw(scene: Scene, fault: Fault, bad: tuple[RawRequest, ...]) -> None:
     drawing = random.Random(fault.seed)
     for request in drawing.sample(bad, k=len(bad)):
-        await scene.client.post_bad(request, drawing.choice(request.paths))
+        await scene.client.post_raw(request, drawing.choice(request.paths))
 
 
 async def _throw(server: Deployment, garbage: bytes) -> None:
@@ -273,6 +233,7 @@ FATAL_FAULTS: dict[Kind, Callable[[Scene, Fault], Awaitable[set[int]]]] = {
     Kind.HANG_IDLE: partial(_idle, number=signal.SIGSTOP),
     Kind.ROUTER: _router,
     Kind.ROLL: _roll,
+    Kind.KILL_LOADING: adapter_faults.kill_loading,
 }
 """Each returns the process ids that must end."""
 CLIENT_FAULTS: dict[Kind, Callable[[Scene, Fault], Coroutine[None, None, None]]] = {
@@ -282,4 +243,9 @@ CLIENT_FAULTS: dict[Kind, Callable[[Scene, Fault], Coroutine[None, None, None]]]
     Kind.OVERSIZED: _oversized,
     Kind.BURST: _burst,
     Kind.EXHAUST: _exhaust,
+    Kind.LOAD: adapter_faults.load_and_unload,
+    Kind.REPLACE: partial(adapter_faults.change, name=REPLACED),
+    Kind.OVERWRITE: partial(adapter_faults.change, name=OVERWRITTEN),
+    Kind.CORRUPT: adapter_faults.corrupt,
+    Kind.KILL_FETCHING: adapter_faults.kill_fetching,
 }

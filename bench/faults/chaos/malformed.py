@@ -13,8 +13,8 @@ JSON = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BadRequest:
-    """A body with its headers, posted to each of `paths`."""
+class RawRequest:
+    """A body with its headers, posted to one of `paths`, and the statuses that are right for it."""
 
     name: str
     content: bytes
@@ -23,13 +23,13 @@ class BadRequest:
     headers: Mapping[str, str] = field(default_factory=lambda: JSON)
 
 
-def _native(name: str, inputs: object = "x", **parameters: object) -> BadRequest:
+def _native(name: str, inputs: object = "x", **parameters: object) -> RawRequest:
     content = orjson.dumps({"inputs": inputs, "parameters": parameters})
-    return BadRequest(name=name, content=content, statuses=frozenset({422}))
+    return RawRequest(name=name, content=content, statuses=frozenset({422}))
 
 
-def _raw(name: str, content: bytes, *statuses: int, paths: tuple[str, ...] = NATIVE) -> BadRequest:
-    return BadRequest(name=name, content=content, statuses=frozenset(statuses), paths=paths)
+def _raw(name: str, content: bytes, *statuses: int, paths: tuple[str, ...] = NATIVE) -> RawRequest:
+    return RawRequest(name=name, content=content, statuses=frozenset(statuses), paths=paths)
 
 
 MALFORMED = (
@@ -48,13 +48,13 @@ MALFORMED = (
     _native("top_p of 2", top_p=2.0),
     _native("no tokens", max_new_tokens=0),
     _native("negative seed", seed=-1),
-    BadRequest(
+    RawRequest(
         name="not said to be JSON",
         content=b"x=1",
         statuses=frozenset({415}),
         headers={"content-type": "text/plain"},
     ),
-    BadRequest(
+    RawRequest(
         name="said to be compressed",
         content=b"\x1f\x8b garbage",
         statuses=frozenset({400, 415}),
@@ -78,7 +78,7 @@ OVERSIZED = (
     _native("more samples than allowed", best_of=1000, do_sample=True),
     _raw("100 prompts", orjson.dumps({"prompt": ["x"] * 100}), 422, paths=OPENAI[1:]),
     _raw("body of 3 MB, OpenAI", b'{"prompt": "' + b"x" * 3_000_000 + b'"}', 413, paths=OPENAI),
-    BadRequest(
+    RawRequest(
         name="header of 64 kB",
         content=b'{"inputs": "x"}',
         statuses=frozenset({400, 431}),

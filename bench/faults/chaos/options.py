@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.faults.adapters import Adapters
 from bench.faults.chaos.campaign import Kind
 from bench.harness.paths import OUT
 
@@ -43,7 +44,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def launcher_flags(options: argparse.Namespace) -> list[str]:
+def launcher_flags(options: argparse.Namespace, adapters: Adapters) -> list[str]:
     """Flags with small limits, so that they are reached, and a short step timeout."""
     return [
         "--deterministic=on",
@@ -51,6 +52,7 @@ def launcher_flags(options: argparse.Namespace) -> list[str]:
         f"--max-concurrent-requests={MAX_CONCURRENT}",
         f"--max-batch-total-tokens={KV_TOKENS}",
         "--graceful-termination-timeout=30",
+        *adapters.flags(),
         *options.flags,
     ]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+from bench.faults.adapters import CHANGING, STEADY
 
 Json = dict[str, Any]
 
@@ -19,6 +21,9 @@ STOPS = ("the", ".", " a", "and", "token")
 NUM_PREAMBLES = 4
 """Shared beginnings of prompts, which use the prefix cache."""
 SHARE_LONG = 0.05
+SHARE_ADAPTED = 0.5
+SHARE_MERGED = 0.05
+REGISTERED = frozenset({*STEADY, *CHANGING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +33,8 @@ class Request:
     name: str
     path: str
     body: Mapping[str, Any]
+    adapter: str = ""
+    """The name of its adapter, if it has one."""
 
     @property
     def streams(self) -> bool:
@@ -40,8 +47,11 @@ class Request:
         return self.path.startswith("/v1/")
 
 
-def population(seed: int, *, size: int) -> list[Request]:
-    """`size` requests from a seed; routes take turns, everything else is random."""
+def population(seed: int, *, size: int, adapters: Sequence[str] = ()) -> list[Request]:
+    """`size` requests from a seed; routes take turns, everything else is random.
+
+    Half of them have one of `adapters`; a few of the others have a sum of two of `STEADY`.
+    """
     drawing = random.Random(f"population {seed}")
     preambles = [_words(drawing, 40 + 30 * i) for i in range(NUM_PREAMBLES)]
     requests = []
@@ -52,29 +62,65 @@ def population(seed: int, *, size: int) -> list[Request]:
             body["stream"] = True
         if not streams and path == "/generate" and drawing.random() < 0.3:
             body["parameters"]["decoder_input_details"] = True
-        requests.append(Request(name=f"{i} {path}", path=path, body=body))
+        request = Request(name=f"{i} {path}", path=path, body=body)
+        requests.append(_adapted(drawing, request, adapters) if adapters else request)
     return requests
 
 
 def greedy_streams(
-    seed: int, *, count: int, new_tokens: int, top_tokens: int = 0, name: str = "long"
+    seed: int,
+    *,
+    count: int,
+    new_tokens: int,
+    top_tokens: int = 0,
+    name: str = "long",
+    adapter: str = "",
 ) -> list[Request]:
     """Streams of exactly `new_tokens` tokens, for faults that need long streams."""
-    drawing = random.Random(f"{name} {seed}")
+    drawing = random.Random(f"{name} {adapter} {seed}")
     parameters = {
         "max_new_tokens": new_tokens,
         "ignore_eos": True,
         "details": True,
         "top_n_tokens": top_tokens,
+        **(named(adapter) if adapter else {}),
     }
     return [
         Request(
-            name=f"{name} {i}",
+            name=f"{name} {adapter} {i}",
             path="/generate_stream",
             body={"inputs": _words(drawing, 20), "parameters": parameters},
+            adapter=adapter,
         )
         for i in range(count)
     ]
+
+
+def named(adapter: str) -> Json:
+    """Fields that name any adapter in a folder; the second one changes the form of the answer."""
+    return {"adapter_id": adapter, "adapter_source": "local"}
+
+
+def _adapted(drawing: random.Random, request: Request, adapters: Sequence[str]) -> Request:
+    """The same request, with an adapter in half of all cases."""
+    kind = drawing.random()
+    if kind < SHARE_ADAPTED:
+        adapter = drawing.choice(adapters)
+        fields = {"adapter_id": adapter} if adapter in REGISTERED else named(adapter)
+        if request.is_openai:
+            fields["model"] = fields.pop("adapter_id")
+    elif kind < SHARE_ADAPTED + SHARE_MERGED and not request.is_openai:
+        ids, weights = drawing.sample(list(STEADY), k=2), [drawing.uniform(0.2, 1), 0.5]
+        recipe = {"ids": ids, "weights": weights, "merge_strategy": "cat"}
+        adapter, fields = "", {"merged_adapters": recipe}
+    else:
+        return request
+    body = dict(request.body)
+    if request.is_openai:
+        body |= fields
+    else:
+        body["parameters"] = body["parameters"] | fields
+    return replace(request, body=body, adapter=adapter)
 
 
 def _words(drawing: random.Random, count: int) -> str:

@@ -6,16 +6,21 @@ import argparse
 import asyncio
 import time
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
+from bench.faults.adapters import CHANGING, LATE, SHELVED, STEADY, WHOLE, Adapters
+from bench.faults.chaos.adapter_faults import set_version
 from bench.faults.chaos.allowed_errors import AllowedErrors, Silence
+from bench.faults.chaos.answers import difference
 from bench.faults.chaos.audit import Ledger, leaks, not_idle
 from bench.faults.chaos.campaign import Fault, campaign
 from bench.faults.chaos.client import Client
-from bench.faults.chaos.injection import NotRecoveredError, Scene, finish_others, inject, missing
+from bench.faults.chaos.injection import NotRecoveredError, finish_others, inject, missing
 from bench.faults.chaos.load import Load
 from bench.faults.chaos.options import MAX_CONCURRENT
 from bench.faults.chaos.population import greedy_streams, population
+from bench.faults.chaos.scene import Scene
 from bench.faults.deployment import Deployment
 from bench.faults.memory import Reading, read
 from bench.harness.command_line import say
@@ -29,6 +34,9 @@ COUNTED = {
     "millrace_requests_replayed_total": "requests replayed",
     "millrace_preemptions_total": "preemptions",
     "millrace_requests_quarantined_total": "requests quarantined",
+    "millrace_adapter_loads_total": "loads of adapters",
+    "millrace_adapter_evictions_total": "evictions",
+    'millrace_adapter_fetches_total{outcome="fetched"}': "fetches",
 }
 """Counters of the router; a new router process starts at 0."""
 
@@ -50,7 +58,7 @@ class Outcome:
     exit_code: int | None = None
 
 
-async def run(server: Deployment, options: argparse.Namespace) -> Outcome:
+async def run(server: Deployment, options: argparse.Namespace, adapters: Adapters) -> Outcome:
     """Run the campaign on a running server, and stop it."""
     outcome = Outcome()
     faults = campaign(
@@ -59,38 +67,70 @@ async def run(server: Deployment, options: argparse.Namespace) -> Outcome:
         num_ranks=server.num_ranks,
         kinds=options.kinds,
     )
-    requests = population(options.seed, size=options.pool)
-    long = greedy_streams(options.seed, count=options.long, new_tokens=200)
-    unread = greedy_streams(options.seed, count=2, new_tokens=900, top_tokens=5, name="unread")
     silence, allowed, pids = Silence(), AllowedErrors(), server.members().pids()
     async with Client(
         server.url, ledger=outcome.ledger, allowed=allowed, silence=silence
     ) as client:
-        started = time.monotonic()
-        for request in [*requests, *long]:
-            await client.refer(request)
-        say(f"{len(client.references)} answers undisturbed, {time.monotonic() - started:.1f} s")
+        scene = _scene(server, client, options, adapters)
+        await _refer(scene)
         await _idle(server)
         outcome.before = _usages(server)
-        load = Load(client, requests, num_clients=options.clients, seed=options.seed)
-        scene = Scene(
-            server=server,
-            client=client,
-            load=load,
-            requests=requests,
-            long=long,
-            unread=unread,
-            burst_size=3 * MAX_CONCURRENT,
-        )
         await _run_load(scene, faults, outcome, options, pids)
         if not outcome.not_recovered:
-            for request in requests[:NUM_AGAIN]:
+            for request in scene.requests[:NUM_AGAIN]:
                 await client.ask(request)
+            # The last one needs nearly all memory for adapters: a lost page would let it wait for ever.
+            for streams in scene.adapted.values():
+                await client.ask(streams[0])
             await _audit_life(server, outcome)
         outcome.num_processes = len(pids)
     outcome.exit_code = await asyncio.to_thread(server.stop)
     _audit_end(server, outcome, pids)
+    for name in adapters.partials():
+        outcome.ledger.wrong(f"left in the adapter cache: {name}")
     return outcome
+
+
+def _scene(
+    server: Deployment, client: Client, options: argparse.Namespace, adapters: Adapters
+) -> Scene:
+    """The requests of a campaign, and the load of its clients."""
+    seed, named = options.seed, (*STEADY, SHELVED, *CHANGING)
+    requests = population(seed, size=options.pool, adapters=named)
+    return Scene(
+        server=server,
+        client=client,
+        load=Load(client, requests, num_clients=options.clients, seed=seed),
+        adapters=adapters,
+        requests=requests,
+        long=greedy_streams(seed, count=options.long, new_tokens=200),
+        unread=greedy_streams(seed, count=2, new_tokens=900, top_tokens=5, name="unread"),
+        adapted={
+            name: greedy_streams(seed, count=2, new_tokens=120, adapter=name)
+            for name in (*STEADY, *CHANGING, *LATE, WHOLE)
+        },
+        burst_size=3 * MAX_CONCURRENT,
+    )
+
+
+async def _refer(scene: Scene) -> None:
+    """Ask everything undisturbed, and what changing adapters answer with each of their versions."""
+    client, started = scene.client, time.monotonic()
+    requests = [*scene.requests, *scene.long, *chain.from_iterable(scene.adapted.values())]
+    for request in requests:
+        await client.refer(request)
+    for name in CHANGING:
+        await set_version(scene, name, 1)
+    for request in requests:
+        if request.adapter in CHANGING:
+            await client.refer(request)
+    for name in CHANGING:
+        await set_version(scene, name, 0)
+        former, new = client.references[scene.adapted[name][0].name]
+        if difference(former, new) is None:
+            client.ledger.wrong(f"both versions of {name} answer the same")
+    num_answers = sum(map(len, client.references.values()))
+    say(f"{num_answers} answers undisturbed, {time.monotonic() - started:.1f} s")
 
 
 async def _run_load(

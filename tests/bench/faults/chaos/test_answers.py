@@ -12,6 +12,7 @@ from bench.faults.chaos.answers import (
     EventReader,
     difference,
     flaws,
+    nearest,
     prefix_difference,
     stable,
 )
@@ -105,6 +106,18 @@ def test_ids_and_logprobs_of_tokens_count(key: str, value: float) -> None:
     found = difference(other, native())
     assert found is not None
     assert found.startswith("event 2")
+
+
+def test_an_answer_equals_one_of_two_versions() -> None:
+    old, new = native(), deepcopy(native())
+    for event in new.events:
+        event["token"]["logprob"] = -0.75
+    mixed = Answer(status=200, events=[old.events[0], *new.events[1:]])
+    for answer in (old, new):
+        assert nearest(difference(answer, one) for one in (old, new)) is None
+    found = nearest(difference(mixed, one) for one in (old, new))
+    assert found is not None
+    assert found.startswith("event 1")
 
 
 def test_a_missing_or_further_event_is_a_difference() -> None:

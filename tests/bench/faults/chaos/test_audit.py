@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from bench.faults.adapters import MAX_LORAS
 from bench.faults.chaos.allowed_errors import AllowedError, AllowedErrors, Silence
 from bench.faults.chaos.audit import (
     MAX_SHOWN,
@@ -22,6 +23,7 @@ from bench.faults.chaos.run import Outcome
 from bench.faults.members import Members
 from bench.faults.memory import Reading
 
+from millrace_router.adapters.fetcher import MAX_AT_ONCE
 from millrace_shard.structured_output.grammar_compiler import NUM_COMPILES
 
 BASE = Reading(0.0, "router", 1, resident=100 * 2**20, num_fds=20, num_threads=10)
@@ -44,6 +46,15 @@ def test_blocks_must_be_conserved() -> None:
     assert not_idle({})
 
 
+def test_adapters_must_not_be_in_use_nor_too_many() -> None:
+    series = 'vllm:lora_requests_info{{max_lora="6",running_lora_adapters="{}",waiting_lora_adapters="{}"}}'
+    assert not_idle(IDLE | {series.format("", ""): 5.0}) == []
+    assert not_idle(IDLE | {series.format("a,b", ""): 5.0}) == ["running adapters are a,b"]
+    assert not_idle(IDLE | {series.format("", "c"): 5.0}) == ["waiting adapters are c"]
+    assert not_idle(IDLE | {"millrace_adapters_resident": float(MAX_LORAS)}) == []
+    assert len(not_idle(IDLE | {"millrace_adapters_resident": MAX_LORAS + 1.0})) == 1
+
+
 def test_leaks_are_what_the_slack_does_not_cover() -> None:
     slack = replace(
         BASE,
@@ -63,6 +74,7 @@ def test_a_refusal_says_when_to_come_again(after: str) -> None:
     assert refusal_flaws({"retry-after": "2"}, body) == []
     assert refusal_flaws({"retry-after": after}, body)
     assert refusal_flaws({"retry-after": "2"}, {"error_type": "validation"})
+    assert refusal_flaws({"retry-after": "2"}, body, error_type="unavailable")
 
 
 def test_every_problem_counts_though_not_all_are_kept() -> None:
@@ -127,6 +139,13 @@ def test_grammars_are_tried_out_in_as_many_processes_as_there_may_be() -> None:
     worker = "python -m millrace_shard.structured_output.grammar_worker /model"
     assert members(*ALL, *[worker] * (1 + NUM_COMPILES)).is_complete(2)
     assert not members(*ALL, *[worker] * (2 + NUM_COMPILES)).is_complete(2)
+
+
+def test_two_adapters_are_fetched_at_a_time() -> None:
+    fetching = "python -P -m millrace_router.adapters.fetching"
+    assert members(*ALL, *[fetching] * MAX_AT_ONCE).is_complete(2)
+    assert members(*ALL, fetching).fetchers == [len(ALL)]
+    assert not members(*ALL, *[fetching] * (MAX_AT_ONCE + 1)).is_complete(2)
 
 
 def test_the_report_shows_faults_and_problems() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from bench.faults.adapters import CHANGING, SHELVED, STEADY
 from bench.faults.chaos.campaign import WEIGHTS, Kind, campaign
 from bench.faults.chaos.malformed import MALFORMED, OVERSIZED
 from bench.faults.chaos.population import greedy_streams, population
@@ -57,6 +58,24 @@ def test_the_population_is_mixed() -> None:
     for key in ("seed", "stop", "top_n_tokens", "repetition_penalty", "decoder_input_details"):
         having = sum(key in parameters for parameters in native)
         assert 0 < having < len(native), key
+
+
+def test_half_of_the_population_has_adapters() -> None:
+    adapters = (*STEADY, SHELVED, *CHANGING)
+    requests = population(5, size=500, adapters=adapters)
+    named = Counter(request.adapter for request in requests if request.adapter)
+    assert set(named) == set(adapters)
+    assert 200 < named.total() < 300
+    for request in requests:
+        if request.is_openai:
+            assert request.body["model"] == (request.adapter or "tgi")
+            fields = request.body
+        else:
+            fields = request.body["parameters"]
+            assert fields.get("adapter_id", "") == request.adapter
+        assert ("adapter_source" in fields) == (request.adapter == SHELVED)
+    natives = [request.body["parameters"] for request in requests if not request.is_openai]
+    assert 0 < sum("merged_adapters" in parameters for parameters in natives) < 50
 
 
 def test_whatever_samples_has_a_seed() -> None:
