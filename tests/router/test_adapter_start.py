@@ -106,8 +106,7 @@ async def test_adapters_of_all_flags(tmp_path: Path) -> None:
 async def hub_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HubStub]:
     """A hub with the files of `folder` as `org/a`."""
     async with hub_stub() as hub:
-        files = {path.name: path.read_bytes() for path in folder.iterdir()}
-        hub.repositories["org/a"] = Repository(files)
+        hub.repositories["org/a"] = Repository.of_folder(folder)
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         yield hub
 

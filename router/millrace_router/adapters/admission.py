@@ -49,6 +49,11 @@ class AdapterAdmission:
         """Whether every sequence that was dropped is gone."""
         return not self._retiring
 
+    @property
+    def running_names(self) -> set[str]:
+        """Names, as the requests have them, of the adapters of requests that may run."""
+        return {one.adapter.name for one, _ in self._users.values() if one.adapter is not None}
+
     def num_pages(self, version: AdapterVersion) -> int:
         """The pages that it takes on each rank."""
         return version.num_pages(self._bytes_per_slice)

@@ -207,7 +207,7 @@ class AdapterLoading(NoAdapters):
             sum(place.state is PlaceState.RESIDENT for place in places)
         )
         self._metrics.lora_requests_info.update(
-            running={place.version.name for place in places if place.num_users},
+            running=self._admission.running_names,
             waiting=residency.waiting_names(),
         )
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+
+SECONDS = 60
 
 
 @dataclass
@@ -31,6 +35,11 @@ class Repository:
     listing: bytes | None = None
     """The listing itself, in place of the true one."""
     hash_suffix: str = ""
+
+    @classmethod
+    def of_folder(cls, folder: Path, tokens: set[str] | None = None) -> Repository:
+        """A repository with the files of `folder`."""
+        return cls({path.name: path.read_bytes() for path in folder.iterdir()}, tokens)
 
     @property
     def commit(self) -> str:
@@ -123,3 +132,22 @@ async def hub_stub() -> AsyncIterator[HubStub]:
             yield stub
         finally:
             stub.gate.set()
+
+
+@contextmanager
+def hub_in_thread() -> Iterator[HubStub]:
+    """Serve a hub beside a test that is no coroutine."""
+    loop, stack = asyncio.new_event_loop(), AsyncExitStack()
+    thread = Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def run(call: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, loop).result(SECONDS)
+
+    try:
+        yield run(stack.enter_async_context(hub_stub()))
+    finally:
+        run(stack.aclose())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(SECONDS)
+        loop.close()
