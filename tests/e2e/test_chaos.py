@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from bench.faults.chaos.__main__ import main
 
-KINDS = "kill,hang,router,vanish,malformed,burst"
+KINDS = "kill,hang,router,vanish,malformed,burst,replace,corrupt,kill-loading"
 
 
 def test_a_short_campaign_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "server.log"
     code = main(
         [
-            *("--seed=11", "--requests=40", "--faults=6", f"--kinds={KINDS}"),
+            *("--seed=11", "--requests=40", "--faults=9", f"--kinds={KINDS}"),
             *("--pool=24", "--long=2", "--clients=8", "--step-timeout=10", f"--log={log}"),
         ]
     )
