@@ -32,11 +32,14 @@ class Request:
     """Whether it sends `max_new_tokens`; otherwise the client disconnects after the last token it wants."""
     streams: bool = True
     headers: Mapping[str, str] = field(default_factory=dict)
+    adapter: str = ""
+    """The name of its LoRA adapter; empty for the base model."""
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
         limit = {"max_new_tokens": self.output_tokens} if self.says_length else {}
-        return {"inputs": self.prompt, "parameters": {**DETAILS, **limit}}
+        adapter = {"adapter_id": self.adapter} if self.adapter else {}
+        return {"inputs": self.prompt, "parameters": {**DETAILS, **limit, **adapter}}
 
 
 @dataclass(slots=True)

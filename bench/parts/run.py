@@ -26,11 +26,12 @@ def parse_arguments(
     *,
     model: str,
     default: Sequence[str] | None = None,
+    repeats: int = 1,
 ) -> argparse.Namespace:
-    """The command line of `bench.NAME`; argparse ends the program on a bad one. `model` is the default."""
+    """The command line of `bench.NAME`; argparse ends the program on a bad one. `model` and `repeats` are defaults."""
     parser = parts_parser(name, description, parts, default=default)
     parser.add_argument("--model", default=model, choices=(*SHAPES, "demo"))
-    parser.add_argument("--repeats", type=int, default=1, help="a figure is their median")
+    parser.add_argument("--repeats", type=int, default=repeats, help="a figure is their median")
     parser.add_argument("--quick", action="store_true", help="fewer requests; nothing to quote")
     options = parser.parse_args(arguments)
     if options.quick and options.record:

@@ -25,6 +25,8 @@ class Request:
 
     ids: list[int]
     new_tokens: int
+    adapter: str = ""
+    """The folder of its LoRA adapter, for engines that were loaded with `max_adapters`; empty for the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class Limits:
     kv_tokens: int
     """Tokens of all sequences together."""
     threads: int
+    max_adapters: int = 0
+    """LoRA adapters, up to rank 16, that requests of a batch may have."""
 
 
 @dataclass(slots=True)
@@ -120,7 +124,7 @@ def _answer_all(load: Callable[[Path, Limits], Engine], answers: TextIO) -> None
         if command["do"] == LOAD:
             engine = load(Path(command["model"]), Limits(**command["limits"]))
         elif command["do"] == RUN and engine is not None:
-            requests = [Request(ids, new) for ids, new in command["requests"]]
+            requests = [Request(*fields) for fields in command["requests"]]
             moments = engine.run(requests, command["concurrency"])
             answer["moments"] = [(m.due, m.arrivals) for m in moments]
         answers.write(json.dumps(answer) + "\n")
