@@ -26,8 +26,8 @@ class AdaptedBatches(PaddedBatches):
         self._names: dict[str, str] = {}
 
     def arguments(self, batch: Sequence[Request]) -> dict[str, Any]:
-        """The adapter of each row."""
-        if not any(request.adapter for request in batch):
+        """The adapter of each row: once one is loaded, rows without a name would have it."""
+        if not self._names and not any(request.adapter for request in batch):
             return {}
         return {"adapter_names": [self._name(request.adapter) for request in batch]}
 
