@@ -34,6 +34,10 @@ class EmptyHub:
 
     commit_of = fetch
 
+    async def last_version(self, source: NamedSource, *, name: str) -> None:
+        """Know none."""
+        del source, name
+
     async def merge(self, recipe: MergeRecipe, versions: Sequence[AdapterVersion]) -> NoReturn:
         """Raise AdapterNotFound."""
         del versions
