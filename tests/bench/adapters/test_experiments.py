@@ -108,7 +108,8 @@ def test_streams_share_the_adapters_of_a_peer_in_turn() -> None:
 
 def test_gaps_beside_loads_are_compared_with_both_others() -> None:
     found = {
-        name: {loading.GAP: gap} for name, gap in zip(loading.CASES, (10.0, 12.0, 15.0), strict=True)
+        name: {loading.GAP: gap}
+        for name, gap in zip(loading.CASES, (10.0, 12.0, 15.0), strict=True)
     }
     rows = dict(loading.compared(found))
     assert rows[loading.LOADING][loading.GAP_RATIO] == pytest.approx(1.5)
