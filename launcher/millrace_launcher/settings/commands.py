@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from millrace_launcher.settings.claims import socket_paths
 from millrace_launcher.settings.flags import OWNERS, SECRETS, as_text, option_name
 from millrace_launcher.settings.threads import ThreadPlan
 
+LONGEST_ARGUMENT = 100_000
+"""Bytes; Linux allows 131 072 in one argument."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # The hub's client and the download read these variables, which have names of flags.
 KEPT_VARIABLES = frozenset({"HUGGINGFACE_HUB_CACHE", "WEIGHTS_CACHE_OVERRIDE"})
@@ -166,6 +168,22 @@ def options(config: BaseSettings, *, leave_out: frozenset[str] | set[str]) -> li
             found.append(option_name(name))
         elif isinstance(value, tuple) and not value:
             found.append(f"{option_name(name)}=0")
+        elif isinstance(value, tuple):
+            found += [f"{option_name(name)}={as_text(part)}" for part in _parts(value)]
         elif (text := as_text(value)) is not None:
             found.append(f"{option_name(name)}={text}")
     return found
+
+
+def _parts(values: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
+    """All of `values` in a row, if they fit in one argument; the system limits its length."""
+    part: list[object] = []
+    length = 0
+    for value in values:
+        size = len(str(value).encode()) + 1
+        if part and length + size > LONGEST_ARGUMENT:
+            yield tuple(part)
+            part, length = [], 0
+        part.append(value)
+        length += size
+    yield tuple(part)

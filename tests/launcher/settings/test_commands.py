@@ -57,6 +57,13 @@ def test_router_reads_back_what_it_was_given(monkeypatch: pytest.MonkeyPatch) ->
     assert (config.model_folder, config.model_id, config.revision) == (FOLDER, "a/b", COMMIT)
 
 
+def test_more_adapters_than_one_argument_holds_are_read_back() -> None:
+    given = [f"adapter-{number}=/adapters/adapter-{number}" for number in range(5000)]
+    command = commands(" ".join(f"--lora-modules={each}" for each in given)).router(FOLDER)
+    assert max(len(argument) for argument in command.argv) < 131_072
+    assert RouterConfig.from_args(command.argv[3:]).lora_modules == tuple(given)
+
+
 def test_shard_reads_back_what_it_was_given() -> None:
     command = commands("--dtype=float32 --kv-memory=2G --cuda-graphs=0 --deterministic=off").shard(
         1, FOLDER
