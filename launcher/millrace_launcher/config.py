@@ -18,7 +18,12 @@ class LauncherConfig(BaseSettings):
 
     model_id: str | None = Field(
         default=None,
-        description="Name on the Hugging Face hub or a local folder; the demo model when absent.",
+        description="Name on the Hugging Face hub, a local folder or a GGUF file; the demo model when absent.",
+    )
+    tokenizer_name: str | None = Field(
+        default=None,
+        description="With a GGUF file, the model whose tokenizer and chat template are used: a local folder or a"
+        " name on the hub; those in the file when absent.",
     )
     revision: str | None = Field(
         default=None, description="Branch, tag or commit of the model on the hub."

@@ -66,7 +66,7 @@ class ShardConfig(BaseSettings):
     )
 
     model_folder: CliPositionalArg[Path] = Field(
-        description="Local folder with config.json and safetensors, or name of a model on the Hugging Face hub."
+        description="Local folder with config.json and weights, GGUF file, or name of a model on the Hugging Face hub."
     )
     revision: str | None = Field(
         default=None, description="Branch, tag or commit of a model on the hub."

@@ -60,8 +60,10 @@ class Commands:
         launcher, draft_model = self.settings.launcher, self.settings.shard.draft_model
         revision = (f"--revision={launcher.revision}",) if launcher.revision else ()
         draft = (f"--draft-model={draft_model}",) if draft_model else ()
+        name = launcher.tokenizer_name
+        tokenizer = (f"--tokenizer-name={name}",) if name else ()
         program = (*self.programs.shard, "download-weights")
-        argv = (*program, self.model_id, "--json-output", *revision, *draft)
+        argv = (*program, self.model_id, "--json-output", *revision, *draft, *tokenizer)
         return Command("download", argv, self._environment())
 
     def shard(self, rank: int, folder: Path, draft: Path | None = None) -> Command:
@@ -99,6 +101,7 @@ class Commands:
             update={
                 "model_folder": folder,
                 "model_id": self.model_name,
+                "tokenizer_name": None,
                 "revision": commit.group() if commit else launcher.revision,
                 "shard_addresses": tuple(f"unix:{path}" for path in self.socket_paths()),
                 "max_input_tokens": router.max_input_tokens or launcher.max_input_length,

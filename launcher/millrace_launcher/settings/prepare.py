@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from millrace_launcher.config import HostVariables
 from millrace_launcher.demo import DEMO_NAME, demo_folder
@@ -16,6 +17,8 @@ from millrace_launcher.settings.commands import Commands, Programs
 from millrace_launcher.settings.devices import query_gpus, shard_count, visible_devices
 from millrace_launcher.settings.runtime import millrace_version, runtime_info
 from millrace_launcher.settings.threads import find_intel_openmp, plan_threads, usable_cores
+
+GGUF = ".gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def prepare(settings: Settings, programs: Programs, claims: ExitStack) -> Comman
     return Commands(
         settings=settings,
         model_id=launcher.model_id or str(demo_folder()),
-        model_name=launcher.model_id or DEMO_NAME,
+        model_name=_model_name(launcher.model_id),
         num_shard=num_shard,
         shard_uds_path=uds_path,
         master_port=master_port,
@@ -79,6 +82,13 @@ def prepare(settings: Settings, programs: Programs, claims: ExitStack) -> Comman
         programs=programs,
         compute_type=None if card is None else f"{num_shard}-{card}",
     )
+
+
+def _model_name(model_id: str | None) -> str:
+    """The name to report: that of the demo model, of a GGUF file without its suffix, or `model_id`."""
+    if model_id is None:
+        return DEMO_NAME
+    return Path(model_id).stem if model_id.endswith(GGUF) else model_id
 
 
 def _find_devices(device: str, variables: HostVariables) -> Devices:

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             draft_model=arguments.draft_model,
             revision=arguments.revision,
             settings=HubSettings.of(Variables()),
+            tokenizer=arguments.tokenizer_name,
         )
     except ModelError as error:
         log.error("%s", error)  # noqa: TRY400
@@ -48,9 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="millrace-shard download-weights", description=__doc__)
-    parser.add_argument("model_id", help="a folder or a name on the hub")
+    parser.add_argument("model_id", help="a folder, a GGUF file or a name on the hub")
     parser.add_argument("--revision", default=Variables().revision)
     parser.add_argument("--draft-model", help="draft model: a folder or a name on the hub")
+    parser.add_argument(
+        "--tokenizer-name",
+        help="with a GGUF file, the model whose tokenizer is used: a folder or a name on the hub",
+    )
     parser.add_argument("--json-output", action="store_true", help="logs as JSON lines")
     parser.add_argument(
         "--logger-level", default="info", type=log_level, help="least severity that is logged"

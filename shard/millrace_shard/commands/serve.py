@@ -38,6 +38,7 @@ from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.logs import configure
 from millrace_shard.model_loader.hub import HubSettings
 from millrace_shard.model_loader.load_progress import readable_size
+from millrace_shard.model_loader.weights import checkpoint_bytes
 from millrace_shard.models.interface import ModelInfo
 from millrace_shard.models.load import RopeOverride, load_model
 from millrace_shard.process import die_with_parent
@@ -207,9 +208,9 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
     model, speculation = loader.load(
         model, draft_folder=draft_folder, max_draft_tokens=config.speculate
     )
-    size = sum(path.stat().st_size for path in config.model_folder.glob("*.safetensors"))
     seconds = time.monotonic() - started
-    logger.info("weights loaded in %.2f s, %s", seconds, readable_size(size))
+    size = readable_size(checkpoint_bytes(config.model_folder))
+    logger.info("weights loaded in %.2f s, %s", seconds, size)
     return LoadedModel(
         model=model,
         kernels=kernels,

@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 
 from millrace_shard.model_loader.checkpoint_files import (
     INDEX,
+    IncompleteModelError,
     RemoteFile,
     metadata_files,
     weight_files,
@@ -56,13 +57,7 @@ def download_snapshot(model_id: str, *, revision: str | None, access: HubAccess)
     Weights are downloaded last, so a snapshot with weights is complete. Raises the hub client's errors after `TRIES`
     attempts at a file, or at once for errors that a retry cannot fix.
     """
-    api = HfApi(endpoint=access.endpoint, token=access.token)
-    info = _retried(
-        lambda: api.model_info(model_id, revision=revision, files_metadata=True),
-        what=model_id,
-        wait=access.wait,
-    )
-    files = [RemoteFile(sibling.rfilename, sibling.size or 0) for sibling in info.siblings or ()]
+    files = _list_files(model_id, revision=revision, access=access)
 
     def fetch(chosen: Sequence[RemoteFile]) -> list[Path]:
         return [download_file(model_id, file, revision=revision, access=access) for file in chosen]
@@ -73,6 +68,25 @@ def download_snapshot(model_id: str, *, revision: str | None, access: HubAccess)
     blobs = access.cache / f"models--{model_id.replace('/', '--')}" / "blobs"
     with _Progress(weights, blobs):
         return fetch(weights)[0].parent
+
+
+def download_metadata(model_id: str, *, revision: str | None, access: HubAccess) -> Path:
+    """Download the small files of one commit, and return its snapshot folder. Raises as `download_snapshot`."""
+    files = metadata_files(_list_files(model_id, revision=revision, access=access))
+    if not files:
+        raise IncompleteModelError("there is no configuration and no tokenizer")
+    paths = [download_file(model_id, file, revision=revision, access=access) for file in files]
+    return paths[0].parent
+
+
+def _list_files(model_id: str, *, revision: str | None, access: HubAccess) -> list[RemoteFile]:
+    api = HfApi(endpoint=access.endpoint, token=access.token)
+    info = _retried(
+        lambda: api.model_info(model_id, revision=revision, files_metadata=True),
+        what=model_id,
+        wait=access.wait,
+    )
+    return [RemoteFile(sibling.rfilename, sibling.size or 0) for sibling in info.siblings or ()]
 
 
 def download_file(

@@ -22,11 +22,19 @@ from huggingface_hub.errors import (
 from millrace_shard.errors import ModelError
 from millrace_shard.model_loader.checkpoint_files import (
     TOKENIZER,
+    TOKENIZER_SOURCES,
     IncompleteModelError,
     PickledWeightsError,
     missing_files,
 )
-from millrace_shard.model_loader.download import TRANSIENT, HubAccess, download_snapshot, first_line
+from millrace_shard.model_loader.download import (
+    TRANSIENT,
+    HubAccess,
+    download_metadata,
+    download_snapshot,
+    first_line,
+)
+from millrace_shard.model_loader.gguf.folder import prepare_gguf
 from millrace_shard.variables import Variables
 
 DOWNLOAD_FAILURES: tuple[type[Exception], ...] = (
@@ -35,6 +43,8 @@ DOWNLOAD_FAILURES: tuple[type[Exception], ...] = (
     PickledWeightsError,
     IncompleteModelError,
 )
+
+GGUF = ".gguf"
 
 log = logging.getLogger(__name__)
 
@@ -70,19 +80,79 @@ class HubSettings:
         )
 
 
-def resolve(model_id: str, *, revision: str | None, settings: HubSettings) -> Path:
-    """The local folder with config, safetensors and tokenizer.json of `model_id`, a path or a name on the hub.
+def resolve(
+    model_id: str, *, revision: str | None, settings: HubSettings, tokenizer: str | None = None
+) -> Path:
+    """The local folder with config, weights and tokenizer.json of `model_id`, a path or a name on the hub.
 
-    The model is downloaded if the cache lacks it. Raises ModelError, whose text names the remedy.
+    The model is downloaded if the cache lacks it. The path may be that of a GGUF file, whose tokenizer may come from
+    another model, `tokenizer`. Raises ModelError, whose text names the remedy.
     """
+    path = Path(model_id).expanduser()
+    if settings.weights_override is None and is_file_name(model_id):
+        return _from_gguf(path, tokenizer=tokenizer, settings=settings)
+    if tokenizer is not None:
+        raise HubError(
+            f"--tokenizer-name={tokenizer} is for GGUF files only; {model_id} has a tokenizer of its own"
+        )
     if settings.weights_override is not None:
         return _with_tokenizer(_local(settings.weights_override), settings)
-    path = Path(model_id).expanduser()
     if path.is_dir():
         return _with_tokenizer(_local(path), settings)
-    if model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1:
+    if is_path(model_id):
         raise HubError(f"there is no folder {model_id}")
     return _with_tokenizer(_from_hub(model_id, revision=revision, settings=settings), settings)
+
+
+def is_path(model_id: str) -> bool:
+    """Whether `model_id` cannot be a name on the hub."""
+    return model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1
+
+
+def is_file_name(model_id: str) -> bool:
+    """Whether `model_id` names a GGUF file, which need not exist."""
+    path = Path(model_id).expanduser()
+    if path.suffix == GGUF:
+        return not path.is_dir()
+    return is_path(model_id) and path.is_file()
+
+
+def _from_gguf(path: Path, *, tokenizer: str | None, settings: HubSettings) -> Path:
+    """The prepared folder of a GGUF file."""
+    if not path.is_file():
+        raise HubError(f"there is no file {path}")
+    source = None if tokenizer is None else _tokenizer_folder(tokenizer, settings)
+    try:
+        return prepare_gguf(path, settings.side_root / "gguf", tokenizer=source)
+    except PermissionError:
+        root = private_folder(Path(tempfile.gettempdir()))
+        return prepare_gguf(path, root / "gguf", tokenizer=source)
+
+
+def _tokenizer_folder(name: str, settings: HubSettings) -> Path:
+    """The local folder with the tokenizer.json of `name`, a folder or a name on the hub."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if is_path(name):
+            raise HubError(f"there is no folder {name} for --tokenizer-name")
+        folder = _tokenizer_from_hub(name, settings)
+    if not any((folder / source).is_file() for source in TOKENIZER_SOURCES):
+        raise HubError(f"{folder} has no {TOKENIZER} for --tokenizer-name")
+    return _with_tokenizer(folder, settings)
+
+
+def _tokenizer_from_hub(name: str, settings: HubSettings) -> Path:
+    cached = cached_file(name, TOKENIZER, revision=None, cache=settings.access.cache)
+    if cached is not None:
+        return cached.parent
+    if settings.offline:
+        raise HubError(
+            f"{TOKENIZER} of {name} is not in the cache {settings.access.cache}; HF_HUB_OFFLINE forbids the download"
+        )
+    try:
+        return download_metadata(name, revision=None, access=settings.access)
+    except DOWNLOAD_FAILURES as error:
+        raise HubError(explain(error, name, revision=None, settings=settings)) from error
 
 
 def _local(folder: Path) -> Path:
@@ -93,7 +163,9 @@ def _local(folder: Path) -> Path:
             f"{folder}: {error}; convert them with: millrace-shard convert {folder}"
         ) from error
     if missing:
-        raise HubError(f"{folder} has no {', '.join(missing)}")
+        files = sorted(path.name for path in folder.glob(f"*{GGUF}"))
+        hint = f"; name the file to serve it: --model-id {folder / files[0]}" if files else ""
+        raise HubError(f"{folder} has no {', '.join(missing)}{hint}")
     return folder.resolve()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from millrace_shard.errors import WeightsError
+from millrace_shard.model_loader.mapped_files import release_pages
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -36,6 +38,15 @@ class SafetensorFiles:
         rows = slice(*span)
         found: Tensor = self._slice(name)[rows if dim == 0 else (slice(None), rows)]
         return found
+
+    def stored_bytes(self, name: str) -> int:
+        """The bytes of the whole tensor in its file."""
+        whole = self._slice(name)
+        return math.prod(whole.get_shape()) * int(whole[0:0].element_size())
+
+    def release(self, values: Tensor) -> None:
+        """Release the pages under `values`, which `read` returned."""
+        release_pages(values)
 
     def paths(self) -> list[Path]:
         """The paths of all existing files, in the order of their names."""

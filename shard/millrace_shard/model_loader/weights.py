@@ -1,4 +1,4 @@
-"""The tensors of one rank, read from a checkpoint's safetensors; of a split tensor only the rank's part is read."""
+"""The tensors of one rank, read from a checkpoint's files; of a split tensor only the rank's part is read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.staged_copies import copy_to
 from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_shard.model_loader.gguf.files import MODEL, GgufFiles
 from millrace_shard.model_loader.load_progress import LoadProgress
-from millrace_shard.model_loader.mapped_files import release_pages
 from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.safetensor_files import SINGLE, SafetensorFiles
+
+FILL_ELEMENTS = 1 << 24
+"""Values that are read at a time to fill a tensor: files with quantised blocks decode them into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Weights:
         file: str = SINGLE,
     ) -> None:
         """Open the checkpoint in `folder`, or only `file` in it."""
-        self._files = SafetensorFiles(folder, file)
+        self._files = open_files(folder, file)
         self._ahead = ReadAhead(self._files.paths())
         self._progress = LoadProgress(self._files.num_bytes())
         self._dtype = dtype
@@ -122,7 +125,8 @@ class Weights:
     def release(self) -> None:
         """Release the pages of all stored weights, which must have been packed or copied."""
         for values, num_bytes in self._views:
-            self._release_view(values, num_bytes)
+            self._files.release(values)
+            self._count(num_bytes)
         self._views.clear()
 
     def _span(self, part: Columns) -> tuple[int, int]:
@@ -133,25 +137,22 @@ class Weights:
 
     def _fill(self, out: Tensor, name: str, shape: tuple[int, ...], span: tuple[int, int]) -> None:
         """Copy the rows `span` of a tensor into `out`; the range may be empty."""
-        if span[0] < span[1]:
-            values = self._read(name, shape, dim=0, span=span)
-            self._copy(out, values)
-            self._release_view(values, _whole_bytes(values, shape))
-        else:
-            self._check(name, shape)
+        self._check(name, shape)
+        step = max(1, FILL_ELEMENTS // math.prod(shape[1:]))
+        for start in range(*span, step):
+            end = min(start + step, span[1])
+            values = self._files.read(name, dim=0, span=(start, end))
+            self._copy(out[start - span[0] : end - span[0]], values)
+            self._files.release(values)
+        self._count(self._files.stored_bytes(name))
 
     def _view(
         self, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
     ) -> Tensor:
-        values = self._read(name, shape, dim=dim, span=span)
-        self._views.append((values, _whole_bytes(values, shape)))
-        return values
-
-    def _read(
-        self, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
-    ) -> Tensor:
         self._check(name, shape)
-        return self._files.read(name, dim=dim, span=span)
+        values = self._files.read(name, dim=dim, span=span)
+        self._views.append((values, self._files.stored_bytes(name)))
+        return values
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         found = self._files.shape(name)
@@ -160,12 +161,23 @@ class Weights:
                 f"tensor {name} has shape {list(found)}, its config says {list(shape)}"
             )
 
-    def _release_view(self, values: Tensor, num_bytes: int) -> None:
-        release_pages(values)
+    def _count(self, num_bytes: int) -> None:
+        """Count the bytes of a whole tensor, whatever part this rank reads: their total is the size of the files."""
         self._ahead.used(num_bytes)
         self._progress.add(num_bytes)
 
 
-def _whole_bytes(values: Tensor, shape: tuple[int, ...]) -> int:
-    """Bytes of the whole tensor, whatever part this rank reads, so that the total is the size of the files."""
-    return math.prod(shape) * values.element_size()
+def checkpoint_bytes(folder: Path) -> int:
+    """The size of the weights in `folder`."""
+    files = open_files(folder)
+    try:
+        return files.num_bytes()
+    finally:
+        files.close()
+
+
+def open_files(folder: Path, file: str = SINGLE) -> SafetensorFiles | GgufFiles:
+    """The files of the checkpoint in `folder`, or only the safetensors `file` in it. Raises WeightsError."""
+    if file == SINGLE and (folder / MODEL).is_file():
+        return GgufFiles(folder)
+    return SafetensorFiles(folder, file)

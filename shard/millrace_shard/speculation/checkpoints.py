@@ -16,6 +16,8 @@ from millrace_shard.model_loader.hub import (
     HubSettings,
     cached_file,
     explain,
+    is_file_name,
+    is_path,
     resolve,
 )
 from millrace_shard.speculation.medusa_config import WEIGHTS, MedusaConfig, is_medusa
@@ -33,24 +35,32 @@ class Checkpoints:
 
     @classmethod
     def find(
-        cls, model_id: str, *, draft_model: str | None, revision: str | None, settings: HubSettings
+        cls,
+        model_id: str,
+        *,
+        draft_model: str | None,
+        revision: str | None,
+        settings: HubSettings,
+        tokenizer: str | None = None,
     ) -> Checkpoints:
-        """Both names are folders or names on the hub. If `model_id` names Medusa heads, their config names the model.
+        """Both names are folders, GGUF files or names on the hub.
 
-        Raises ModelError, whose text names the remedy.
+        If `model_id` names Medusa heads, their config names the model. `tokenizer` is the model that the tokenizer of
+        a GGUF file comes from. Raises ModelError, whose text names the remedy.
         """
         heads = None
         if settings.weights_override is None:
             heads = _heads(model_id, revision=revision, settings=settings)
         if heads is None:
-            model = resolve(model_id, revision=revision, settings=settings)
+            model = resolve(model_id, revision=revision, settings=settings, tokenizer=tokenizer)
             return cls(model, None if draft_model is None else find_draft(draft_model, settings))
         if draft_model is not None:
             raise HubError(f"{model_id} has Medusa heads; start without --draft-model")
         config = MedusaConfig.read(heads)
         assert config is not None
         logger.info("Medusa heads in %s for %s", heads, config.base_model)
-        return cls(resolve(config.base_model, revision=None, settings=settings), heads)
+        model = resolve(config.base_model, revision=None, settings=settings, tokenizer=tokenizer)
+        return cls(model, heads)
 
 
 def find_draft(draft_model: str, settings: HubSettings) -> Path:
@@ -66,7 +76,7 @@ def _heads(model_id: str, *, revision: str | None, settings: HubSettings) -> Pat
     folder = Path(model_id).expanduser()
     if folder.is_dir():
         return folder.resolve() if is_medusa(folder) else None
-    if model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1:
+    if is_path(model_id) or is_file_name(model_id):
         return None
     try:
         config = _file(model_id, "config.json", revision=revision, settings=settings)

@@ -136,6 +136,13 @@ def test_a_draft_model_is_downloaded_and_handed_on_as_a_folder() -> None:
     assert (without.draft_model, without.speculate) == (None, None)
 
 
+def test_a_tokenizer_is_named_to_the_download_alone() -> None:
+    given = commands("--tokenizer-name=org/tokenizer")
+    assert "--tokenizer-name=org/tokenizer" in given.download().argv
+    for child in (given.shard(0, FOLDER), given.router(FOLDER)):
+        assert not any("tokenizer" in option for option in child.argv)
+
+
 def test_hub_variables_reach_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"HF_API_TOKEN": "t", "PATH": "/bin", "PORT": "3", "WEIGHTS_CACHE_OVERRIDE": "/w"}
     command = commands("--huggingface-hub-cache=/c --revision=v1", environ).download()

@@ -137,7 +137,7 @@ def test_loading_gives_back_the_pages_of_each_half_of_a_layer(
         del resident[found.data_ptr()]
 
     monkeypatch.setattr(SafetensorFiles, "read", read)
-    monkeypatch.setattr("millrace_shard.model_loader.weights.release_pages", release)
+    monkeypatch.setattr("millrace_shard.model_loader.safetensor_files.release_pages", release)
     kernels = PlainKernels(deterministic=True)
     load_model(
         tmp_path, dtype=torch.float32, kernels=kernels, group=ProcessGroup.single(), device=CPU
