@@ -45,9 +45,7 @@ _LLAMA3 = PreTokenizer(patterns=(_words(r"\p{N}{1,3}"),), whole_words=True, star
 _DIGITS_THEN_GPT2 = PreTokenizer(patterns=(r"\p{N}", _GPT2))
 _QWEN2 = PreTokenizer(patterns=(_words(r"\p{N}"),), normal_form=True)
 _GPT2_WORDS = PreTokenizer(patterns=(_GPT2,))
-_GPT4O = PreTokenizer(
-    patterns=(_cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),), whole_words=True
-)
+_GPT4O = PreTokenizer(patterns=(_cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),))
 
 PRE_TOKENIZERS = {
     "default": PreTokenizer(
