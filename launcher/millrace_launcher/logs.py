@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from millrace_launcher.config import LauncherConfig
+from millrace_launcher.progress_bar import BarHandler
 
 TRACE = 5
 LEVELS: Mapping[str, int] = {
@@ -36,11 +37,17 @@ def setup(config: LauncherConfig, stream: TextIO | None = None) -> None:
     """Write the log to `stream`, or to stdout, in the configured format."""
     stream = sys.stdout if stream is None else stream
     colour = config.log_colorize if config.log_colorize is not None else stream.isatty()
-    handler = logging.StreamHandler(stream)
+    draws_bars = stream.isatty() and not config.json_output
+    handler = (BarHandler if draws_bars else logging.StreamHandler)(stream)
     handler.setFormatter(JsonFormatter() if config.json_output else PlainFormatter(colour=colour))
     log.handlers = [handler]
     log.propagate = False
     log.setLevel(LEVELS[config.log_level])
+
+
+def has_bar() -> bool:
+    """Whether progress is drawn as a bar, so that it may be told often."""
+    return any(isinstance(handler, BarHandler) for handler in log.handlers)
 
 
 def relay(line: str, *, source: str, plain_level: int = logging.INFO) -> None:
@@ -88,6 +95,7 @@ class PlainFormatter(logging.Formatter):
         word = WORDS.get(record.levelno, "ERROR")
         level = f"\x1b[{COLOURS[word]}m{word:>5}\x1b[0m" if self._colour else f"{word:>5}"
         fields = {k: v for k, v in getattr(record, "fields", {}).items() if k != "message"}
+        fields.pop("fraction", None)
         traceback = fields.pop("exception", None)
         target, message = getattr(record, "target", None), record.getMessage()
         # Only the launcher's own messages may have several lines.

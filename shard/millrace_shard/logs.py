@@ -31,11 +31,14 @@ def configure(level: str, *, json_output: bool, file: TextIO | None = None) -> N
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as `{"timestamp", "level", "fields": {"message", …}, "target"}` in one line."""
+    """Formats a record as `{"timestamp", "level", "fields": {"message", …}, "target"}` in one line.
+
+    An attribute `fields` of the record adds fields.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """One line of JSON."""
-        fields = {"message": record.getMessage()}
+        fields = {**getattr(record, "fields", {}), "message": record.getMessage()}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(

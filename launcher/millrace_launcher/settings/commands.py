@@ -18,6 +18,7 @@ from millrace_launcher.settings.threads import ThreadPlan
 LONGEST_ARGUMENT = 100_000
 """Bytes; Linux allows 131 072 in one argument."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
+BAR_SECONDS = 0.5
 # The hub's client and the download read these variables, which have names of flags.
 KEPT_VARIABLES = frozenset({"HUGGINGFACE_HUB_CACHE", "WEIGHTS_CACHE_OVERRIDE"})
 
@@ -55,15 +56,20 @@ class Commands:
     compute_type: str | None = None
     programs: Programs = Programs()
 
-    def download(self) -> Command:
-        """The command that resolves model and draft model; its last line of stdout has their folders."""
+    def download(self, *, has_bar: bool = False) -> Command:
+        """The command that resolves model and draft model; its last line of stdout has their folders.
+
+        With `has_bar` it tells its progress as often as a bar moves.
+        """
         launcher, draft_model = self.settings.launcher, self.settings.shard.draft_model
         revision = (f"--revision={launcher.revision}",) if launcher.revision else ()
         draft = (f"--draft-model={draft_model}",) if draft_model else ()
         name = launcher.tokenizer_name
         tokenizer = (f"--tokenizer-name={name}",) if name else ()
         program = (*self.programs.shard, "download-weights")
-        argv = (*program, self.model_id, "--json-output", *revision, *draft, *tokenizer)
+        progress = (f"--progress-seconds={BAR_SECONDS}",) if has_bar else ()
+        options = (*revision, *draft, *tokenizer, *progress)
+        argv = (*program, self.model_id, "--json-output", *options)
         return Command("download", argv, self._environment())
 
     def shard(self, rank: int, folder: Path, draft: Path | None = None) -> Command:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from millrace_launcher.errors import DownloadError
-from millrace_launcher.logs import log, relay
+from millrace_launcher.logs import has_bar, log, relay
 from millrace_launcher.settings.commands import Commands
 from millrace_launcher.settings.folders import ModelFolders
 from millrace_launcher.supervision.children import Children, explain
@@ -24,7 +24,7 @@ async def resolve_model(commands: Commands, children: Children) -> ModelFolders:
         relay(last, source="download")
         last = line
 
-    process = await children.start(commands.download(), on_line)
+    process = await children.start(commands.download(has_bar=has_bar()), on_line)
     try:
         code = await process.wait()
     finally:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from millrace_shard.config import log_level
 from millrace_shard.errors import ModelError
 from millrace_shard.logs import configure
+from millrace_shard.model_loader.download_progress import REPORT_SECONDS
 from millrace_shard.model_loader.hub import HubSettings
 from millrace_shard.speculation.checkpoints import Checkpoints
 from millrace_shard.variables import Variables
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.model_id,
             draft_model=arguments.draft_model,
             revision=arguments.revision,
-            settings=HubSettings.of(Variables()),
+            settings=HubSettings.of(Variables(), progress_seconds=arguments.progress_seconds),
             tokenizer=arguments.tokenizer_name,
         )
     except ModelError as error:
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="millrace-shard download-weights", description=__doc__)
-    parser.add_argument("model_id", help="a folder, a GGUF file or a name on the hub")
+    parser.add_argument("model_id", help="a folder, a GGUF file, a name on the hub, or smollm2")
     parser.add_argument("--revision", default=Variables().revision)
     parser.add_argument("--draft-model", help="draft model: a folder or a name on the hub")
     parser.add_argument(
@@ -59,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json-output", action="store_true", help="logs as JSON lines")
     parser.add_argument(
         "--logger-level", default="info", type=log_level, help="least severity that is logged"
+    )
+    parser.add_argument(
+        "--progress-seconds",
+        default=REPORT_SECONDS,
+        type=float,
+        help="time between two lines about a download",
     )
     # TGI's flags of this command that have no effect here.
     parser.add_argument("--extension", default=SAFETENSORS, help=argparse.SUPPRESS)

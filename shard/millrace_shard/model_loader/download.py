@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +26,15 @@ from millrace_shard.model_loader.checkpoint_files import (
     metadata_files,
     weight_files,
 )
+from millrace_shard.model_loader.download_progress import (
+    MIB,
+    REPORT_SECONDS,
+    DownloadProgress,
+    folder_bytes,
+)
 
 TRIES = 5
 FIRST_WAIT_SECONDS = 1.0
-REPORT_SECONDS = 5.0
-MIB = 1024 * 1024
 # All errors of the hub client's HTTP library, found through the bases of its error, may be temporary.
 TRANSIENT: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
 FINAL_STATUSES = frozenset({400, 401, 403, 404, 410, 451})
@@ -43,12 +46,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubAccess:
-    """The endpoint, token and cache folder of the hub, and the function that waits between attempts."""
+    """The endpoint, token and cache folder of the hub, and how its downloads wait and report."""
 
     endpoint: str
     token: str | None
     cache: Path
     wait: Callable[[float], None] = field(default=time.sleep)
+    """Waits between attempts."""
+    progress_seconds: float = REPORT_SECONDS
+    """Between two lines about progress."""
 
 
 def download_snapshot(model_id: str, *, revision: str | None, access: HubAccess) -> Path:
@@ -66,7 +72,12 @@ def download_snapshot(model_id: str, *, revision: str | None, access: HubAccess)
     index = next((path.read_bytes() for path in small if path.name == INDEX), None)
     weights = weight_files(files, index=index)
     blobs = access.cache / f"models--{model_id.replace('/', '--')}" / "blobs"
-    with _Progress(weights, blobs):
+    total = sum(file.size for file in weights)
+    log.info("downloading %d weight files, %.0f MiB", len(weights), total / MIB)
+    # The small files are negligible.
+    with DownloadProgress(
+        total, lambda: folder_bytes(blobs, "*"), interval=access.progress_seconds
+    ):
         return fetch(weights)[0].parent
 
 
@@ -137,50 +148,3 @@ def _is_final(error: BaseException) -> bool:
     if isinstance(error, HfHubHTTPError):
         return getattr(error.response, "status_code", None) in FINAL_STATUSES
     return isinstance(error, EntryNotFoundError) and not isinstance(error, FileNotFoundError)
-
-
-def progress_line(there: int, total: int, *, new: int, seconds: float) -> str:
-    """A log line: `there` of `total` bytes, and the time left at the rate of `new` bytes in `seconds`."""
-    left = f"{(total - there) * seconds / new:.0f} s left" if new > 0 else "waiting for data"
-    return f"downloaded {there / MIB:.0f} of {total / MIB:.0f} MiB, {left}"
-
-
-class _Progress:
-    """A context manager around the download that logs files, bytes and seconds left, from the size of the blobs."""
-
-    def __init__(self, files: Sequence[RemoteFile], blobs: Path) -> None:
-        self._files = files
-        self._blobs = blobs
-        self._total = sum(file.size for file in files)
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._report, name="download-progress", daemon=True)
-
-    def __enter__(self) -> None:
-        log.info("downloading %d weight files, %.0f MiB", len(self._files), self._total / MIB)
-        self._started = time.monotonic()
-        self._first_bytes = self._bytes()
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _report(self) -> None:
-        while not self._done.wait(REPORT_SECONDS):
-            there = min(self._bytes(), self._total)
-            seconds = time.monotonic() - self._started
-            log.info(
-                "%s",
-                progress_line(there, self._total, new=there - self._first_bytes, seconds=seconds),
-            )
-
-    def _bytes(self) -> int:
-        """Bytes of all blobs on disk, unfinished ones included; the small files are negligible."""
-        total = 0
-        for path in self._blobs.glob("*"):
-            try:
-                total += path.stat().st_size
-            except FileNotFoundError:
-                # The file was renamed after it was listed.
-                continue
-        return total

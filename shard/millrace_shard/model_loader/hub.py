@@ -34,6 +34,7 @@ from millrace_shard.model_loader.download import (
     download_snapshot,
     first_line,
 )
+from millrace_shard.model_loader.download_progress import REPORT_SECONDS
 from millrace_shard.model_loader.gguf.folder import prepare_gguf
 from millrace_shard.variables import Variables
 
@@ -65,14 +66,15 @@ class HubSettings:
     """The folder that holds the model, instead of the cache."""
 
     @classmethod
-    def of(cls, variables: Variables) -> HubSettings:
-        """The settings that the environment names."""
+    def of(cls, variables: Variables, *, progress_seconds: float = REPORT_SECONDS) -> HubSettings:
+        """The settings that the environment names; downloads log a line every `progress_seconds`."""
         override = variables.weights_cache_override
         return cls(
             access=HubAccess(
                 endpoint=variables.hf_endpoint.rstrip("/"),
                 token=variables.hub_token,
                 cache=variables.hub_cache,
+                progress_seconds=progress_seconds,
             ),
             offline=variables.is_offline,
             side_root=variables.hub_home / "millrace",

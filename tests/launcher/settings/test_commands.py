@@ -154,3 +154,8 @@ def test_hub_variables_reach_the_download(monkeypatch: pytest.MonkeyPatch) -> No
     assert command.environment["PATH"] == "/bin"
     assert "PORT" not in command.environment
     assert command.argv[3:] == ("download-weights", "a/b", "--json-output", "--revision=v1")
+
+
+def test_a_bar_hears_of_a_download_s_progress_more_often_than_a_log() -> None:
+    assert "--progress-seconds=0.5" in commands("").download(has_bar=True).argv
+    assert not [word for word in commands("").download().argv if "progress" in word]

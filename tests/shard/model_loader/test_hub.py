@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from millrace_shard.model_loader.download import FIRST_WAIT_SECONDS, TRIES, HubAccess, progress_line
+from millrace_shard.model_loader.download import FIRST_WAIT_SECONDS, TRIES, HubAccess
+from millrace_shard.model_loader.download_progress import progress_line
 from millrace_shard.model_loader.hub import HubError, HubSettings, private_folder, resolve
 from millrace_shard.variables import Variables
 from millrace_testing.models import fake_hub
