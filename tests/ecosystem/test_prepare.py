@@ -59,10 +59,9 @@ def test_without_node_the_javascript_clients_are_named_as_skipped(
     (tmp_path / "js").mkdir()
     (tmp_path / "js" / "package.json").write_text("{}")
     monkeypatch.setattr(prepare, "VENVS", tmp_path / "none")
-    monkeypatch.setattr(prepare, "CLIENTS", tmp_path)
-    prepare.prepare_node()
+    prepare.prepare_node(tmp_path / "js", "JavaScript clients")
     assert commands == []
-    assert "the JavaScript clients' tests skip" in capsys.readouterr().out
+    assert "the tests of JavaScript clients skip" in capsys.readouterr().out
 
 
 def test_an_environment_is_made_once_for_the_same_pins(
