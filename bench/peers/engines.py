@@ -103,7 +103,9 @@ def openvino_model(model: Path) -> Path:
 
 
 def gguf_model(model: Path) -> Path:
-    """The checkpoint as GGUF in bfloat16, converted once."""
+    """The checkpoint as GGUF in bfloat16, converted once; a GGUF file is taken as it is."""
+    if model.suffix == ".gguf":
+        return model
     target = model.with_name(f"{model.name}-bf16.gguf")
     if not target.exists():
         folder = PEERS_FOLDER / "llama"
