@@ -36,6 +36,8 @@ from millrace_shard.model_loader.download import (
 )
 from millrace_shard.model_loader.download_progress import REPORT_SECONDS
 from millrace_shard.model_loader.gguf.folder import prepare_gguf
+from millrace_shard.model_loader.published_download import fetch_published
+from millrace_shard.model_loader.published_models import PublishedModel, published_model
 from millrace_shard.variables import Variables
 
 DOWNLOAD_FAILURES: tuple[type[Exception], ...] = (
@@ -85,14 +87,18 @@ class HubSettings:
 def resolve(
     model_id: str, *, revision: str | None, settings: HubSettings, tokenizer: str | None = None
 ) -> Path:
-    """The local folder with config, weights and tokenizer.json of `model_id`, a path or a name on the hub.
+    """The local folder with config, weights and tokenizer.json of `model_id`: a path, a published model, a hub name.
 
     The model is downloaded if the cache lacks it. The path may be that of a GGUF file, whose tokenizer may come from
     another model, `tokenizer`. Raises ModelError, whose text names the remedy.
     """
     path = Path(model_id).expanduser()
-    if settings.weights_override is None and is_file_name(model_id):
-        return _from_gguf(path, tokenizer=tokenizer, settings=settings)
+    if settings.weights_override is None:
+        if (published := published_model(model_id)) is not None:
+            path = _published_file(published, revision=revision, settings=settings)
+            return _from_gguf(path, tokenizer=tokenizer, settings=settings)
+        if is_file_name(model_id):
+            return _from_gguf(path, tokenizer=tokenizer, settings=settings)
     if tokenizer is not None:
         raise HubError(
             f"--tokenizer-name={tokenizer} is for GGUF files only; {model_id} has a tokenizer of its own"
@@ -117,6 +123,17 @@ def is_file_name(model_id: str) -> bool:
     if path.suffix == GGUF:
         return not path.is_dir()
     return is_path(model_id) and path.is_file()
+
+
+def _published_file(model: PublishedModel, *, revision: str | None, settings: HubSettings) -> Path:
+    if revision is not None:
+        raise HubError(f"{model.name} has no revision {revision}: start without --revision")
+    return fetch_published(
+        model,
+        root=settings.side_root / "published",
+        offline=settings.offline,
+        progress_seconds=settings.access.progress_seconds,
+    )
 
 
 def _from_gguf(path: Path, *, tokenizer: str | None, settings: HubSettings) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +53,8 @@ PUBLISHED_MODELS: Mapping[str, PublishedModel] = {
     )
 }
 """The models by name."""
+
+
+def published_model(name: str) -> PublishedModel | None:
+    """The published model of that name; a folder of the name in the working directory takes precedence."""
+    return None if Path(name).is_dir() else PUBLISHED_MODELS.get(name)

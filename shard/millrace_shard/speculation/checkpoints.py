@@ -20,6 +20,7 @@ from millrace_shard.model_loader.hub import (
     is_path,
     resolve,
 )
+from millrace_shard.model_loader.published_models import published_model
 from millrace_shard.speculation.medusa_config import WEIGHTS, MedusaConfig, is_medusa
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Checkpoints:
         settings: HubSettings,
         tokenizer: str | None = None,
     ) -> Checkpoints:
-        """Both names are folders, GGUF files or names on the hub.
+        """Both names are folders, GGUF files, published models or names on the hub.
 
         If `model_id` names Medusa heads, their config names the model. `tokenizer` is the model that the tokenizer of
         a GGUF file comes from. Raises ModelError, whose text names the remedy.
@@ -76,7 +77,7 @@ def _heads(model_id: str, *, revision: str | None, settings: HubSettings) -> Pat
     folder = Path(model_id).expanduser()
     if folder.is_dir():
         return folder.resolve() if is_medusa(folder) else None
-    if is_path(model_id) or is_file_name(model_id):
+    if is_path(model_id) or is_file_name(model_id) or published_model(model_id) is not None:
         return None
     try:
         config = _file(model_id, "config.json", revision=revision, settings=settings)

