@@ -18,6 +18,8 @@ ROOT = HERE.parent.parent
 VENVS = ROOT / ".venvs"
 CLIENTS = HERE / "clients"
 TOKENIZERS = HERE / "tokenizers"
+HUB_HOME = VENVS / "hub"
+"""Folder of the published model, in place of the user's."""
 PROGRAMS = {
     "g++": "g++",
     "prometheus": "prometheus",
@@ -122,6 +124,14 @@ def tokenizer_folder(name: str) -> Path | None:
     return folder if (modules / ".package.json").exists() else None
 
 
+def prepare_published_model() -> None:
+    """The published model in a cache of its own, with the commands of this environment."""
+    environment = {"HF_HOME": str(HUB_HOME)}
+    command = [sys.executable, "-m", "millrace_shard", "download-weights", "smollm2"]
+    if _run(command, environment=environment):
+        _say("smollm2 is there")
+
+
 def main() -> None:
     """Everything; a failure is reported and leaves a skip behind, never an error."""
     prepare_programs()
@@ -129,6 +139,7 @@ def main() -> None:
         list(pool.map(prepare_venv, sorted(CLIENTS.glob("*.txt"))))
     prepare_node(CLIENTS / "js", "JavaScript clients")
     prepare_tokenizers()
+    prepare_published_model()
 
 
 if __name__ == "__main__":
