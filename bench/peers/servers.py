@@ -74,6 +74,8 @@ def start_llama(
 ) -> AbstractContextManager[RunningServer]:
     """llama.cpp's server with a slot for each stream."""
     del flags
+    # With weights rearranged for AMX this version ends with a segmentation fault on a file in Q4_1.
+    repacking = ["--no-repack"] if model.suffix == ".gguf" else []
     port = free_port()
     command = [
         str(PEERS_FOLDER / "llama" / "build" / "bin" / "llama-server"),
@@ -89,7 +91,7 @@ def start_llama(
         "0",
         "--no-webui",
     ]
-    command = [part for flag in command for part in flag.split("=", 1)]
+    command = [part for flag in (*command, *repacking) for part in flag.split("=", 1)]
     return running(command, port=port, log=log, environment={}, dialect=LLAMA)
 
 
