@@ -42,7 +42,7 @@ class SafetensorFiles:
     def stored_bytes(self, name: str) -> int:
         """The bytes of the whole tensor in its file."""
         whole = self._slice(name)
-        return math.prod(whole.get_shape()) * int(whole[0:0].element_size())
+        return int(math.prod(whole.get_shape()) * whole[0:0].element_size())
 
     def release(self, values: Tensor) -> None:
         """Release the pages under `values`, which `read` returned."""

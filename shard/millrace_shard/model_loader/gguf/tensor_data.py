@@ -43,7 +43,7 @@ def _read(file: BufferedReader, tensor: StoredTensor, start: int, end: int) -> T
     stored = torch.empty((end - start) * tensor.row_bytes, dtype=torch.uint8)
     try:
         file.seek(tensor.offset + start * tensor.row_bytes)
-        found = file.readinto(memoryview(stored.numpy()))
+        found = file.readinto(stored.numpy().data)
     except OSError as error:
         raise WeightsError(f"tensor {tensor.name} cannot be read: {error}") from error
     if found != len(stored):
