@@ -5,7 +5,7 @@
 #                       default index would bring the CUDA build of torch (pip's own
 #                       PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS work as well)
 #   PORT=3000           where `make serve` listens
-#   MODEL=NAME          what `make serve` serves: a folder or a hub name; the demo model when empty
+#   MODEL=NAME          what `make serve` serves: smollm2, a folder, a GGUF file or a hub name; the demo model when empty
 #   WORKERS=2           processes that tests are run in
 #   ARGS="--flag ..."   more flags for the launcher, pytest or the benchmark
 
@@ -30,7 +30,7 @@ PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 help:
 	@echo "make install          .venv with Millrace, editable, and its development tools"
-	@echo "make serve            the demo model on port $(PORT); MODEL=, PORT= and ARGS= change it"
+	@echo "make serve            the demo model on port $(PORT); MODEL=smollm2 a real one; PORT= and ARGS= change it"
 	@echo "make check            lint, format, types, import contracts"
 	@echo "make test             the tests that need Python alone"
 	@echo "make test-ecosystem   the tests against Prometheus, real clients and a C++ compiler"
