@@ -25,7 +25,8 @@ from millrace_shard.engine.warmup import MemoryLimits, warm_up
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_runner.runner import StepRunner
-from millrace_shard.models.load import layer_shape, load_model
+from millrace_shard.models.description import ModelDescription
+from millrace_shard.models.load import load_model
 
 MAX_ROWS = 6
 LONGEST_PROMPT = 70
@@ -43,7 +44,8 @@ def run(setting: Setting, emit: Emit) -> None:
         folder = Path(path)
         write_checkpoint(folder, TINY, seed=0)
         config = ShardConfig.from_args([*setting.flags, path])
-        kernels = kernels_for(config, setting.device, torch.float32, layer_shape(folder, 1))
+        layers = ModelDescription.read(folder).layer_shape(1)
+        kernels = kernels_for(config, setting.device, torch.float32, layers)
         ours = runner(folder, kernels, setting.device, config)
         theirs = runner(folder, PlainKernels(deterministic=True), CPU, None)
         steps = (

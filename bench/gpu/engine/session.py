@@ -24,10 +24,9 @@ from millrace_shard.engine.warmup import MemoryLimits, warm_up
 from millrace_shard.model_runner.graph_settings import GraphSettings
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.runner import StepRunner
-from millrace_shard.models.architecture import Architecture
 from millrace_shard.models.decoder import Decoder
-from millrace_shard.models.load import model_info
-from millrace_shard.models.rope import model_rope_table
+from millrace_shard.models.description import ModelDescription
+from millrace_shard.models.rope_tables import RopeTables
 
 STEPS_IN_FLIGHT = 2
 """Steps in flight, as in the router."""
@@ -55,15 +54,16 @@ class StepTimes:
 @torch.inference_mode()
 def load(shape: Shape, config: ShardConfig, device: torch.device, max_tokens: int) -> LoadedModel:
     """Random weights behind the kernels for CUDA."""
-    described = read_description(config.model_folder, shape)
-    arch = Architecture.from_config(described)
-    kernels = kernels_for(config, device, DTYPE, arch.layer_shape(world_size=1))
+    read_description(config.model_folder, shape)
+    described = ModelDescription.read(config.model_folder)
+    assert described.spec is not None
+    kernels = kernels_for(config, device, DTYPE, described.layer_shape(world_size=1))
     torch.manual_seed(0)
     group = ProcessGroup.single()
     model = Decoder(
-        arch,
-        model_info(config.model_folder, described),
-        model_rope_table(described, max_tokens).to(device),
+        described.spec,
+        described.info(),
+        RopeTables(max_tokens, device),
         weights=RandomWeights(shape, dtype=DTYPE, device=device),
         kernels=kernels,
         group=group,

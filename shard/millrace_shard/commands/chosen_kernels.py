@@ -14,7 +14,7 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.models.load import layer_shape
+from millrace_shard.models.description import ModelDescription
 from millrace_shard.speculation.medusa_config import is_medusa
 
 logger = logging.getLogger(__name__)
@@ -53,4 +53,4 @@ def _layer_shapes(config: ShardConfig) -> tuple[LayerShape, ...]:
     folders = [config.model_folder]
     if config.draft_model is not None and not is_medusa(Path(config.draft_model)):
         folders.append(Path(config.draft_model))
-    return tuple(layer_shape(folder, config.world_size) for folder in folders)
+    return tuple(ModelDescription.read(folder).layer_shape(config.world_size) for folder in folders)

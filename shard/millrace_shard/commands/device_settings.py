@@ -10,7 +10,7 @@ from millrace_shard.config import ShardConfig
 from millrace_shard.errors import ModelError
 from millrace_shard.model_runner.graph_capture import CudaCapture
 from millrace_shard.model_runner.graph_settings import GraphSettings, ends_failed_captures
-from millrace_shard.models.load import read_config
+from millrace_shard.models.description import ModelDescription
 
 FLOAT16_OVERFLOWS = ("gemma2", "glm4")
 """Model types whose activations exceed the range of float16."""
@@ -37,7 +37,7 @@ def choose_dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
     """
     dtype = _dtype(config, device)
     if dtype == torch.float16:
-        model_type = read_config(config.model_folder).model_type
+        model_type = ModelDescription.read(config.model_folder).model_type
         if model_type in FLOAT16_OVERFLOWS:
             logger.warning(
                 "activations of %s exceed the range of float16: expect wrong tokens, and requests that fail; "
@@ -52,7 +52,7 @@ def _dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
         return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[
             config.dtype
         ]
-    own = read_config(config.model_folder).dtype
+    own = ModelDescription.read(config.model_folder).dtype
     if own not in (torch.float16, torch.bfloat16):
         return torch.float32
     return torch.bfloat16 if device.type == "cpu" else own

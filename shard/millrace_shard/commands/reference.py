@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from millrace_shard.errors import ModelError, WeightsError
 from millrace_shard.model_loader.hub import HubSettings, resolve
 from millrace_shard.model_loader.safetensor_files import SafetensorFiles
-from millrace_shard.models.load import read_any_config
+from millrace_shard.models.description import read_any_config
 from millrace_shard.variables import Variables
 
 

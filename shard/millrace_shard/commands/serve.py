@@ -40,7 +40,8 @@ from millrace_shard.model_loader.hub import HubSettings
 from millrace_shard.model_loader.load_progress import readable_size
 from millrace_shard.model_loader.weights import checkpoint_bytes
 from millrace_shard.models.interface import ModelInfo
-from millrace_shard.models.load import RopeOverride, load_model
+from millrace_shard.models.load import load_model
+from millrace_shard.models.rope_override import RopeOverride
 from millrace_shard.process import die_with_parent
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.server.credentials import server_credentials

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3), over any kernels and any number of ranks."""
+"""The decoder that a DecoderSpec describes, over any kernels and any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,26 +10,16 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.kernels.base import (
-    AttentionBlock,
-    AttentionWeights,
-    Kernels,
-    Layer,
-    LayerCache,
-    Layers,
-    Linear,
-    LinearWeights,
-    MlpBlock,
-    MlpWeights,
-    Reduce,
-)
+from millrace_shard.kernels.base import Kernels, Layer, LayerCache, Layers, Reduce
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
-from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_loader.weights import Columns, Weights
-from millrace_shard.models.architecture import Architecture
+from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.interface import KVGeometry, MakeLayers, ModelInfo
+from millrace_shard.models.layer_loader import LayerLoader
+from millrace_shard.models.rope_tables import RopeTables
+from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.split import kv_heads_per_rank
 
 
 class Decoder:
@@ -37,33 +27,34 @@ class Decoder:
 
     def __init__(
         self,
-        arch: Architecture,
+        spec: DecoderSpec,
         info: ModelInfo,
-        rope: Tensor,
+        ropes: RopeTables,
         *,
         weights: Weights,
         kernels: Kernels,
         group: ProcessGroup,
         adapters: AdapterTable | None = None,
     ) -> None:
-        """Load this rank's weights; `rope` is the table of `rope_table` on the model's device.
-
-        The linears become sites of `adapters`.
-        """
+        """Load this rank's weights; the linears become sites of `adapters`."""
         self.info = info
-        self.hidden_size = arch.hidden_size
-        self._arch = arch
+        self.hidden_size = spec.hidden_size
+        self._spec = spec
         self._kernels = kernels
         self._group = group
         self._adapters = adapters
-        num_kv_heads = arch.kv_heads_per_rank(group.world_size)
-        self.geometry = KVGeometry(((num_kv_heads, arch.head_dim),) * arch.num_layers)
-
-        loader = LayerLoader(arch, rope, weights, kernels, group, adapters)
-        self._embedding = loader.vocabulary("model.embed_tokens.weight")
-        self._layers = [loader.layer(i) for i in range(arch.num_layers)]
+        world_size = group.world_size
+        self.geometry = KVGeometry(
+            tuple(
+                (kv_heads_per_rank(layer.attention, world_size), layer.attention.head_dim)
+                for layer in spec.layers
+            )
+        )
+        loader = LayerLoader(spec, ropes, weights, kernels, group, adapters)
+        self._embedding = loader.embedding()
+        self._layers = [loader.layer(index) for index in range(len(spec.layers))]
         self.run_layers = self._runner_of(self._layers)
-        self._norm = loader.norm("model.norm", arch.hidden_size)
+        self._norm = loader.norm(spec.names.norm, spec.hidden_size)
         self._head = loader.head(self._embedding)
 
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
@@ -78,7 +69,7 @@ class Decoder:
         x, residual = batch.logit_states(x), batch.logit_states(residual)
         if x.shape[0] == 0:
             return x
-        return self._kernels.add_rms_norm(x, residual, self._norm, self._arch.norm_eps)
+        return self._kernels.add_rms_norm(x, residual, self._norm, self._spec.norm.eps)
 
     def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Logits [R, vocab] float32 of `states` [R, hidden]."""
@@ -116,156 +107,3 @@ class Decoder:
         elsewhere = (local < 0) | (local >= share)
         x = F.embedding(local.masked_fill(elsewhere, 0), self._embedding)
         return self._group.all_reduce(x.masked_fill_(elsewhere.unsqueeze(1), 0))
-
-
-class LayerLoader:
-    """Reads a rank's weights under the names that the family's checkpoints use."""
-
-    def __init__(
-        self,
-        arch: Architecture,
-        rope: Tensor,
-        weights: Weights,
-        kernels: Kernels,
-        group: ProcessGroup,
-        adapters: AdapterTable | None = None,
-    ) -> None:
-        self._arch = arch
-        self._rope = rope
-        self._weights = weights
-        self._kernels = kernels
-        self._group = group
-        self._adapters = adapters
-
-    def vocabulary(self, name: str) -> Tensor:
-        """The rank's rows of the embedding or the head."""
-        return self._weights.vocabulary(name, self._arch.vocab_size, self._arch.hidden_size)
-
-    def head(self, embedding: Tensor) -> Linear:
-        """The output head, which is the embedding if the config ties them."""
-        weight = embedding if self._arch.tied_head else self.vocabulary("lm_head.weight")
-        return self._kernels.head(weight, self._head_site(len(weight)))
-
-    def layer(self, index: int) -> Layer:
-        """Load layer `index`."""
-        prefix = f"model.layers.{index}"
-        attention = self._attention(prefix, self._arch.windows[index])
-        self._weights.release()
-        mlp = self._mlp(prefix)
-        self._weights.release()
-        return Layer(attention, mlp)
-
-    def _attention(self, prefix: str, window: int | None) -> AttentionBlock:
-        arch, name, world_size = self._arch, f"{prefix}.self_attn", self._group.world_size
-        kv = (arch.num_kv_heads, arch.head_dim)
-        qkv = [
-            Columns(f"{name}.q_proj", arch.num_heads, arch.head_dim),
-            Columns(f"{name}.k_proj", *kv),
-            Columns(f"{name}.v_proj", *kv),
-        ]
-        query_norm, key_norm = (
-            self.norm(f"{name}.{each}_norm", arch.head_dim) if arch.qk_norm else None
-            for each in ("q", "k")
-        )
-        attended = arch.num_heads * arch.head_dim
-        return self._kernels.attention(
-            AttentionWeights(
-                norm=self.norm(f"{prefix}.input_layernorm", arch.hidden_size),
-                eps=arch.norm_eps,
-                qkv=self._columns(qkv, bias=arch.qkv_bias),
-                query_norm=query_norm,
-                key_norm=key_norm,
-                out=self._rows(f"{name}.o_proj", attended, bias=arch.out_bias),
-                rope=self._rope,
-                num_heads=arch.num_heads // world_size,
-                num_kv_heads=arch.kv_heads_per_rank(world_size),
-                head_dim=arch.head_dim,
-                window=window,
-            )
-        )
-
-    def _mlp(self, prefix: str) -> MlpBlock:
-        arch, name = self._arch, f"{prefix}.mlp"
-        gate_up = [
-            Columns(f"{name}.{each}_proj", arch.intermediate_size) for each in ("gate", "up")
-        ]
-        return self._kernels.mlp(
-            MlpWeights(
-                norm=self.norm(f"{prefix}.post_attention_layernorm", arch.hidden_size),
-                eps=arch.norm_eps,
-                gate_up=self._columns(gate_up, bias=arch.mlp_bias),
-                down=self._rows(f"{name}.down_proj", arch.intermediate_size, bias=arch.mlp_bias),
-            )
-        )
-
-    def norm(self, name: str, size: int) -> Tensor:
-        """The scales of a norm, [size]."""
-        return self._weights.replicated(f"{name}.weight", size)
-
-    def _columns(self, parts: Sequence[Columns], *, bias: bool) -> LinearWeights:
-        def named(kind: str) -> list[Columns]:
-            return [Columns(f"{p.name}.{kind}", p.units, p.unit_size) for p in parts]
-
-        return LinearWeights(
-            self._weights.columns(named("weight"), self._arch.hidden_size),
-            self._weights.biases(named("bias")) if bias else None,
-            self._column_site(parts),
-        )
-
-    def _rows(self, name: str, inputs: int, *, bias: bool) -> LinearWeights:
-        """A row-parallel linear. The results of the ranks are summed, so only rank 0 adds the bias."""
-        hidden = self._arch.hidden_size
-        adds = bias and self._group.rank == 0
-        return LinearWeights(
-            self._weights.rows(f"{name}.weight", hidden, inputs),
-            self._weights.replicated(f"{name}.bias", hidden) if adds else None,
-            self._row_site(name, inputs),
-        )
-
-    def _column_site(self, parts: Sequence[Columns]) -> LoraSite | None:
-        if self._adapters is None:
-            return None
-        inputs, found, first = self._arch.hidden_size, list[LoraPart](), 0
-        for part in parts:
-            start, end = part.span(self._group.rank, self._group.world_size)
-            found.append(
-                LoraPart(
-                    name=part.name,
-                    inputs=inputs,
-                    outputs=part.size,
-                    input_range=(0, inputs),
-                    output_range=(start, end),
-                    first_output=first,
-                )
-            )
-            first += end - start
-        return self._adapters.add_site(found)
-
-    def _row_site(self, name: str, inputs: int) -> LoraSite | None:
-        if self._adapters is None:
-            return None
-        hidden, rank = self._arch.hidden_size, self._group.rank
-        share = inputs // self._group.world_size
-        part = LoraPart(
-            name=name,
-            inputs=inputs,
-            outputs=hidden,
-            input_range=(rank * share, (rank + 1) * share),
-            output_range=(0, hidden),
-            adds_bias=rank == 0,
-        )
-        return self._adapters.add_site([part])
-
-    def _head_site(self, share: int) -> LoraSite | None:
-        if self._adapters is None:
-            return None
-        hidden, vocab_size = self._arch.hidden_size, self._arch.vocab_size
-        start = min(self._group.rank * share, vocab_size)
-        part = LoraPart(
-            name="lm_head",
-            inputs=hidden,
-            outputs=vocab_size,
-            input_range=(0, hidden),
-            output_range=(start, min(start + share, vocab_size)),
-        )
-        return self._adapters.add_site([part], is_head=True)

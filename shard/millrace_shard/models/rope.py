@@ -1,29 +1,25 @@
-"""Tables of the cosines and sines of rotary position embeddings, for every kind that transformers supports."""
+"""Tables of the cosines and sines of rotary position embeddings."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from millrace_shard.errors import UnsupportedModel
+from millrace_shard.models.spec.rope_spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from millrace_shard.models.plain_config import PlainConfig
-
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Kinds whose frequencies depend, in transformers, on the longest sequence in the batch."""
 POSITIONS_PER_STEP = 8192
 
 
-def rope_table(
-    config: PlainConfig | PretrainedConfig, num_positions: int, *, long_context: bool = False
-) -> Tensor:
+def rope_table(rope: RopeSpec, num_positions: int, *, long_context: bool = False) -> Tensor:
     """A table [num_positions, rotary_dim] float32 on CPU: cosines in the first half, sines in the second, both scaled.
 
     Two kinds depend on a length. transformers takes the longest one in the batch, so that the keys of a sequence depend
@@ -34,103 +30,93 @@ def rope_table(
     - longrope: positions within `original_max_position_embeddings` use the short factors, later ones the long factors.
       That equals `generate` for prompts within that length. With `long_context`, all positions use the long factors.
       That equals `generate` for longer prompts, and suits a server of long prompts.
-
-    Raises UnsupportedModel for any other kind, and for parameters that differ between layers.
     """
-    rope_type = rope_kind(config)
-    positions = torch.arange(num_positions)
     chunks = [
-        _rotations(config, rope_type, chunk, long_context=long_context)
-        for chunk in torch.split(positions, POSITIONS_PER_STEP)
+        _rotations(rope, chunk, long_context=long_context)
+        for chunk in torch.split(torch.arange(num_positions), POSITIONS_PER_STEP)
     ]
     return torch.cat(chunks)
 
 
-def model_rope_table(
-    config: PlainConfig | PretrainedConfig, max_total_tokens: int | None
-) -> Tensor:
+def model_rope_table(rope: RopeSpec, max_total_tokens: int | None) -> Tensor:
     """The table for sequences of up to `max_total_tokens`, or of any length that the model supports."""
-    longest = longest_position(config)
-    wanted = min(longest, max_total_tokens or longest)
-    trained = config.rope_parameters.get("original_max_position_embeddings", longest)
-    return rope_table(config, wanted, long_context=(max_total_tokens or 0) > trained)
+    longest = longest_position(rope)
+    trained = getattr(rope.scaling, "original_positions", longest)
+    is_long = (max_total_tokens or 0) > trained
+    return rope_table(rope, min(longest, max_total_tokens or longest), long_context=is_long)
 
 
-def rope_kind(config: PlainConfig | PretrainedConfig) -> str:
-    """The `rope_type`, one of ROPE_TYPES."""
-    parameters = config.rope_parameters
-    if not isinstance(parameters, dict) or "rope_type" not in parameters:
-        raise UnsupportedModel(
-            f"rope_parameters {parameters!r} are not supported: one kind for all layers is"
-        )
-    kind = str(parameters["rope_type"])
-    if kind not in ROPE_TYPES:
-        raise UnsupportedModel(
-            f"rope_type {kind!r} is not supported; these are: {', '.join(ROPE_TYPES)}"
-        )
-    return kind
-
-
-def longest_position(config: PlainConfig | PretrainedConfig) -> int:
+def longest_position(rope: RopeSpec) -> int:
     """The number of positions that the encoding supports: the trained ones, extended by the scaling."""
-    kind, trained = rope_kind(config), int(config.max_position_embeddings)
-    factor = float(config.rope_parameters.get("factor") or 1.0)
-    if kind in {"linear", "dynamic"}:
-        return int(trained * factor)
-    if kind == "yarn":
-        original = config.rope_parameters["original_max_position_embeddings"]
-        return max(trained, int(original * factor))
+    scaling, trained = rope.scaling, rope.max_positions
+    if isinstance(scaling, (LinearScaling, DynamicScaling)):
+        return int(trained * scaling.factor)
+    if isinstance(scaling, YarnScaling):
+        return max(trained, int(scaling.original_positions * scaling.factor))
     return trained
 
 
-def _rotations(
-    config: PlainConfig | PretrainedConfig, kind: str, positions: Tensor, *, long_context: bool
-) -> Tensor:
+def _rotations(rope: RopeSpec, positions: Tensor, *, long_context: bool) -> Tensor:
     """[P, rotary_dim] for `positions` [P]."""
-    frequencies, scaling = _frequencies(config, kind, positions, long_context=long_context)
+    frequencies = _frequencies(rope, positions, long_context=long_context)
     angles = positions.float().unsqueeze(1) * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return table * float(getattr(rope.scaling, "attention_factor", 1.0))
 
 
-def _frequencies(
-    config: PlainConfig | PretrainedConfig, kind: str, positions: Tensor, *, long_context: bool
-) -> tuple[Tensor, float]:
-    """Inverse frequencies, one row for all positions or one per position, and the scaling of cosines and sines."""
-    if kind == "default":
-        return _default_frequencies(config), 1.0
-    if kind == "llama3":
-        return _llama3_frequencies(config), 1.0
-    # The import takes half a second, and the two common kinds do not need it.
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
-
-    init, cpu = ROPE_INIT_FUNCTIONS[kind], torch.device("cpu")
-    frequencies: Tensor
-    if kind == "dynamic":
-        frequencies, scaling = init(config, cpu, seq_len=(positions + 1).unsqueeze(1))
-    elif kind == "longrope":
-        original = int(config.rope_parameters["original_max_position_embeddings"])
-        short, scaling = init(config, cpu, seq_len=original)
-        long, _ = init(config, cpu, seq_len=original + 1)
-        is_long = (positions >= original).unsqueeze(1) | long_context
-        frequencies = torch.where(is_long, long, short)
-    else:
-        frequencies, scaling = init(config, cpu)
-    return frequencies, float(scaling)
+def _frequencies(rope: RopeSpec, positions: Tensor, *, long_context: bool) -> Tensor:
+    """Inverse frequencies, one row for all positions or one per position."""
+    scaling = rope.scaling
+    if isinstance(scaling, DynamicScaling):
+        return _dynamic(rope, scaling, positions)
+    wavelengths = rope.theta ** _exponents(rope)
+    if isinstance(scaling, LongRopeScaling):
+        short, long = (
+            1.0 / (torch.tensor(factors) * wavelengths)
+            for factors in (scaling.short_factors, scaling.long_factors)
+        )
+        is_long = (positions >= scaling.original_positions).unsqueeze(1) | long_context
+        return torch.where(is_long, long, short)
+    plain = 1.0 / wavelengths
+    if isinstance(scaling, LinearScaling):
+        return plain / scaling.factor
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3(scaling, plain)
+    if isinstance(scaling, YarnScaling):
+        return _yarn(rope, scaling, wavelengths)
+    return plain
 
 
-def _default_frequencies(config: PlainConfig | PretrainedConfig) -> Tensor:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rotary_dim = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-    steps = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
-    return 1.0 / (float(config.rope_parameters["rope_theta"]) ** steps)
+def _exponents(rope: RopeSpec) -> Tensor:
+    return torch.arange(0, rope.rotary_dim, 2, dtype=torch.float) / rope.rotary_dim
 
 
-def _llama3_frequencies(config: PlainConfig | PretrainedConfig) -> Tensor:
-    """Llama 3.1's: long waves are stretched, short ones kept, and those in between interpolated."""
-    parameters, plain = config.rope_parameters, _default_frequencies(config)
-    factor, low, high = (
-        float(parameters[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")
-    )
-    turns = int(parameters["original_max_position_embeddings"]) / (2 * math.pi / plain)
+def _dynamic(rope: RopeSpec, scaling: DynamicScaling, positions: Tensor) -> Tensor:
+    lengths = (positions + 1).clamp(min=rope.max_positions).unsqueeze(1)
+    growth = scaling.factor * lengths / rope.max_positions - (scaling.factor - 1)
+    base = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    return 1.0 / base ** _exponents(rope)
+
+
+def _llama3(scaling: Llama3Scaling, plain: Tensor) -> Tensor:
+    turns = scaling.original_positions / (2 * math.pi / plain)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * plain / factor + kept * plain
+    return (1 - kept) * plain / scaling.factor + kept * plain
+
+
+def _yarn(rope: RopeSpec, scaling: YarnScaling, wavelengths: Tensor) -> Tensor:
+    def channel_of(turns: float) -> float:
+        """The channel that makes this number of turns within the original length."""
+        length = scaling.original_positions / (turns * 2 * math.pi)
+        return rope.rotary_dim * math.log(length) / (2 * math.log(rope.theta))
+
+    low, high = channel_of(scaling.beta_fast), channel_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    stretched = ((torch.arange(len(wavelengths)).float() - low) / (high - low)).clamp(0, 1)
+    plain = 1.0 / wavelengths
+    return (1.0 / (scaling.factor * wavelengths)) * stretched + plain * (1 - stretched)

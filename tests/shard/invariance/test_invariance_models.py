@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.models import batch_invariant
-from millrace_shard.models.architecture import FAMILY
+from millrace_shard.models.transformers_backend import batch_invariant
+from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
-from millrace_shard.models.transformers_backend import SUPPORTED
+from millrace_shard.models.transformers_backend.transformers_model import SUPPORTED
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.models import CONFIGS, Driver, Run, prompt_of, save_tiny
 
@@ -46,8 +46,8 @@ ODD: dict[str, dict[str, Any]] = {
     "qwen2_moe": _ODD | {"moe_intermediate_size": 331, "shared_expert_intermediate_size": 203},
 }
 VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in (*FAMILY, *SUPPORTED)},
-    **{f"{name}-odd": (name, ODD[name]) for name in (*FAMILY, *SUPPORTED)},
+    **{name: (name, {}) for name in (*FAMILIES, *SUPPORTED)},
+    **{f"{name}-odd": (name, ODD[name]) for name in (*FAMILIES, *SUPPORTED)},
     "mistral-window": ("mistral", {"sliding_window": 9}),
     "gemma2-caps": ("gemma2", {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 3.0}),
     "opt-gelu": ("opt", {"do_layer_norm_before": False, "activation_function": "gelu"}),

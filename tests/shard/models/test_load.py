@@ -10,7 +10,8 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.interface import CausalModel
-from millrace_shard.models.load import RopeOverride, load_model
+from millrace_shard.models.load import load_model
+from millrace_shard.models.rope_override import RopeOverride
 from millrace_testing.models.models import (
     VOCAB,
     Driver,
@@ -105,17 +106,17 @@ def test_rope_override_equals_a_checkpoint_made_so(
 @pytest.mark.parametrize(
     ("model_type", "override", "message"),
     [
-        ("llama", RopeOverride("yarn", 2.0), "'yarn' is not one of: linear, dynamic"),
-        ("llama", RopeOverride("linear", 0.5), "at least 1, not 0.5"),
-        ("gpt2", RopeOverride("linear", 2.0), "gpt2 has no rotary embedding"),
+        ("llama", ("yarn", 2.0), "'yarn' is not one of: linear, dynamic"),
+        ("llama", ("linear", 0.5), "at least 1, not 0.5"),
+        ("gpt2", ("linear", 2.0), "gpt2 has no rotary embedding"),
     ],
 )
 def test_rope_overrides_that_make_no_sense_are_refused(
-    model_type: str, override: RopeOverride, message: str, tmp_path: Path
+    model_type: str, override: tuple[str, float], message: str, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, model_type)
     with pytest.raises(UnsupportedModel, match=message):
-        load(tmp_path, rope_override=override)
+        load(tmp_path, rope_override=RopeOverride(*override))
 
 
 def test_rope_override_reaches_the_transformers_backend(tmp_path: Path) -> None:
@@ -187,7 +188,8 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         ("[1]", "is not a JSON object"),
         ("{}", "model_type=None"),
         ('{"model_type": "nothing_known"}', "model_type='nothing_known'"),
-        ('{"model_type": "llama", "hidden_size": "wide"}', "is not a valid llama config"),
+        ('{"model_type": "llama", "num_attention_heads": "four"}', "num_attention_heads='four'"),
+        ('{"model_type": "gpt2", "n_embd": "wide"}', "is not a valid gpt2 config"),
         ('{"model_type": "bloom"}', "'bloom' is not supported"),
     ],
 )

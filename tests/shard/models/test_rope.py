@@ -13,6 +13,8 @@ from transformers.models.stablelm.modeling_stablelm import StableLmRotaryEmbeddi
 
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.models.rope import longest_position, model_rope_table, rope_table
+from millrace_shard.models.spec.rope_spec import RopeSpec
+from millrace_shard.models.transformers_backend.transformers_rope import rope_of
 
 YARN = {
     "rope_type": "yarn",
@@ -50,6 +52,12 @@ def config(rope: dict[str, Any], **overrides: Any) -> LlamaConfig:
     return LlamaConfig(**settings, rope_parameters=dict(rope), **overrides)
 
 
+def rope(settings: dict[str, Any], **overrides: Any) -> RopeSpec:
+    found = rope_of(config(settings, **overrides))
+    assert found is not None
+    return found
+
+
 def reference(module: torch.nn.Module, positions: Tensor) -> Tensor:
     """The table of a rotary module of transformers: halves once, cosines first."""
     cos, sin = module(torch.zeros(1), positions.unsqueeze(0))
@@ -60,7 +68,7 @@ def reference(module: torch.nn.Module, positions: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", STATIC)
 def test_kinds_that_do_not_depend_on_a_length(name: str) -> None:
-    table = rope_table(config(STATIC[name]), 300)
+    table = rope_table(rope(STATIC[name]), 300)
     assert table.shape == (300, 8)
     assert table.dtype == torch.float32
     expected = reference(LlamaRotaryEmbedding(config(STATIC[name])), torch.arange(300))
@@ -70,7 +78,7 @@ def test_kinds_that_do_not_depend_on_a_length(name: str) -> None:
 def test_head_dim_of_its_own() -> None:
     wide = config(STATIC["default"], head_dim=20)
     expected = reference(LlamaRotaryEmbedding(wide), torch.arange(9))
-    torch.testing.assert_close(rope_table(wide, 9), expected)
+    torch.testing.assert_close(rope_table(rope(STATIC["default"], head_dim=20), 9), expected)
 
 
 @pytest.mark.parametrize("kind", ["default", "linear"])
@@ -80,13 +88,15 @@ def test_partial_rotary(kind: str) -> None:
         num_attention_heads=4,
         rope_parameters=STATIC[kind] | {"partial_rotary_factor": 0.5},
     )
-    table = rope_table(partial, 40)
+    spec = rope_of(partial)
+    assert spec is not None
+    table = rope_table(spec, 40)
     assert table.shape == (40, 8)
     torch.testing.assert_close(table, reference(StableLmRotaryEmbedding(partial), torch.arange(40)))
 
 
 def test_dynamic_rotates_each_position_as_the_last_of_its_sequence() -> None:
-    table = rope_table(config(DYNAMIC), 200)
+    table = rope_table(rope(DYNAMIC), 200)
     for length in (1, 60, 128, 129, 150, 200):
         module = LlamaRotaryEmbedding(config(DYNAMIC))
         expected = reference(module, torch.arange(length))
@@ -99,14 +109,14 @@ def test_longrope_by_position_or_long_throughout() -> None:
     short = reference(LlamaRotaryEmbedding(config(LONGROPE)), torch.arange(32))
     long = reference(LlamaRotaryEmbedding(config(LONGROPE)), torch.arange(128))
     assert not torch.allclose(short, long[:32])
-    by_position = rope_table(config(LONGROPE), 128)
+    by_position = rope_table(rope(LONGROPE), 128)
     torch.testing.assert_close(by_position, torch.cat((short, long[32:])), atol=1e-6, rtol=0)
-    throughout = rope_table(config(LONGROPE), 128, long_context=True)
+    throughout = rope_table(rope(LONGROPE), 128, long_context=True)
     torch.testing.assert_close(throughout, long, atol=1e-6, rtol=0)
 
 
 def test_the_longest_sequence_expected_chooses_the_factors_and_the_size() -> None:
-    longrope = config(LONGROPE)
+    longrope = rope(LONGROPE)
     assert torch.equal(model_rope_table(longrope, None), rope_table(longrope, 128))
     assert torch.equal(model_rope_table(longrope, 32), rope_table(longrope, 32))
     expected = rope_table(longrope, 33, long_context=True)
@@ -115,7 +125,7 @@ def test_the_longest_sequence_expected_chooses_the_factors_and_the_size() -> Non
 
 
 @pytest.mark.parametrize(
-    ("rope", "expected"),
+    ("settings", "expected"),
     [
         (STATIC["default"], 128),
         (STATIC["linear"], 512),
@@ -126,12 +136,12 @@ def test_the_longest_sequence_expected_chooses_the_factors_and_the_size() -> Non
         (STATIC["llama3"], 128),
     ],
 )
-def test_longest_position(rope: dict[str, Any], expected: int) -> None:
-    assert longest_position(config(rope)) == expected
+def test_longest_position(settings: dict[str, Any], expected: int) -> None:
+    assert longest_position(rope(settings)) == expected
 
 
 def test_many_positions_are_the_same_as_few() -> None:
-    linear = config(STATIC["linear"])
+    linear = rope(STATIC["linear"])
     assert torch.equal(rope_table(linear, 20_000)[:100], rope_table(linear, 100))
 
 
@@ -139,7 +149,10 @@ def test_other_kinds_are_refused_by_name() -> None:
     odd = config(STATIC["default"])
     odd.rope_parameters = {"rope_type": "proportional", "rope_theta": 1e4}
     with pytest.raises(UnsupportedModel, match="rope_type 'proportional' is not supported"):
-        rope_table(odd, 8)
+        rope_of(odd)
     odd.rope_parameters = {"full_attention": dict(STATIC["default"])}
-    with pytest.raises(UnsupportedModel, match="one kind for all layers"):
-        rope_table(odd, 8)
+    with pytest.raises(UnsupportedModel, match="all layers must have one kind"):
+        rope_of(odd)
+    odd.rope_parameters = STATIC["linear"] | {"strange": 1}
+    with pytest.raises(UnsupportedModel, match="strange"):
+        rope_of(odd)

@@ -16,10 +16,10 @@ from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
-from millrace_shard.models import batch_invariant, transformers_backend
 from millrace_shard.models.load import load_model
-from millrace_shard.models.paged_attention import NAME, ShapeProbe, attending
-from millrace_shard.models.transformers_backend import SUPPORTED, check_supported
+from millrace_shard.models.transformers_backend import batch_invariant, transformers_model
+from millrace_shard.models.transformers_backend.paged_attention import NAME, ShapeProbe, attending
+from millrace_shard.models.transformers_backend.transformers_model import SUPPORTED, check_supported
 from millrace_testing.engines.kernels import KERNELS, make_kernels
 from millrace_testing.models.models import (
     VOCAB,
@@ -236,11 +236,11 @@ def test_other_architectures_are_refused_with_the_list(model_type: str) -> None:
 def test_classes_run_eagerly_until_a_gpu_has_shown_that_they_are_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert set(transformers_backend.CAPTURED) <= set(SUPPORTED)
+    assert set(transformers_model.CAPTURED) <= set(SUPPORTED)
     save_tiny(tmp_path, "gpt2")
-    monkeypatch.setattr(transformers_backend, "CAPTURED", ("opt",))
+    monkeypatch.setattr(transformers_model, "CAPTURED", ("opt",))
     assert not load(tmp_path).model.info.capturable
-    monkeypatch.setattr(transformers_backend, "CAPTURED", ("opt", "gpt2"))
+    monkeypatch.setattr(transformers_model, "CAPTURED", ("opt", "gpt2"))
     assert load(tmp_path).model.info.capturable
 
 

@@ -1,41 +1,76 @@
+"""The specs of the families, and that each page knows the fields of its class in transformers."""
+
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.models.architecture import Architecture
+from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.families.family import GENERAL
+from millrace_shard.models.families.registry import FAMILIES
+from millrace_shard.models.spec.attention_spec import AttentionSpec
+from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
+from millrace_shard.models.spec.feed_forward_spec import GatedSpec
+from millrace_shard.models.spec.norm_spec import NormSpec
+from millrace_shard.models.spec.rope_spec import RopeSpec
+from millrace_shard.models.split import check_split, kv_heads_per_rank
 from millrace_testing.models.models import CONFIGS
 
+WITHOUT_EFFECT = {
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "initializer_range",
+    "pad_token_id",
+    "use_cache",
+}
 
-def config(model_type: str = "llama", **overrides: Any) -> PretrainedConfig:
-    return AutoConfig.for_model(model_type, **(CONFIGS[model_type] | overrides))
 
-
-def architecture(model_type: str = "llama", **overrides: Any) -> Architecture:
-    return Architecture.from_config(config(model_type, **overrides))
+def spec(model_type: str = "llama", **overrides: Any) -> DecoderSpec:
+    config = AutoConfig.for_model(model_type, **(CONFIGS[model_type] | overrides))
+    return FAMILIES[model_type].read(config.to_dict())
 
 
 def test_llama() -> None:
-    assert architecture(head_dim=20, rms_norm_eps=1e-3) == Architecture(
-        model_type="llama",
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=20,
-        intermediate_size=80,
-        num_layers=2,
-        vocab_size=199,
-        norm_eps=1e-3,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        windows=(None, None),
-        tied_head=False,
+    norm = NormSpec(eps=1e-3)
+    layer = LayerSpec(
+        attention=AttentionSpec(
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=20,
+            scale=20**-0.5,
+            rope=RopeSpec(rotary_dim=20, theta=10_000.0, max_positions=256),
+        ),
+        feed_forward=GatedSpec(intermediate_size=80),
+        norm=norm,
     )
+    assert spec(head_dim=20, rms_norm_eps=1e-3) == DecoderSpec(
+        vocab_size=199, hidden_size=64, layers=(layer, layer), norm=norm, max_positions=256
+    )
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_page_reads_every_field_of_its_class_and_has_its_defaults(model_type: str) -> None:
+    family = FAMILIES[model_type]
+    defaults = {**GENERAL, **family.defaults}
+    theirs = CONFIG_MAPPING[model_type]
+    whole = theirs(**CONFIGS[model_type]).to_dict()
+    reader = ConfigReader(whole, {})
+    family.spec(reader)
+    of_page = reader.fields_read()
+    reader.refuse_unread()
+    general = {field.name for field in dataclasses.fields(PretrainedConfig)}
+    own = {field.name: field.default for field in dataclasses.fields(theirs)}
+    known = reader.fields_read() | WITHOUT_EFFECT | set(family.without_effect) | {"head_dim"}
+    assert own.keys() - general - known == set()
+    for name, value in own.items():
+        is_read = name in of_page and name not in CONFIGS[model_type]
+        if (is_read and value) or name == "eos_token_id":
+            assert defaults.get(name) == value, name
 
 
 @pytest.mark.parametrize(
@@ -51,36 +86,34 @@ def test_llama() -> None:
     ],
 )
 def test_biases(model_type: str, overrides: dict[str, Any], biases: tuple[bool, ...]) -> None:
-    arch = architecture(model_type, **overrides)
-    assert (arch.qkv_bias, arch.out_bias, arch.mlp_bias) == biases
+    layer = spec(model_type, **overrides).layers[0]
+    attention = layer.attention
+    assert (attention.qkv_bias, attention.out_bias, layer.feed_forward.bias) == biases
 
 
 @pytest.mark.parametrize(
-    ("model_type", "overrides", "windows", "window"),
+    ("model_type", "overrides", "windows"),
     [
-        ("mistral", {"sliding_window": 9}, (9, 9), 9),
-        ("mistral", {}, (None, None), None),
-        ("qwen2", {"sliding_window": 9}, (None, None), None),
+        ("mistral", {"sliding_window": 9}, (9, 9)),
+        ("mistral", {}, (None, None)),
+        ("qwen2", {"sliding_window": 9}, (None, None)),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
             (None, 9),
-            None,
         ),
         (
             "qwen3",
             {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
             (9, 9),
-            9,
         ),
     ],
 )
 def test_windows(
-    model_type: str, overrides: dict[str, Any], windows: tuple[int | None, ...], window: int | None
+    model_type: str, overrides: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    arch = architecture(model_type, **overrides)
-    assert arch.windows == windows
-    assert arch.window == window
+    found = spec(model_type, **overrides)
+    assert tuple(layer.attention.window for layer in found.layers) == windows
 
 
 @pytest.mark.parametrize(
@@ -113,25 +146,21 @@ def test_windows(
             {"layer_types": ["sliding_attention", "full_attention"]},
             "sliding_window is off",
         ),
-        ("gemma2", {}, "model_type 'gemma2'"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(
     model_type: str, overrides: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(UnsupportedModel) as refusal:
-        architecture(model_type, **overrides)
+        spec(model_type, **overrides)
     assert field in str(refusal.value)
 
 
 def test_unknown_layer_types_are_refused() -> None:
-    odd = config("qwen3")
-    odd.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(UnsupportedModel, match="layer_types="):
-        Architecture.from_config(odd)
-    odd.layer_types = ["full_attention"]
-    with pytest.raises(UnsupportedModel, match="layer_types="):
-        Architecture.from_config(odd)
+    raw = AutoConfig.for_model("qwen3", **CONFIGS["qwen3"]).to_dict()
+    for kinds in (["full_attention", "linear_attention"], ["full_attention"], "full_attention"):
+        with pytest.raises(UnsupportedModel, match="layer_types="):
+            FAMILIES["qwen3"].read(raw | {"layer_types": kinds})
 
 
 @pytest.mark.parametrize(
@@ -145,14 +174,15 @@ def test_unknown_layer_types_are_refused() -> None:
     ],
 )
 def test_what_changes_nothing_is_accepted(overrides: dict[str, Any]) -> None:
-    assert architecture(**overrides) == architecture()
+    assert spec(**overrides) == spec()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_possible_splits(world_size: int) -> None:
-    arch = architecture()
-    arch.check_split(world_size)
-    assert arch.kv_heads_per_rank(world_size) == {1: 2, 2: 1, 4: 1}[world_size]
+    found = spec()
+    check_split(found, world_size)
+    attention = found.layers[0].attention
+    assert kv_heads_per_rank(attention, world_size) == {1: 2, 2: 1, 4: 1}[world_size]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +216,7 @@ def test_possible_splits(world_size: int) -> None:
 def test_impossible_splits_name_the_possible_ones(
     overrides: dict[str, Any], world_size: int, possible: str
 ) -> None:
-    arch = architecture(**overrides)
+    found = spec(**overrides)
     with pytest.raises(UnsupportedModel) as refusal:
-        arch.check_split(world_size)
+        check_split(found, world_size)
     assert str(refusal.value).endswith(f"these numbers of shards work: {possible}")

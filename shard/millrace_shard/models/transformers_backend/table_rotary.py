@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from millrace_shard.models.rope import (
-    LENGTH_DEPENDENT,
-    POSITIONS_PER_STEP,
-    model_rope_table,
-    rope_kind,
+from millrace_shard.models.rope import POSITIONS_PER_STEP, model_rope_table
+from millrace_shard.models.transformers_backend.transformers_rope import (
+    rope_depends_on_length,
+    rope_of,
 )
 
 
@@ -37,8 +36,9 @@ def use_rotary_table(model: PreTrainedModel, longest: int, max_total_tokens: int
     rotary = getattr(model.base_model, "rotary_emb", None)
     if rotary is None:
         return
-    if rope_depends_on_length(model.config):
-        table = model_rope_table(model.config, max_total_tokens).to(model.device, model.dtype)
+    rope = rope_of(model.config) if rope_depends_on_length(model.config) else None
+    if rope is not None:
+        table = model_rope_table(rope, max_total_tokens).to(model.device, model.dtype)
         cosines, sines = (torch.cat((half, half), dim=-1) for half in table.chunk(2, dim=-1))
     else:
         x = torch.empty(0, dtype=model.dtype, device=model.device)
@@ -48,8 +48,3 @@ def use_rotary_table(model: PreTrainedModel, longest: int, max_total_tokens: int
         ]
         cosines, sines = (torch.cat([part[i][0] for part in parts]) for i in (0, 1))
     model.base_model.rotary_emb = TableRotary(cosines, sines)
-
-
-def rope_depends_on_length(config: PretrainedConfig) -> bool:
-    """Whether the frequencies of the RoPE in `config` depend on the longest sequence."""
-    return bool(getattr(config, "rope_parameters", None)) and rope_kind(config) in LENGTH_DEPENDENT

@@ -23,12 +23,20 @@ from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.safetensor_files import SafetensorFiles
 from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
-from millrace_shard.models.batch_invariant import has_own_products, make_batch_invariant
 from millrace_shard.models.interface import KVGeometry, MakeLayers, ModelInfo
-from millrace_shard.models.kernel_linear import ProjectionReplacement
-from millrace_shard.models.paged_attention import NAME, PagedAttention, ShapeProbe, attending
-from millrace_shard.models.rope import rope_kind
-from millrace_shard.models.table_rotary import rope_depends_on_length, use_rotary_table
+from millrace_shard.models.transformers_backend.batch_invariant import (
+    has_own_products,
+    make_batch_invariant,
+)
+from millrace_shard.models.transformers_backend.kernel_linear import ProjectionReplacement
+from millrace_shard.models.transformers_backend.paged_attention import (
+    NAME,
+    PagedAttention,
+    ShapeProbe,
+    attending,
+)
+from millrace_shard.models.transformers_backend.table_rotary import use_rotary_table
+from millrace_shard.models.transformers_backend.transformers_rope import rope_depends_on_length
 
 _OWN_ROTARY = ("cohere", "olmo2")
 """Classes whose rotary embedding has another layout than Llama's."""
@@ -207,14 +215,14 @@ def check_supported(config: PretrainedConfig) -> None:
     """Raise UnsupportedModel for architectures, quantised weights and kinds of RoPE that are not supported."""
     if config.model_type not in SUPPORTED:
         raise UnsupportedModel(
-            f"model_type {config.model_type!r} is not supported; beside the Llama family these are: "
+            f"model_type {config.model_type!r} is not supported; beside the families of our own decoder these are: "
             f"{', '.join(SUPPORTED)}"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(f"quantization_config is not supported for {config.model_type}")
     if rope_depends_on_length(config) and config.model_type in _OWN_ROTARY:
         raise UnsupportedModel(
-            f"rope_type {rope_kind(config)!r} is not supported for {config.model_type}"
+            f"rope_type {config.rope_parameters['rope_type']!r} is not supported for {config.model_type}"
         )
 
 

@@ -1,0 +1,175 @@
+"""What the folder of a model says about it, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from millrace_shard.errors import ModelError, UnsupportedModel
+from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.models import split
+from millrace_shard.models.families.registry import FAMILIES
+from millrace_shard.models.interface import ModelInfo
+from millrace_shard.models.rope import longest_position
+from millrace_shard.models.rope_override import RopeOverride, override_config, override_spec
+from millrace_shard.models.spec.decoder_spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """A model that our own decoder computes, which has a spec, or a class of `transformers`, which has a config."""
+
+    model_type: str
+    dtype: torch.dtype | None
+    """Dtype of the weights; None if the config names none of float16, bfloat16 and float32."""
+    eos_token_ids: tuple[int, ...]
+    """Those of generation_config.json, else of the config."""
+    spec: DecoderSpec | None = None
+    config: PretrainedConfig | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelDescription:
+        """Read config.json and generation_config.json; no code from the folder runs.
+
+        Raises UnsupportedModel for models that are not supported, and ModelError for a missing or invalid config.
+        """
+        raw = _read_json(folder / "config.json")
+        if raw is None:
+            raise ModelError(f"no config.json in {folder}")
+        family = FAMILIES.get(str(raw.get("model_type")))
+        config = read_any_config(folder) if family is None else None
+        generation = _read_json(folder / "generation_config.json") or {}
+        eos = generation.get("eos_token_id")
+        if eos is None:
+            eos = family.eos_token_id(raw) if family else config.eos_token_id
+        return cls(
+            model_type=str(raw["model_type"]),
+            dtype=_dtype(raw) if config is None else config.dtype,
+            eos_token_ids=_ids(eos),
+            spec=None if family is None else family.read(raw),
+            config=config,
+        )
+
+    def with_rope(self, override: RopeOverride) -> ModelDescription:
+        """The same model with another scaling of its rotary embeddings. Raises UnsupportedModel."""
+        if self.spec is not None:
+            return replace(self, spec=override_spec(self.spec, override))
+        assert self.config is not None
+        override_config(self.config, override)
+        return self
+
+    def info(self) -> ModelInfo:
+        """What the router needs to know."""
+        if self.spec is not None:
+            windows = {layer.attention.window for layer in self.spec.layers}
+            return ModelInfo(
+                model_type=self.model_type,
+                vocab_size=self.spec.vocab_size,
+                max_position_embeddings=_longest_sequence(self.spec),
+                eos_token_ids=self.eos_token_ids,
+                window_size=windows.pop() if len(windows) == 1 else None,
+            )
+        from millrace_shard.models.transformers_backend.transformers_rope import longest_sequence  # noqa: PLC0415
+
+        assert self.config is not None
+        return ModelInfo(
+            model_type=self.model_type,
+            vocab_size=int(self.config.vocab_size),
+            max_position_embeddings=longest_sequence(self.config),
+            eos_token_ids=self.eos_token_ids,
+            window_size=None,
+        )
+
+    def layer_shape(self, world_size: int) -> LayerShape:
+        """The shape of a rank's layers. Raises as `check_split`."""
+        if self.spec is not None:
+            return split.layer_shape(self.spec, world_size)
+        assert self.config is not None
+        text = self.config.get_text_config()
+        num_heads = int(text.num_attention_heads)
+        without_groups = 1 if getattr(text, "multi_query", False) else num_heads
+        softcap = getattr(text, "attn_logit_softcapping", None)
+        return LayerShape(
+            num_heads=num_heads,
+            num_kv_heads=int(getattr(text, "num_key_value_heads", None) or without_groups),
+            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // num_heads),
+            kinds=tuple((window, softcap) for window in _windows(text)),
+        )
+
+
+def read_any_config(folder: Path) -> PretrainedConfig:
+    """The config of the checkpoint in `folder`, read by `transformers`; no code from the folder runs.
+
+    Raises UnsupportedModel for unknown model types, and ModelError for a missing or invalid config.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415
+
+    raw = _read_json(folder / "config.json")
+    if raw is None:
+        raise ModelError(f"no config.json in {folder}")
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise UnsupportedModel(f"model_type={kind!r} in {folder / 'config.json'} is not known")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OSError,
+        StrictDataclassError,
+    ) as error:
+        raise ModelError(
+            f"{folder / 'config.json'} is not a valid {kind} config: {error}"
+        ) from error
+    return config
+
+
+def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """The attention windows that layers of a class may have, each once."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    return tuple(dict.fromkeys(window if kind == "sliding_attention" else None for kind in kinds))
+
+
+def _longest_sequence(spec: DecoderSpec) -> int:
+    ropes = {layer.attention.rope for layer in spec.layers} - {None}
+    return max((longest_position(rope) for rope in ropes if rope), default=spec.max_positions)
+
+
+def _dtype(raw: dict[str, Any]) -> torch.dtype | None:
+    name = raw.get("dtype") or raw.get("torch_dtype")
+    return _DTYPES.get(name) if isinstance(name, str) else None
+
+
+def _ids(eos: object) -> tuple[int, ...]:
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(token, int) for token in ids):
+        raise ModelError(f"eos_token_id={eos!r} is neither a token id nor a list of them")
+    return tuple(dict.fromkeys(ids))
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in `path`; None if the file does not exist."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return found

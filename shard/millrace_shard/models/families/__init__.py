@@ -1,0 +1,4 @@
+"""One page per family of models: the fields of its config.json, and the names of its tensors.
+
+Entry point: `registry.FAMILIES`.
+"""

@@ -1,0 +1,39 @@
+"""A family of models that our own decoder computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.spec.decoder_spec import DecoderSpec
+
+GENERAL: Mapping[str, Any] = {"hidden_act": "silu", "rope_theta": 10_000.0}
+"""Defaults of most classes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family, and how its configs are read."""
+
+    model_type: str
+    classes: tuple[str, ...]
+    """The values of `architectures` that mean this family."""
+    spec: Callable[[ConfigReader], DecoderSpec]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the class in transformers for fields that the file may lack, beside those of GENERAL."""
+    without_effect: tuple[str, ...] = ()
+    """Fields of the class, beside those that no family reads, that do not change a forward pass."""
+
+    def read(self, raw: Mapping[str, Any]) -> DecoderSpec:
+        """Read the object of a config.json. Raises UnsupportedModel, naming the field."""
+        config = ConfigReader(raw, {**GENERAL, **self.defaults})
+        config.check_classes(self.classes)
+        spec = self.spec(config)
+        config.refuse_unread()
+        return spec
+
+    def eos_token_id(self, raw: Mapping[str, Any]) -> object:
+        """The field of that name: a token id, a list of them, or None; not checked."""
+        return raw.get("eos_token_id", self.defaults.get("eos_token_id"))

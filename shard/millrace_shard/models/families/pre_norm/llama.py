@@ -1,0 +1,62 @@
+"""Llama 1 to 3.3, SmolLM 2, and the many checkpoints that call themselves Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.config.rope_fields import read_rope
+from millrace_shard.models.families.common_fields import Heads, activation
+from millrace_shard.models.families.family import Family
+from millrace_shard.models.spec.attention_spec import AttentionSpec
+from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
+from millrace_shard.models.spec.feed_forward_spec import GatedSpec
+from millrace_shard.models.spec.norm_spec import NormSpec
+
+
+def llama_attention(config: ConfigReader) -> AttentionSpec:
+    """Attention without biases and norms."""
+    heads = Heads(config)
+    return AttentionSpec(
+        num_heads=heads.count,
+        num_kv_heads=heads.kv_count,
+        head_dim=heads.dim,
+        scale=heads.dim**-0.5,
+        rope=read_rope(config, head_dim=heads.dim),
+    )
+
+
+def llama_decoder(
+    config: ConfigReader, attention: Sequence[AttentionSpec], *, mlp_bias: bool = False
+) -> DecoderSpec:
+    """A decoder of layers like Llama's, one for each of `attention`."""
+    norm = NormSpec(eps=config.number("rms_norm_eps"))
+    mlp = GatedSpec(
+        intermediate_size=config.count("intermediate_size"),
+        activation=activation(config),
+        bias=mlp_bias,
+    )
+    return DecoderSpec(
+        vocab_size=config.count("vocab_size"),
+        hidden_size=config.count("hidden_size"),
+        layers=tuple(LayerSpec(attention=each, feed_forward=mlp, norm=norm) for each in attention),
+        norm=norm,
+        max_positions=config.count("max_position_embeddings"),
+        tied_head=config.flag("tie_word_embeddings"),
+    )
+
+
+def _spec(config: ConfigReader) -> DecoderSpec:
+    bias = config.flag("attention_bias")
+    attention = replace(llama_attention(config), qkv_bias=bias, out_bias=bias)
+    layers = [attention] * config.count("num_hidden_layers")
+    return llama_decoder(config, layers, mlp_bias=config.flag("mlp_bias"))
+
+
+FAMILY = Family(
+    model_type="llama",
+    classes=("LlamaForCausalLM",),
+    spec=_spec,
+    defaults={"rms_norm_eps": 1e-6, "eos_token_id": 2, "max_position_embeddings": 2048},
+)

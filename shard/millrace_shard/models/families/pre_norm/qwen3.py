@@ -1,0 +1,35 @@
+"""Qwen 3: a norm on each head of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.families.common_fields import qwen_windows
+from millrace_shard.models.families.family import Family
+from millrace_shard.models.families.pre_norm.llama import llama_attention, llama_decoder
+from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.spec.norm_spec import HeadNormSpec, NormSpec
+
+
+def _spec(config: ConfigReader) -> DecoderSpec:
+    bias = config.flag("attention_bias")
+    norm = HeadNormSpec(norm=NormSpec(eps=config.number("rms_norm_eps")))
+    attention = replace(llama_attention(config), qkv_bias=bias, out_bias=bias, head_norm=norm)
+    windows = qwen_windows(config)
+    return llama_decoder(config, [replace(attention, window=window) for window in windows])
+
+
+FAMILY = Family(
+    model_type="qwen3",
+    classes=("Qwen3ForCausalLM",),
+    spec=_spec,
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+)

@@ -1,0 +1,60 @@
+"""How a decoder is split over the ranks of a tensor-parallel group."""
+
+from __future__ import annotations
+
+from millrace_shard.errors import UnsupportedModel
+from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.models.spec.attention_spec import AttentionSpec
+from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
+
+
+def kv_heads_per_rank(attention: AttentionSpec, world_size: int) -> int:
+    """Key-value heads per rank; with fewer heads than ranks, neighbouring ranks hold the same head."""
+    return max(1, attention.num_kv_heads // world_size)
+
+
+def layer_shape(spec: DecoderSpec, world_size: int) -> LayerShape:
+    """The shape of a rank's part of the layers. Raises as `check_split`."""
+    check_split(spec, world_size)
+    attention = spec.layers[0].attention
+    num_heads, num_kv_heads = (
+        attention.num_heads // world_size,
+        kv_heads_per_rank(attention, world_size),
+    )
+    rows = (num_heads + 2 * num_kv_heads) * attention.head_dim
+    linears = {(rows, spec.hidden_size), (spec.hidden_size, num_heads * attention.head_dim)}
+    for layer in spec.layers:
+        inter = layer.feed_forward.intermediate_size // world_size
+        linears |= {(2 * inter, spec.hidden_size), (spec.hidden_size, inter)}
+    kinds = ((layer.attention.window, layer.attention.softcap) for layer in spec.layers)
+    return LayerShape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=attention.head_dim,
+        kinds=tuple(dict.fromkeys(kinds)),
+        linears=tuple(sorted(linears)),
+        head=(-(-spec.vocab_size // world_size), spec.hidden_size),
+    )
+
+
+def check_split(spec: DecoderSpec, world_size: int) -> None:
+    """Raise UnsupportedModel, naming the possible numbers of ranks, unless `world_size` is one of them."""
+    layers = set(spec.layers)
+    first = spec.layers[0]
+    possible = [
+        ranks
+        for ranks in range(1, first.attention.num_heads + 1)
+        if all(_splits(layer, ranks) for layer in layers)
+    ]
+    if world_size not in possible:
+        raise UnsupportedModel(
+            f"{world_size} shards cannot share {first.attention.num_heads} attention heads, "
+            f"{first.attention.num_kv_heads} key-value heads and {first.feed_forward.intermediate_size} intermediate "
+            f"channels; these numbers of shards work: {', '.join(map(str, possible))}"
+        )
+
+
+def _splits(layer: LayerSpec, ranks: int) -> bool:
+    heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
+    divides = heads % ranks == 0 and layer.feed_forward.intermediate_size % ranks == 0
+    return divides and (kv_heads % ranks == 0 or ranks % kv_heads == 0)

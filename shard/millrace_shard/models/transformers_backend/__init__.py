@@ -1,0 +1,4 @@
+"""Runs classes of `transformers` on our paged KV cache.
+
+Entry point: `transformers_model.TransformersModel`.
+"""
