@@ -18,13 +18,16 @@ from torch import Tensor
 
 from bench.kernels import DTYPE, HEAD_DIM, SHAPES, Shape, new_cache, weight
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import AttentionWeights, Layer, Layers, LinearWeights, MlpWeights
+from millrace_shard.kernels.base import Layer, Layers
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
 from millrace_shard.kernels.lora.lora_site import LoraPart
 from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
+from millrace_shard.kernels.norm_weights import NormWeights
+from millrace_shard.kernels.rotation import Rotation
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 CPU = torch.device("cpu")
@@ -87,19 +90,20 @@ class Model:
         for _ in range(shape.layers):
             linears = {name: self._linear(parts[name], sizes[name][1]) for name in parts}
             attention = AttentionWeights(
-                norm=norm,
-                eps=1e-5,
+                norm=NormWeights(weight=norm, eps=1e-5),
                 qkv=linears["qkv"],
-                query_norm=None,
-                key_norm=None,
                 out=linears["out"],
-                rope=rope,
+                rotation=Rotation(table=rope),
+                scale=HEAD_DIM**-0.5,
                 num_heads=shape.heads,
                 num_kv_heads=shape.kv_heads,
                 head_dim=HEAD_DIM,
-                window=None,
             )
-            mlp = MlpWeights(norm=norm, eps=1e-5, gate_up=linears["gate_up"], down=linears["down"])
+            mlp = MlpWeights(
+                norm=NormWeights(weight=norm, eps=1e-5),
+                gate_up=linears["gate_up"],
+                down=linears["down"],
+            )
             layers.append(Layer(self.kernels.attention(attention), self.kernels.mlp(mlp)))
         return self.kernels.layers(layers, None)
 

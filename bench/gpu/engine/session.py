@@ -26,6 +26,7 @@ from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.runner import StepRunner
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.description import ModelDescription
+from millrace_shard.models.layer_loader import LayerLoader
 from millrace_shard.models.rope_tables import RopeTables
 
 STEPS_IN_FLIGHT = 2
@@ -60,14 +61,14 @@ def load(shape: Shape, config: ShardConfig, device: torch.device, max_tokens: in
     kernels = kernels_for(config, device, DTYPE, described.layer_shape(world_size=1))
     torch.manual_seed(0)
     group = ProcessGroup.single()
-    model = Decoder(
+    loader = LayerLoader(
         described.spec,
-        described.info(),
         RopeTables(max_tokens, device),
-        weights=RandomWeights(shape, dtype=DTYPE, device=device),
-        kernels=kernels,
-        group=group,
+        RandomWeights(shape, dtype=DTYPE, device=device),
+        kernels,
+        group,
     )
+    model = Decoder(described.spec, described.info(), loader, kernels, group)
     return LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=DTYPE)
 
 

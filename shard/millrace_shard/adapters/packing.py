@@ -10,7 +10,7 @@ from millrace_shard.adapters.canonical_file import CanonicalModule
 from millrace_shard.adapters.pages import num_pages, num_slices
 from millrace_shard.errors import AdapterInvalid
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.kernels.lora.lora_site import LoraPart, Packing
+from millrace_shard.kernels.lora.lora_site import Packing
 from millrace_shard.kernels.lora.packed_adapter import PackedPart, pack_part
 
 Modules = Mapping[str, CanonicalModule]
@@ -26,29 +26,34 @@ class AdapterPacker:
         self._device = device or table.device
         self._table = table
         self._dtype = dtype
-        self._places = {part.name: index for index, part in enumerate(table.parts)}
+        self._places: dict[str, list[int]] = {}
+        for index, part in enumerate(table.parts):
+            self._places.setdefault(part.name, []).append(index)
         self._packing: list[Packing] = [site.packing for site in table.sites for _ in site.parts]
 
     def num_pages(self, modules: Modules) -> int:
         """Pages of the adapter on this rank. Raises AdapterInvalid for a module that does not fit the model."""
         slices = [
-            (self._part(name, module), num_slices(module.rank) + (module.bias is not None))
+            (self._table.parts[place], num_slices(module.rank) + (module.bias is not None))
             for name, module in modules.items()
+            for place in self._places_of(name, module)
         ]
         return num_pages(slices, self._dtype)
 
     def pack(self, modules: Modules) -> dict[int, PackedPart]:
         """The rank's share of every module, by the place of the module. Raises AdapterInvalid as `num_pages`."""
         return {
-            self._places[name]: self._pack(self._part(name, module), module)
+            place: self._pack(place, module)
             for name, module in modules.items()
+            for place in self._places_of(name, module)
         }
 
-    def _part(self, name: str, module: CanonicalModule) -> LoraPart:
-        place = self._places.get(name)
-        if place is None:
+    def _places_of(self, name: str, module: CanonicalModule) -> list[int]:
+        """The places of a module: more than one if its outputs are in several parts of the linear."""
+        places = self._places.get(name)
+        if places is None:
             raise AdapterInvalid(f"the model has no module {name} that adapters may change")
-        part = self._table.parts[place]
+        part = self._table.parts[places[0]]
         found = (module.b.shape[0], module.a.shape[1])
         if found != (part.outputs, part.inputs):
             raise AdapterInvalid(
@@ -56,9 +61,10 @@ class AdapterPacker:
             )
         if module.bias is not None and module.bias.shape != (part.outputs,):
             raise AdapterInvalid(f"the bias of {name} has not {part.outputs} elements")
-        return part
+        return places
 
-    def _pack(self, part: LoraPart, module: CanonicalModule) -> PackedPart:
+    def _pack(self, place: int, module: CanonicalModule) -> PackedPart:
+        part = self._table.parts[place]
         bias = None
         if module.bias is not None and part.adds_bias:
             bias = module.bias[slice(*part.output_range)]
@@ -67,6 +73,6 @@ class AdapterPacker:
             module.b[slice(*part.output_range)].to(self._dtype),
             module.scales,
             bias,
-            self._packing[self._places[part.name]],
+            self._packing[place],
             self._device,
         )

@@ -12,20 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.base import (
-    AttentionWeights,
-    HeadNorms,
-    Kernels,
-    Layer,
-    LayerCache,
-    LinearWeights,
-    MlpWeights,
-)
+from millrace_shard.kernels.base import Kernels, Layer, LayerCache
 from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.greedy import choose_greedy
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.masks import MaskTable, RowMasks
+from millrace_shard.kernels.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.rotation import Rotation
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 QUERIES = (70, 1, 9)
@@ -141,8 +136,8 @@ def _attention(kernels: Kernels, random: Random, shape: LayerShape) -> list[Tens
     batch = _batch(kernels, random)
     width = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
     rope = rope_table(head_dim, max(CONTEXT)).to(random.device)
-    query, key = (1 + random(head_dim) / 8 for _ in range(2))
-    for norms, kinds in ((None, shape.kinds), (HeadNorms(query, key, EPS), shape.kinds[:1])):
+    normed = _head_norms(random, head_dim)
+    for norms, kinds in ((None, shape.kinds), (normed, shape.kinds[:1])):
         queries = kernels.rope_store(
             random(sum(QUERIES), width),
             rope,
@@ -213,13 +208,12 @@ def _halves_of_a_layer(kernels: Kernels, random: Random, *, head_dim: int) -> li
 def attention_weights(random: Random, head_dim: int, *, optional: bool) -> AttentionWeights:
     """Random weights, with biases, norms of heads and a window if `optional`."""
     return AttentionWeights(
-        norm=1 + random(HIDDEN) / 8,
-        eps=EPS,
+        norm=NormWeights(weight=1 + random(HIDDEN) / 8, eps=EPS),
         qkv=_linear(random, (NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim, HIDDEN, bias=optional),
-        query_norm=1 + random(head_dim) / 8 if optional else None,
-        key_norm=1 + random(head_dim) / 8 if optional else None,
+        head_norms=_head_norms(random, head_dim) if optional else None,
         out=_linear(random, HIDDEN, NUM_HEADS * head_dim, bias=optional),
-        rope=rope_table(head_dim, max(CONTEXT)).to(random.device),
+        rotation=Rotation(table=rope_table(head_dim, max(CONTEXT)).to(random.device)),
+        scale=head_dim**-0.5,
         num_heads=NUM_HEADS,
         num_kv_heads=NUM_KV_HEADS,
         head_dim=head_dim,
@@ -227,11 +221,15 @@ def attention_weights(random: Random, head_dim: int, *, optional: bool) -> Atten
     )
 
 
+def _head_norms(random: Random, head_dim: int) -> HeadNorms:
+    query, key = (NormWeights(weight=1 + random(head_dim) / 8, eps=EPS) for _ in range(2))
+    return HeadNorms(query=query, key=key)
+
+
 def mlp_weights(random: Random, *, optional: bool) -> MlpWeights:
     """Random weights, with biases if `optional`."""
     return MlpWeights(
-        norm=1 + random(HIDDEN) / 8,
-        eps=EPS,
+        norm=NormWeights(weight=1 + random(HIDDEN) / 8, eps=EPS),
         gate_up=_linear(random, 2 * INTER, HIDDEN, bias=optional),
         down=_linear(random, HIDDEN, INTER, bias=optional),
     )

@@ -9,10 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.lora_site import LoraSite
+from millrace_shard.kernels.norm_weights import HeadNorms
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.sampling_kernels import SamplingKernels
-from millrace_shard.kernels.stored_weight import StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,66 +24,11 @@ class LayerCache:
     values: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """The norms of query heads and key heads, as in Qwen3: `Kernels.rms_norm` over each head."""
-
-    query: Tensor
-    """[head_dim], as is `key`."""
-    key: Tensor
-    eps: float
-
-
 class Linear(Protocol):
     """A linear layer, whose weight is in the kernels' own layout."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out] in the same dtype, or in float32 for a head."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinearWeights:
-    """A weight [out, in], its bias [out], and the modules that adapters may change."""
-
-    weight: StoredWeight
-    bias: Tensor | None = None
-    lora: LoraSite | None = None
-    """None: there are no adapters."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionWeights:
-    """The weights of one rank's part of the first half of a layer."""
-
-    norm: Tensor
-    """[hidden]."""
-    eps: float
-    qkv: LinearWeights
-    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values."""
-    query_norm: Tensor | None
-    """[head_dim], as is `key_norm`: if given, each head is normalised before it is rotated."""
-    key_norm: Tensor | None
-    out: LinearWeights
-    """[hidden, num_heads * head_dim]."""
-    rope: Tensor
-    """The table that `Kernels.rope_store` takes."""
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlpWeights:
-    """The weights of one rank's part of the second half of a layer."""
-
-    norm: Tensor
-    """[hidden]."""
-    eps: float
-    gate_up: LinearWeights
-    """[2 * inter, hidden], gates first."""
-    down: LinearWeights
-    """[hidden, inter]."""
 
 
 class AttentionBlock(Protocol):
@@ -95,10 +41,16 @@ class AttentionBlock(Protocol):
 
 
 class MlpBlock(Protocol):
-    """The second half of a layer: `residual += x`, norm, `down(silu(gate) * up)`."""
+    """The second half of a layer: `residual += x`, norm, `down(activation(gate) * up)`."""
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """Return the next summand [T, hidden], perhaps in the memory of `x`; update `residual` [T, hidden] in place."""
+
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums the result of a half over the ranks, perhaps in place."""
+Finish = Callable[[Tensor], Tensor]
+"""Turns the result of a half [T, hidden], summed over the ranks, into the summand of the residual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +59,27 @@ class Layer:
 
     attention: AttentionBlock
     mlp: MlpBlock
+    after_attention: Finish | None = None
+    """None: the result is the summand, as in Llama."""
+    after_mlp: Finish | None = None
+    is_parallel: bool = False
+    """Whether both halves read the same residual, and their results are added together."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the results of the halves are added one after the other, as they are."""
+        return not (self.after_attention or self.after_mlp or self.is_parallel)
+
+    def after(self, attended: Tensor, residual: Tensor, reduce: Reduce) -> Tensor:
+        """From the result of the attention to the next summand; `residual` is changed in place."""
+        if self.is_parallel:
+            return _finished(reduce(attended + self.mlp(None, residual)), self.after_mlp)
+        x = _finished(reduce(attended), self.after_attention)
+        return _finished(reduce(self.mlp(x, residual)), self.after_mlp)
 
 
-Reduce = Callable[[Tensor], Tensor]
-"""Sums the result of a half over the ranks, perhaps in place."""
+def _finished(x: Tensor, finish: Finish | None) -> Tensor:
+    return x if finish is None else finish(x)
 
 
 class Layers(Protocol):
@@ -192,7 +161,7 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Rotate queries and keys of `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim]; store keys and values.
 
-        With `norms`, each query head and key head is normalised before it is rotated.
+        With `norms`, which must be plain, each query head and key head is normalised before it is rotated.
         `rope` [positions, rotary_dim] float32 holds cosines in its first half and sines in the second, both scaled.
         Channel i is paired with i + rotary_dim / 2, as in Llama; channels past rotary_dim are not rotated. Returns the
         queries [T, num_heads, head_dim], possibly as a view into `qkv`.

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 
+from millrace_shard.kernels.activation import Activation, gelu_mul
 from millrace_shard.kernels.base import (
     AttentionBlock,
-    AttentionWeights,
-    HeadNorms,
     Kernels,
     Layer,
     LayerCache,
     Layers,
     Linear,
-    LinearWeights,
     MlpBlock,
-    MlpWeights,
     Reduce,
 )
+from millrace_shard.kernels.heads import HeadPreparation
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.adapted_linear import adapted
 from millrace_shard.kernels.lora.lora_site import LoraSite
+from millrace_shard.kernels.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.sampling_kernels import SamplingKernels
 
@@ -63,8 +65,26 @@ def normalise_heads(
     """Normalise the query heads and key heads of `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim] in place."""
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
     queries, keys = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
-    queries.copy_(kernels.rms_norm(queries, norms.query, norms.eps))
-    keys.copy_(kernels.rms_norm(keys, norms.key, norms.eps))
+    for each, norm in ((queries, norms.query), (keys, norms.key)):
+        each.copy_(kernels.rms_norm(each, norm.weight, norm.eps))
+
+
+def normalised(kernels: Kernels, x: Tensor, norm: NormWeights | None) -> Tensor:
+    """The norm of `x` [T, hidden]; `x` itself without a norm."""
+    if norm is None:
+        return x
+    return kernels.rms_norm(x, norm.weight, norm.eps) if norm.is_plain else norm.apply(x)
+
+
+def added_and_normalised(
+    kernels: Kernels, x: Tensor | None, residual: Tensor, norm: NormWeights | None
+) -> Tensor:
+    """`residual += x` in place, if there is an `x`, then its norm; all [T, hidden]."""
+    if x is not None and norm is not None and norm.is_plain:
+        return kernels.add_rms_norm(x, residual, norm.weight, norm.eps)
+    if x is not None:
+        residual += x
+    return normalised(kernels, residual, norm)
 
 
 class ComposedAttention:
@@ -72,15 +92,14 @@ class ComposedAttention:
 
     def __init__(self, kernels: Kernels, weights: AttentionWeights) -> None:
         self._kernels = kernels
-        self._norm, self._eps = weights.norm, weights.eps
+        self._norm = weights.norm
         self._qkv = kernels.linear_from(weights.qkv)
-        self._norms = None
-        if weights.query_norm is not None and weights.key_norm is not None:
-            self._norms = HeadNorms(weights.query_norm, weights.key_norm, weights.eps)
+        self._prepare = HeadPreparation(weights)
         self._out = kernels.linear_from(weights.out)
-        self._rope = weights.rope
-        self._num_heads, self._num_kv_heads = weights.num_heads, weights.num_kv_heads
-        self._head_dim, self._window = weights.head_dim, weights.window
+        out = weights.out.weight
+        self._new = partial(torch.zeros, dtype=out.dtype, device=out.device)
+        self._hidden_size = out.shape[0]
+        self._scale, self._window, self._softcap = weights.scale, weights.window, weights.softcap
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
@@ -91,7 +110,7 @@ class ComposedAttention:
 
     def new_residual(self, num_tokens: int) -> Tensor:
         """Zeros [num_tokens, hidden]."""
-        return self._norm.new_zeros(num_tokens, len(self._norm))
+        return self._new((num_tokens, self._hidden_size))
 
     def queries(
         self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
@@ -100,25 +119,19 @@ class ComposedAttention:
 
         `batch` needs positions and cache rows only. `residual` is changed in place.
         """
-        kernels = self._kernels
-        if x is None:
-            normed = kernels.rms_norm(residual, self._norm, self._eps)
-        else:
-            normed = kernels.add_rms_norm(x, residual, self._norm, self._eps)
-        return kernels.rope_store(
-            self._qkv(normed),
-            self._rope,
-            batch,
-            cache,
-            num_heads=self._num_heads,
-            num_kv_heads=self._num_kv_heads,
-            norms=self._norms,
-        )
+        normed = added_and_normalised(self._kernels, x, residual, self._norm)
+        return self._prepare(self._kernels, self._qkv(normed), batch, cache)
 
     def attend(self, queries: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         """The attention of `queries` over the cache: [T, num_heads * head_dim]."""
-        scale = self._head_dim**-0.5
-        return self._kernels.attend(queries, batch, cache, scale=scale, window=self._window)
+        return self._kernels.attend(
+            queries,
+            batch,
+            cache,
+            scale=self._scale,
+            window=self._window,
+            softcap=self._softcap,
+        )
 
     def output(self, attended: Tensor) -> Tensor:
         """The output projection: [T, hidden]."""
@@ -130,14 +143,30 @@ class ComposedMlp:
 
     def __init__(self, kernels: Kernels, weights: MlpWeights) -> None:
         self._kernels = kernels
-        self._norm, self._eps = weights.norm, weights.eps
+        self._norm = weights.norm
         self._gate_up = kernels.linear_from(weights.gate_up)
         self._down = kernels.linear_from(weights.down)
+        is_silu = weights.activation is Activation.SILU
+        self._activate = kernels.silu_mul if is_silu else gelu_mul
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """[T, hidden]; `residual` is changed in place."""
-        normed = self._kernels.add_rms_norm(x, residual, self._norm, self._eps)
-        return self._down(self._kernels.silu_mul(self._gate_up(normed)))
+        normed = added_and_normalised(self._kernels, x, residual, self._norm)
+        return self._down(self._activate(self._gate_up(normed)))
+
+
+class ResultNorm:
+    """Normalises the result of a half, then multiplies it."""
+
+    def __init__(self, kernels: Kernels, norm: NormWeights | None, multiplier: float) -> None:
+        self._kernels = kernels
+        self._norm = norm
+        self._multiplier = multiplier
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        x = normalised(self._kernels, x, self._norm)
+        return x if self._multiplier == 1 else x * self._multiplier
 
 
 class ComposedLayers:
@@ -153,8 +182,8 @@ class ComposedLayers:
         """[T, hidden]; `residual` is changed in place."""
         x: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
-            x = self._reduce(layer.attention(x, residual, batch, cache))
-            x = self._reduce(layer.mlp(x, residual))
+            attended = layer.attention(x, residual, batch, cache)
+            x = layer.after(attended, residual, self._reduce)
         assert x is not None, "a decoder has layers"
         return x
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ FILL_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Outputs of one projection: `units` of `unit_size` rows of its weight, split over the ranks by units.
+    """Rows of a tensor: `units` of `unit_size` rows from `first` on, split over the ranks by units.
 
     If there are fewer units than ranks, neighbouring ranks hold the same unit.
     """
@@ -33,17 +33,25 @@ class Columns:
     name: str
     units: int
     unit_size: int = 1
+    first: int = 0
+    total: int | None = None
+    """Rows of the whole tensor, which may have others before and after these; None: these are all."""
 
     @property
-    def size(self) -> int:
-        """Rows of the whole weight."""
-        return self.units * self.unit_size
+    def rows(self) -> int:
+        """Rows of the whole tensor."""
+        return self.units * self.unit_size if self.total is None else self.total
+
+    def of(self, kind: str) -> Columns:
+        """The same rows of the tensor `kind` of the module that `name` names."""
+        return replace(self, name=f"{self.name}.{kind}")
 
     def span(self, rank: int, world_size: int) -> tuple[int, int]:
         """The half-open range of rows of one rank."""
         count = max(1, self.units // world_size)
         first = rank * self.units // world_size
-        return first * self.unit_size, (first + count) * self.unit_size
+        start = self.first + first * self.unit_size
+        return start, start + count * self.unit_size
 
 
 class Weights:
@@ -89,20 +97,32 @@ class Weights:
         return out
 
     def columns(self, parts: Sequence[Columns], inputs: int) -> StoredWeight:
-        """The rank's outputs of all `parts`, each [size, inputs]; valid until `release`."""
+        """The rank's outputs of all `parts`, each [rows, inputs]; valid until `release`."""
         found = [
-            self._view(part.name, (part.size, inputs), dim=0, span=self._span(part))
+            self._view(part.name, (part.rows, inputs), dim=0, span=self._span(part))
             for part in parts
         ]
         return StoredWeight(tuple(found), self._dtype, self._device, self._copy)
 
     def biases(self, parts: Sequence[Columns]) -> Tensor:
-        """The rank's outputs of all `parts`, each [size]."""
+        """The rank's outputs of all `parts`, each [rows]."""
         spans = [self._span(part) for part in parts]
         out = self._new(sum(end - start for start, end in spans))
         values = torch.split(out, [end - start for start, end in spans])
         for part, span, own in zip(parts, spans, values, strict=True):
-            self._fill(own, part.name, (part.size,), span)
+            self._fill(own, part.name, (part.rows,), span)
+        return out
+
+    def heads(self, name: str, heads: Columns) -> Tensor:
+        """The rank's heads of a tensor [units, unit_size], or [units * unit_size] if that is its shape in the file."""
+        start, end = self._span(heads)
+        if self._files.shape(name) == (heads.rows,):
+            out = self._new(end - start)
+            self._fill(out, name, (heads.rows,), (start, end))
+            return out
+        size = heads.unit_size
+        out = self._new((end - start) // size, size)
+        self._fill(out, name, (heads.units, size), (start // size, end // size))
         return out
 
     def rows(self, name: str, outputs: int, inputs: int) -> StoredWeight:

@@ -77,7 +77,7 @@ class PiecewiseLayers:
         self._attentions = [
             layer.attention for layer in layers if isinstance(layer.attention, ComposedAttention)
         ]
-        self._mlps = [layer.mlp for layer in layers]
+        self._layers = layers
         self._reduce = reduce or _as_it_is
         self._eager = eager
         self._caches: Sequence[LayerCache] = ()
@@ -100,8 +100,8 @@ class PiecewiseLayers:
         residual, x = buffers.residual[:size], None
         if index:
             attended = buffers.attended[:size]
-            x = self._reduce(attentions[index - 1].output(attended))
-            x = self._reduce(self._mlps[index - 1](x, residual))
+            x = attentions[index - 1].output(attended)
+            x = self._layers[index - 1].after(x, residual, self._reduce)
             if index == len(attentions):
                 return x
         tokens = _tokens(buffers.columns[:, :size])
@@ -112,7 +112,7 @@ class PiecewiseLayers:
         self, compare: Callable[[int, list[Captured]], None], capture: Capture, size: int
     ) -> Candidate[list[Captured]]:
         """The pieces for `size` tokens, one more than there are layers."""
-        pieces = [partial(self.piece, index, size) for index in range(len(self._mlps) + 1)]
+        pieces = [partial(self.piece, index, size) for index in range(len(self._layers) + 1)]
 
         def warm_up() -> None:
             for piece in pieces:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache, Layers, Reduce
+from millrace_shard.kernels.blocks import added_and_normalised
+from millrace_shard.kernels.elementwise import elementwise
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.interface import KVGeometry, MakeLayers, ModelInfo
 from millrace_shard.models.layer_loader import LayerLoader
-from millrace_shard.models.rope_tables import RopeTables
 from millrace_shard.models.spec.decoder_spec import DecoderSpec
 from millrace_shard.models.split import kv_heads_per_rank
 
@@ -29,14 +29,12 @@ class Decoder:
         self,
         spec: DecoderSpec,
         info: ModelInfo,
-        ropes: RopeTables,
-        *,
-        weights: Weights,
+        loader: LayerLoader,
         kernels: Kernels,
         group: ProcessGroup,
         adapters: AdapterTable | None = None,
     ) -> None:
-        """Load this rank's weights; the linears become sites of `adapters`."""
+        """Load this rank's weights by `loader`, for these kernels, ranks and adapters."""
         self.info = info
         self.hidden_size = spec.hidden_size
         self._spec = spec
@@ -50,11 +48,10 @@ class Decoder:
                 for layer in spec.layers
             )
         )
-        loader = LayerLoader(spec, ropes, weights, kernels, group, adapters)
         self._embedding = loader.embedding()
         self._layers = [loader.layer(index) for index in range(len(spec.layers))]
         self.run_layers = self._runner_of(self._layers)
-        self._norm = loader.norm(spec.names.norm, spec.hidden_size)
+        self._norm = loader.last_norm()
         self._head = loader.head(self._embedding)
 
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
@@ -69,7 +66,7 @@ class Decoder:
         x, residual = batch.logit_states(x), batch.logit_states(residual)
         if x.shape[0] == 0:
             return x
-        return self._kernels.add_rms_norm(x, residual, self._norm, self._spec.norm.eps)
+        return added_and_normalised(self._kernels, x, residual, self._norm)
 
     def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Logits [R, vocab] float32 of `states` [R, hidden]."""
@@ -77,7 +74,8 @@ class Decoder:
             return states.new_empty(0, self.info.vocab_size, dtype=torch.float32)
         with running(self._adapters, logits=adapters):
             logits = self._head(states)
-        return self._group.all_gather_logits(logits, self.info.vocab_size)
+        logits = self._group.all_gather_logits(logits, self.info.vocab_size)
+        return finished_logits(logits, self._spec.logit_multiplier, self._spec.logit_softcap)
 
     def first_layers(self, count: int) -> Decoder:
         """See CausalModel."""
@@ -100,6 +98,12 @@ class Decoder:
         return self._group.all_reduce if self._group.world_size > 1 else None
 
     def _embed(self, ids: Tensor) -> Tensor:
+        x = self._rows_of_embedding(ids)
+        if self._spec.embedding_multiplier == 1:
+            return x
+        return x * torch.tensor(self._spec.embedding_multiplier, dtype=x.dtype)
+
+    def _rows_of_embedding(self, ids: Tensor) -> Tensor:
         if self._group.world_size == 1:
             return F.embedding(ids, self._embedding)
         share = self._embedding.shape[0]
@@ -107,3 +111,14 @@ class Decoder:
         elsewhere = (local < 0) | (local >= share)
         x = F.embedding(local.masked_fill(elsewhere, 0), self._embedding)
         return self._group.all_reduce(x.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+
+def finished_logits(logits: Tensor, multiplier: float, softcap: float | None) -> Tensor:
+    """`logits` [R, vocab] float32, multiplied and capped; changed in place."""
+    if multiplier != 1:
+        logits *= multiplier
+    if softcap is None:
+        return logits
+    logits /= softcap
+    capped = elementwise(torch.tanh, logits) if logits.device.type == "cpu" else logits.tanh_()
+    return capped.mul_(softcap)

@@ -47,11 +47,11 @@ class ModelDescription:
         if raw is None:
             raise ModelError(f"no config.json in {folder}")
         family = FAMILIES.get(str(raw.get("model_type")))
-        config = read_any_config(folder) if family is None else None
+        config: Any = read_any_config(folder) if family is None else None
         generation = _read_json(folder / "generation_config.json") or {}
         eos = generation.get("eos_token_id")
         if eos is None:
-            eos = family.eos_token_id(raw) if family else config.eos_token_id
+            eos = config.eos_token_id if family is None else family.eos_token_id(raw)
         return cls(
             model_type=str(raw["model_type"]),
             dtype=_dtype(raw) if config is None else config.dtype,

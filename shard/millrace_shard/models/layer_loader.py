@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.kernels.base import (
-    AttentionBlock,
-    AttentionWeights,
-    Kernels,
-    Layer,
-    Linear,
-    LinearWeights,
-    MlpBlock,
-    MlpWeights,
-)
+from millrace_shard.kernels.base import AttentionBlock, Finish, Kernels, Layer, Linear, MlpBlock
+from millrace_shard.kernels.blocks import ResultNorm
+from millrace_shard.kernels.layer_weights import AttentionWeights, MlpWeights
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
-from millrace_shard.model_loader.weights import Columns, Weights
+from millrace_shard.kernels.norm_weights import HeadNorms, NormWeights
+from millrace_shard.kernels.rotation import Rotation
+from millrace_shard.model_loader.weights import Weights
+from millrace_shard.models.linear_loader import LinearLoader, Part
 from millrace_shard.models.rope_tables import RopeTables
+from millrace_shard.models.spec.attention_spec import AttentionSpec
 from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
+from millrace_shard.models.spec.norm_spec import NormPlaces, NormSpec
 from millrace_shard.models.split import kv_heads_per_rank
 
 
@@ -42,7 +39,7 @@ class LayerLoader:
         self._weights = weights
         self._kernels = kernels
         self._group = group
-        self._adapters = adapters
+        self._linears = LinearLoader(weights, group, adapters)
 
     def embedding(self) -> Tensor:
         """The rank's rows of the embedding."""
@@ -52,133 +49,135 @@ class LayerLoader:
         """The output head, which is the embedding if the config ties them."""
         spec = self._spec
         weight = embedding if spec.tied_head else self._vocabulary(spec.names.head)
-        return self._kernels.head(weight, self._head_site(len(weight)))
+        site = self._linears.head_site(
+            spec.names.head, spec.vocab_size, spec.hidden_size, len(weight)
+        )
+        return self._kernels.head(weight, site)
+
+    def last_norm(self) -> NormWeights:
+        """The norm before the head."""
+        spec = self._spec
+        return self._norm(spec.names.norm, spec.norm, spec.hidden_size)
 
     def layer(self, index: int) -> Layer:
         """Load layer `index`."""
-        prefix, layer = f"{self._spec.names.layers}.{index}", self._spec.layers[index]
+        prefix, layer = f"{self._spec.names.layers}.{index}.", self._spec.layers[index]
+        names = self._spec.names.layer
         attention = self._attention(prefix, layer)
         self._weights.release()
         mlp = self._mlp(prefix, layer)
         self._weights.release()
-        return Layer(attention, mlp)
+        is_parallel = layer.norm_places is NormPlaces.PARALLEL
+        return Layer(
+            attention,
+            mlp,
+            after_attention=None
+            if is_parallel
+            else self._finish(prefix, names.after_attention, layer),
+            after_mlp=self._finish(prefix, names.after_mlp, layer),
+            is_parallel=is_parallel,
+        )
 
     def _attention(self, prefix: str, layer: LayerSpec) -> AttentionBlock:
-        spec, names, world_size = layer.attention, self._spec.names.layer, self._group.world_size
-        kv = (spec.num_kv_heads, spec.head_dim)
-        qkv = [
-            Columns(f"{prefix}.{names.query}", spec.num_heads, spec.head_dim),
-            Columns(f"{prefix}.{names.key}", *kv),
-            Columns(f"{prefix}.{names.value}", *kv),
-        ]
-        query_norm, key_norm = (
-            self.norm(f"{prefix}.{name}", spec.head_dim) if spec.head_norm else None
-            for name in (names.query_norm, names.key_norm)
+        spec, names = layer.attention, self._spec.names.layer
+        query = Part(names.query, spec.num_heads, spec.head_dim)
+        key, value = (
+            Part(name, spec.num_kv_heads, spec.head_dim) for name in (names.key, names.value)
         )
-        attended = spec.num_heads * spec.head_dim
-        assert spec.rope is not None
+        hidden, attended = self._spec.hidden_size, spec.num_heads * spec.head_dim
+        ranks = self._group.world_size
         return self._kernels.attention(
             AttentionWeights(
-                norm=self.norm(f"{prefix}.{names.before_attention}", self._spec.hidden_size),
-                eps=layer.norm.eps,
-                qkv=self._columns(qkv, bias=spec.qkv_bias),
-                query_norm=query_norm,
-                key_norm=key_norm,
-                out=self._rows(f"{prefix}.{names.out}", attended, bias=spec.out_bias),
-                rope=self._ropes.table(spec.rope),
-                num_heads=spec.num_heads // world_size,
-                num_kv_heads=kv_heads_per_rank(spec, world_size),
+                norm=self._optional_norm(prefix, names.before_attention, layer.norm),
+                qkv=self._linears.columns(
+                    prefix, (query, key, value), hidden, fused=names.qkv, bias=spec.qkv_bias
+                ),
+                out=self._linears.rows(prefix + names.out, attended, hidden, bias=spec.out_bias),
+                num_heads=spec.num_heads // ranks,
+                num_kv_heads=kv_heads_per_rank(spec, ranks),
                 head_dim=spec.head_dim,
+                scale=spec.scale,
+                rotation=self._rotation(spec),
+                head_norms=self._head_norms(prefix, spec),
+                query_factors=self._ropes.query_factors(spec),
+                mean_over_ranks=self._mean_over_ranks(),
                 window=spec.window,
+                softcap=spec.softcap,
             )
         )
 
     def _mlp(self, prefix: str, layer: LayerSpec) -> MlpBlock:
         spec, names = layer.feed_forward, self._spec.names.layer
-        gate_up = [
-            Columns(f"{prefix}.{name}", spec.intermediate_size) for name in (names.gate, names.up)
-        ]
+        hidden, inter = self._spec.hidden_size, spec.intermediate_size
+        gate_up = Part(names.gate, inter), Part(names.up, inter)
+        is_parallel = layer.norm_places is NormPlaces.PARALLEL
+        norm = names.before_attention if is_parallel else names.before_mlp
         return self._kernels.mlp(
             MlpWeights(
-                norm=self.norm(f"{prefix}.{names.before_mlp}", self._spec.hidden_size),
-                eps=layer.norm.eps,
-                gate_up=self._columns(gate_up, bias=spec.bias),
-                down=self._rows(f"{prefix}.{names.down}", spec.intermediate_size, bias=spec.bias),
+                norm=self._optional_norm(prefix, norm, layer.norm),
+                gate_up=self._linears.columns(
+                    prefix, gate_up, hidden, fused=names.gate_up, bias=spec.bias
+                ),
+                down=self._linears.rows(prefix + names.down, inter, hidden, bias=spec.bias),
+                activation=spec.activation,
             )
         )
 
-    def norm(self, name: str, size: int) -> Tensor:
-        """The scales of a norm, [size]."""
-        return self._weights.replicated(f"{name}.weight", size)
+    def _finish(self, prefix: str, name: str | None, layer: LayerSpec) -> Finish | None:
+        norm = self._optional_norm(prefix, name, layer.norm)
+        if norm is None and layer.residual_multiplier == 1:
+            return None
+        return ResultNorm(self._kernels, norm, layer.residual_multiplier)
+
+    def _rotation(self, spec: AttentionSpec) -> Rotation | None:
+        if spec.rope is None:
+            return None
+        return Rotation(table=self._ropes.table(spec.rope), interleaved=spec.rope.interleaved)
+
+    def _head_norms(self, prefix: str, spec: AttentionSpec) -> HeadNorms | None:
+        found, names = spec.head_norm, self._spec.names.layer
+        if found is None:
+            return None
+
+        def norm(name: str, heads: int) -> NormWeights:
+            if found.whole_width or found.weight_per_head:
+                return self._norm_of_heads(prefix + name, found.norm, heads, spec.head_dim)
+            return self._norm(prefix + name, found.norm, spec.head_dim)
+
+        return HeadNorms(
+            query=norm(names.query_norm, spec.num_heads),
+            key=norm(names.key_norm, spec.num_kv_heads),
+            whole_width=found.whole_width,
+            after_rope=found.after_rope,
+        )
+
+    def _norm_of_heads(self, name: str, norm: NormSpec, heads: int, head_dim: int) -> NormWeights:
+        """A norm with weights for each head, of which the rank has its own."""
+        own = self._linears.own_heads(f"{name}.weight", heads, head_dim)
+        return _norm_weights(own, norm)
+
+    def _optional_norm(self, prefix: str, name: str | None, norm: NormSpec) -> NormWeights | None:
+        return None if name is None else self._norm(prefix + name, norm, self._spec.hidden_size)
+
+    def _norm(self, name: str, norm: NormSpec, size: int) -> NormWeights:
+        return _norm_weights(self._weights.replicated(f"{name}.weight", size), norm)
+
+    def _mean_over_ranks(self) -> Callable[[Tensor], Tensor] | None:
+        group = self._group
+        if group.world_size == 1:
+            return None
+        return lambda x: group.all_reduce(x) / group.world_size
 
     def _vocabulary(self, name: str) -> Tensor:
         spec = self._spec
         return self._weights.vocabulary(f"{name}.weight", spec.vocab_size, spec.hidden_size)
 
-    def _columns(self, parts: Sequence[Columns], *, bias: bool) -> LinearWeights:
-        def named(kind: str) -> list[Columns]:
-            return [Columns(f"{p.name}.{kind}", p.units, p.unit_size) for p in parts]
 
-        return LinearWeights(
-            self._weights.columns(named("weight"), self._spec.hidden_size),
-            self._weights.biases(named("bias")) if bias else None,
-            self._column_site(parts),
-        )
-
-    def _rows(self, name: str, inputs: int, *, bias: bool) -> LinearWeights:
-        """A row-parallel linear. The results of the ranks are summed, so only rank 0 adds the bias."""
-        hidden = self._spec.hidden_size
-        adds = bias and self._group.rank == 0
-        return LinearWeights(
-            self._weights.rows(f"{name}.weight", hidden, inputs),
-            self._weights.replicated(f"{name}.bias", hidden) if adds else None,
-            self._row_site(name, inputs),
-        )
-
-    def _column_site(self, parts: Sequence[Columns]) -> LoraSite | None:
-        if self._adapters is None:
-            return None
-        inputs, found, first = self._spec.hidden_size, list[LoraPart](), 0
-        for part in parts:
-            start, end = part.span(self._group.rank, self._group.world_size)
-            found.append(
-                LoraPart(
-                    name=part.name,
-                    inputs=inputs,
-                    outputs=part.size,
-                    input_range=(0, inputs),
-                    output_range=(start, end),
-                    first_output=first,
-                )
-            )
-            first += end - start
-        return self._adapters.add_site(found)
-
-    def _row_site(self, name: str, inputs: int) -> LoraSite | None:
-        if self._adapters is None:
-            return None
-        hidden, rank = self._spec.hidden_size, self._group.rank
-        share = inputs // self._group.world_size
-        part = LoraPart(
-            name=name,
-            inputs=inputs,
-            outputs=hidden,
-            input_range=(rank * share, (rank + 1) * share),
-            output_range=(0, hidden),
-            adds_bias=rank == 0,
-        )
-        return self._adapters.add_site([part])
-
-    def _head_site(self, share: int) -> LoraSite | None:
-        if self._adapters is None:
-            return None
-        hidden, vocab_size = self._spec.hidden_size, self._spec.vocab_size
-        start = min(self._group.rank * share, vocab_size)
-        part = LoraPart(
-            name=self._spec.names.head,
-            inputs=hidden,
-            outputs=vocab_size,
-            input_range=(0, hidden),
-            output_range=(start, min(start + share, vocab_size)),
-        )
-        return self._adapters.add_site([part], is_head=True)
+def _norm_weights(weight: Tensor, norm: NormSpec) -> NormWeights:
+    return NormWeights(
+        weight=weight,
+        eps=norm.eps,
+        centred=norm.centred,
+        plus_one=norm.plus_one,
+        wide=norm.wide,
+    )

@@ -17,6 +17,7 @@ from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.layer_loader import LayerLoader
 from millrace_shard.models.rope_override import RopeOverride
 from millrace_shard.models.rope_tables import RopeTables
 from millrace_shard.models.split import check_split
@@ -45,16 +46,10 @@ def load_model(  # noqa: PLR0913
         model = model.with_rope(rope_override)
     if model.spec is not None:
         check_split(model.spec, group.world_size)
+        ropes = RopeTables(max_total_tokens, device)
         with closing(Weights(folder, dtype=dtype, device=device, group=group)) as weights:
-            return Decoder(
-                model.spec,
-                model.info(),
-                RopeTables(max_total_tokens, device),
-                weights=weights,
-                kernels=kernels,
-                group=group,
-                adapters=adapters,
-            )
+            own = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
+            return Decoder(model.spec, model.info(), own, kernels, group, adapters)
     # The import takes a second, and models of our own decoder do not need it.
     from millrace_shard.models.transformers_backend.transformers_model import (  # noqa: PLC0415
         TransformersModel,

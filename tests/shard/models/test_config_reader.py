@@ -168,6 +168,8 @@ def test_published_configs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("rope", [{}, {"rope_parameters": LLAMA_3_ROPE}])
 def test_what_transformers_saves(model_type: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    if rope and model_type == "phi3":
+        pytest.skip("transformers refuses it")
     save_tiny(tmp_path, model_type, **rope)
     assert_same(json.loads((tmp_path / "config.json").read_text()), tmp_path)
 

@@ -110,6 +110,23 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi3-partial-rotary": (
+        "phi3",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "granite": ("granite", {"logits_scaling": 3.0, "attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 3}),
+    "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 9}),
+    "gemma2": ("gemma2", {"num_hidden_layers": 3, "attention_bias": True}),
+    "gemma2-without-caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "cohere": ("cohere", {"attention_bias": True}),
+    "cohere-head-norms": ("cohere", {"use_qk_norm": True}),
+    "glm4": ("glm4", {}),
     "rope-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
     "rope-linear": (
         "llama",

@@ -16,15 +16,11 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import (
     AttentionBlock,
-    AttentionWeights,
-    HeadNorms,
     Layer,
     LayerCache,
     Layers,
     Linear,
-    LinearWeights,
     MlpBlock,
-    MlpWeights,
     Reduce,
 )
 from millrace_shard.kernels.blocks import ComposedBlocks, normalise_heads
@@ -35,7 +31,9 @@ from millrace_shard.kernels.cpu.tile_blocks import (
     TiledLayers,
     TiledMlp,
 )
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.lora_site import LoraSite
+from millrace_shard.kernels.norm_weights import HeadNorms
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
 

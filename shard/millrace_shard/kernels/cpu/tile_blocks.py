@@ -10,13 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.base import (
-    AttentionWeights,
-    Layer,
-    LayerCache,
-    LinearWeights,
-    MlpWeights,
-)
+from millrace_shard.kernels.activation import Activation
+from millrace_shard.kernels.base import Layer, LayerCache
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -37,8 +33,20 @@ def fits_attention(weights: AttentionWeights) -> bool:
         weight.dtype == torch.bfloat16
         and weight.shape[1] % TILE_DEPTH == 0
         and weights.head_dim % TILE_DEPTH == 0
+        and weights.softcap is None
+        and weights.has_plain_heads
+        and _have_one_eps(weights)
+        and weights.norm is not None
+        and weights.norm.is_plain
         and _fit_sites(weights.qkv, weights.out, ATTENTION_PARTS)
     )
+
+
+def _have_one_eps(weights: AttentionWeights) -> bool:
+    """Whether the norms of heads, if any, have the epsilon of the layer's norm."""
+    norms = weights.head_norms
+    eps = {each.eps for each in (weights.norm, norms and norms.query, norms and norms.key) if each}
+    return len(eps) == 1
 
 
 def fits_mlp(weights: MlpWeights) -> bool:
@@ -48,6 +56,9 @@ def fits_mlp(weights: MlpWeights) -> bool:
         weight.dtype == torch.bfloat16
         and weight.shape[1] % TILE_DEPTH == 0
         and weight.shape[0] % (2 * TILE_COLUMNS) == 0
+        and weights.activation is Activation.SILU
+        and weights.norm is not None
+        and weights.norm.is_plain
         and _fit_sites(weights.gate_up, weights.down, MLP_PARTS)
     )
 
@@ -102,14 +113,18 @@ class TiledAttention:
     """Norm, QKV, rope, attention and output projection in one parallel region."""
 
     def __init__(self, weights: AttentionWeights) -> None:
-        self.eps = weights.eps
-        query_norm, key_norm = map(_or_empty, (weights.query_norm, weights.key_norm))
+        assert weights.norm is not None
+        assert weights.rotation is not None
+        self.eps = weights.norm.eps
+        norms = weights.head_norms
+        query_norm = _or_empty(None if norms is None else norms.query.weight)
+        key_norm = _or_empty(None if norms is None else norms.key.weight)
         qkv, out = _packed(weights.qkv), _packed(weights.out)
-        self.weights = (weights.norm, *qkv, query_norm, key_norm, *out)
+        self.weights = (weights.norm.weight, *qkv, query_norm, key_norm, *out)
         """In the operators' order."""
-        self.rope = weights.rope
+        self.rope = weights.rotation.table
         self.num_heads = weights.num_heads
-        self.scale = weights.head_dim**-0.5
+        self.scale = weights.scale
         self.window = weights.window or 0
         self.lora = _site(weights.qkv)
         _site(weights.out)
@@ -148,19 +163,22 @@ class TiledMlp:
     """Norm, gate and up projection, activation and down projection in one parallel region."""
 
     def __init__(self, weights: MlpWeights) -> None:
-        self.eps = weights.eps
+        assert weights.norm is not None
+        self.eps = weights.norm.eps
         gate_up, down = _packed(weights.gate_up, gated=True), _packed(weights.down)
-        self.weights = (weights.norm, *gate_up, *down)
+        self.weights = (weights.norm.weight, *gate_up, *down)
         """In the operators' order."""
         self.lora = _site(weights.gate_up)
         _site(weights.down)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, hidden], in the memory of `x`; `residual` is changed in place."""
+    def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """[T, hidden], in the memory of `x` if given; `residual` is changed in place."""
         norm, *others = self.weights
+        y = torch.empty_like(residual) if x is None else x
+        added = _or_empty(None) if x is None else x
         adapters = _adapters(self.lora)
-        torch.ops.millrace.mlp_block(x, x, residual, norm, self.eps, *others, *adapters)
-        return x
+        torch.ops.millrace.mlp_block(y, added, residual, norm, self.eps, *others, *adapters)
+        return y
 
 
 class TiledLayers:
@@ -205,7 +223,9 @@ def tiled_halves(layers: Sequence[Layer]) -> list[tuple[TiledAttention, TiledMlp
     halves = [
         (layer.attention, layer.mlp)
         for layer in layers
-        if isinstance(layer.attention, TiledAttention) and isinstance(layer.mlp, TiledMlp)
+        if layer.is_plain
+        and isinstance(layer.attention, TiledAttention)
+        and isinstance(layer.mlp, TiledMlp)
     ]
     if len(halves) < len(layers) or len({_kind(*pair) for pair in halves}) > 1:
         return None

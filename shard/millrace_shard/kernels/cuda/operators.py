@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from millrace_shard.kernels.base import HeadNorms, LayerCache, Linear
+from millrace_shard.kernels.base import LayerCache, Linear
 from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.cuda import triton_rope, triton_rows
 from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
@@ -22,6 +22,7 @@ from millrace_shard.kernels.cuda.triton_linear import FixedOrderLinear
 from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
 from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.lora.triton_lora import TritonAdaptedLinear
+from millrace_shard.kernels.norm_weights import HeadNorms
 from millrace_shard.kernels.plain import PlainLinear
 from millrace_shard.kernels.ragged import RaggedBatch
 

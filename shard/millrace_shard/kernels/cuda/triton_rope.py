@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_shard.kernels.base import HeadNorms, LayerCache
+from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.norm_weights import HeadNorms
 from millrace_shard.kernels.ragged import RaggedBatch
 
 ELEMENTS = 1024
@@ -161,9 +162,9 @@ def rope_store(
             cache.keys,
             cache.values,
             # Without norms the kernel reads none of them.
-            qkv if norms is None else norms.query,
-            qkv if norms is None else norms.key,
-            0.0 if norms is None else norms.eps,
+            qkv if norms is None else norms.query.weight,
+            qkv if norms is None else norms.key.weight,
+            0.0 if norms is None else norms.query.eps,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,

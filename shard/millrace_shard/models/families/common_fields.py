@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from millrace_shard.errors import UnsupportedModel
+from millrace_shard.kernels.activation import Activation
 from millrace_shard.models.config.config_reader import ConfigReader
-from millrace_shard.models.spec.feed_forward_spec import Activation
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,

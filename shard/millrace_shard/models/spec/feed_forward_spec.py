@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-
-class Activation(Enum):
-    """The function of the gates."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
-    """GELU by its tanh approximation."""
+from millrace_shard.kernels.activation import Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

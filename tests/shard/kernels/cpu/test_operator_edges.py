@@ -39,7 +39,7 @@ HIDDEN, HEADS, DIM = 64, 2, 32
 OUT_OF_MEMORY = """
 import resource
 import torch
-from millrace_shard.kernels.base import LinearWeights
+from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.stored_weight import StoredWeight

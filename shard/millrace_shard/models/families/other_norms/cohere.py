@@ -1,0 +1,81 @@
+"""Command R: one LayerNorm for attention and feed-forward in parallel, interleaved rotary embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.config.rope_fields import read_rope
+from millrace_shard.models.families.common_fields import Heads, activation
+from millrace_shard.models.families.family import Family
+from millrace_shard.models.spec.attention_spec import AttentionSpec
+from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
+from millrace_shard.models.spec.feed_forward_spec import GatedSpec
+from millrace_shard.models.spec.norm_spec import HeadNormSpec, NormPlaces, NormSpec
+from millrace_shard.models.spec.weight_names import LayerNames, WeightNames
+
+NAMES = WeightNames(layer=LayerNames(before_mlp=None))
+
+
+def cohere_attention(config: ConfigReader) -> AttentionSpec:
+    """Attention without norms."""
+    heads, bias = Heads(config), config.flag("attention_bias")
+    return AttentionSpec(
+        num_heads=heads.count,
+        num_kv_heads=heads.kv_count,
+        head_dim=heads.dim,
+        scale=heads.dim**-0.5,
+        rope=read_rope(config, head_dim=heads.dim, interleaved=True),
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+
+
+def cohere_norm(config: ConfigReader) -> NormSpec:
+    """The norm of all layers."""
+    return NormSpec(eps=config.number("layer_norm_eps"), centred=True, wide=True)
+
+
+def cohere_decoder(config: ConfigReader, attention: list[AttentionSpec]) -> DecoderSpec:
+    """A decoder of layers like Cohere's, one for each of `attention`."""
+    norm = cohere_norm(config)
+    mlp = GatedSpec(
+        intermediate_size=config.count("intermediate_size"), activation=activation(config)
+    )
+    layers = (
+        LayerSpec(attention=each, feed_forward=mlp, norm=norm, norm_places=NormPlaces.PARALLEL)
+        for each in attention
+    )
+    return DecoderSpec(
+        vocab_size=config.count("vocab_size"),
+        hidden_size=config.count("hidden_size"),
+        layers=tuple(layers),
+        norm=norm,
+        max_positions=config.count("max_position_embeddings"),
+        tied_head=config.flag("tie_word_embeddings"),
+        logit_multiplier=config.number("logit_scale"),
+        names=NAMES,
+    )
+
+
+def _spec(config: ConfigReader) -> DecoderSpec:
+    attention = cohere_attention(config)
+    if config.flag("use_qk_norm"):
+        head_norm = HeadNormSpec(norm=cohere_norm(config), weight_per_head=True)
+        attention = replace(attention, head_norm=head_norm)
+    return cohere_decoder(config, [attention] * config.count("num_hidden_layers"))
+
+
+FAMILY = Family(
+    model_type="cohere",
+    classes=("CohereForCausalLM",),
+    spec=_spec,
+    defaults={
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "logit_scale": 0.0625,
+        "tie_word_embeddings": True,
+        "rope_theta": 500_000.0,
+        "eos_token_id": 255_001,
+    },
+)

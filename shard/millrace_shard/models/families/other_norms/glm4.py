@@ -1,0 +1,53 @@
+"""GLM-4 (0414): norms around both halves, interleaved rotary embeddings of half a head, fused gates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.config.rope_fields import read_rope
+from millrace_shard.models.families.common_fields import Heads
+from millrace_shard.models.families.family import Family
+from millrace_shard.models.families.pre_norm.llama import llama_decoder
+from millrace_shard.models.spec.attention_spec import AttentionSpec
+from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.spec.norm_spec import NormPlaces
+from millrace_shard.models.spec.weight_names import LayerNames, WeightNames
+
+NAMES = WeightNames(
+    layer=LayerNames(
+        gate_up="mlp.gate_up_proj",
+        after_attention="post_self_attn_layernorm",
+        after_mlp="post_mlp_layernorm",
+    )
+)
+
+
+def _spec(config: ConfigReader) -> DecoderSpec:
+    heads = Heads(config)
+    attention = AttentionSpec(
+        num_heads=heads.count,
+        num_kv_heads=heads.kv_count,
+        head_dim=heads.dim,
+        scale=heads.dim**-0.5,
+        rope=read_rope(config, head_dim=heads.dim, interleaved=True),
+        qkv_bias=config.flag("attention_bias"),
+    )
+    spec = llama_decoder(config, [attention] * config.count("num_hidden_layers"))
+    layers = (replace(layer, norm_places=NormPlaces.AROUND) for layer in spec.layers)
+    return replace(spec, layers=tuple(layers), names=NAMES)
+
+
+FAMILY = Family(
+    model_type="glm4",
+    classes=("Glm4ForCausalLM",),
+    spec=_spec,
+    defaults={
+        "rms_norm_eps": 1.5625e-07,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    },
+)
