@@ -13,20 +13,19 @@ from millrace_shard.kernels import agreement
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import (
     AttentionBlock,
-    AttentionWeights,
-    HeadNorms,
     Layer,
     LayerCache,
     Layers,
     Linear,
     MlpBlock,
-    MlpWeights,
     Reduce,
 )
 from millrace_shard.kernels.greedy import Best, choose_greedy
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.layer_weights import AttentionWeights, MlpWeights
 from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.masks import MaskTable, RowMasks
+from millrace_shard.kernels.norm_weights import HeadNorms
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -48,7 +47,7 @@ class WithoutHeadNorms(PlainKernels):
 
 class WithSwappedHeadNorms(PlainKernels):
     def rope_store(self, *tensors, norms=None, **heads):  # type: ignore[no-untyped-def]
-        swapped = norms and HeadNorms(norms.key, norms.query, norms.eps)
+        swapped = norms and HeadNorms(query=norms.key, key=norms.query)
         return super().rope_store(*tensors, norms=swapped, **heads)
 
 

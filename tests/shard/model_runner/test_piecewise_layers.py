@@ -16,12 +16,12 @@ from millrace_shard.batch.step import Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import (
     AttentionBlock,
-    AttentionWeights,
     Kernels,
     Layer,
     Layers,
     Reduce,
 )
+from millrace_shard.kernels.layer_weights import AttentionWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_runner import decode_graphs, piecewise_layers
 from millrace_shard.model_runner.graph_capture import CudaCapture

@@ -13,13 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import (
-    AttentionWeights,
-    Layer,
-    LayerCache,
-    LinearWeights,
-    MlpWeights,
-)
+from millrace_shard.kernels.base import Layer, LayerCache
 from millrace_shard.kernels.blocks import ComposedLayers
 from millrace_shard.kernels.cpu import tile_blocks
 from millrace_shard.kernels.cpu.operators import CpuKernels
@@ -29,11 +23,14 @@ from millrace_shard.kernels.cpu.tile_blocks import (
     TiledLayers,
     TiledMlp,
 )
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.adapted_linear import AdaptedLinear
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
 from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
 from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
+from millrace_shard.kernels.norm_weights import NormWeights
+from millrace_shard.kernels.rotation import Rotation
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
 
@@ -157,8 +154,7 @@ class Model:
 
     def mlp(self, *, bias: bool = False) -> MlpWeights:
         return MlpWeights(
-            norm=1 + torch.randn(HIDDEN).to(BF16) / 8,
-            eps=EPS,
+            norm=NormWeights(weight=1 + torch.randn(HIDDEN).to(BF16) / 8, eps=EPS),
             gate_up=self.linear([INTER, INTER], HIDDEN, bias=bias),
             down=self.linear([HIDDEN], INTER, bias=bias),
         )
@@ -166,18 +162,20 @@ class Model:
     def attention(self, *, bias: bool = False) -> AttentionWeights:
         angles = torch.arange(512).unsqueeze(1) / 100 ** (torch.arange(DIM // 2) / DIM)
         return AttentionWeights(
-            norm=1 + torch.randn(HIDDEN).to(BF16) / 8,
-            eps=EPS,
+            norm=NormWeights(weight=1 + torch.randn(HIDDEN).to(BF16) / 8, eps=EPS),
             qkv=self.linear([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], HIDDEN, bias=bias),
-            query_norm=None,
-            key_norm=None,
             out=self.linear([HIDDEN], HEADS * DIM, bias=bias),
-            rope=torch.cat((angles.cos(), angles.sin()), dim=1),
+            rotation=Rotation(table=torch.cat((angles.cos(), angles.sin()), dim=1)),
+            scale=DIM**-0.5,
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=DIM,
-            window=None,
         )
+
+
+def norm(x: Tensor, weights: NormWeights | None) -> Tensor:
+    assert weights is not None
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weights.weight.double()
 
 
 def random_slots(rows: int, slots: int) -> Tensor:
@@ -271,7 +269,7 @@ def test_an_mlp_adds_adapters_before_its_activation(bias: bool) -> None:
     whole, base = run(slice(600)), block(x.clone(), residual.clone())
     assert torch.equal(whole[slots == 0], base[slots == 0])
     h = (residual + x).double()
-    normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * weights.norm.double()
+    normed = norm(h, weights.norm)
     gate, up = model.apply(weights.gate_up, normed, slots).chunk(2, dim=-1)
     expected = model.apply(weights.down, F.silu(gate) * up, slots)
     assert distance(whole, expected) < TOLERANCE
@@ -294,11 +292,10 @@ def attention_of_one(
 ) -> Tensor:
     """The block by its definition, over one whole sequence, in float64."""
     slots = torch.full((len(residual),), slot)
-    squares = residual.square().mean(-1, keepdim=True)
-    normed = residual * torch.rsqrt(squares + EPS) * weights.norm.double()
-    qkv = model.apply(weights.qkv, normed, slots).view(len(residual), -1, DIM)
+    qkv = model.apply(weights.qkv, norm(residual, weights.norm), slots).view(len(residual), -1, DIM)
     q, k, v = torch.split(qkv, [HEADS, KV_HEADS, KV_HEADS], dim=1)
-    q, k = rotated(q, weights.rope), rotated(k, weights.rope)
+    assert weights.rotation is not None
+    q, k = (rotated(each, weights.rotation.table) for each in (q, k))
     k, v = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
     seen = torch.ones(len(residual), len(residual)).tril().bool()
@@ -348,12 +345,14 @@ def test_attention_adds_each_sequences_own_adapter(bias: bool) -> None:
 
 def test_all_layers_at_once_are_one_after_the_other() -> None:
     model, kernels = Model(), CpuKernels(deterministic=True)
-    layers, rope = [], None
+    layers, rotation = [], None
     for _ in range(3):
         attention = model.attention()
-        rope = attention.rope if rope is None else rope
+        rotation = rotation or attention.rotation
         layers.append(
-            Layer(kernels.attention(replace(attention, rope=rope)), kernels.mlp(model.mlp()))
+            Layer(
+                kernels.attention(replace(attention, rotation=rotation)), kernels.mlp(model.mlp())
+            )
         )
     model.load(mixed_ranks(range(21)))
     together, apart = kernels.layers(layers, None), kernels.layers(layers, lambda x: x)

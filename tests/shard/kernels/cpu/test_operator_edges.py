@@ -15,20 +15,16 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import (
-    AttentionWeights,
-    Layer,
-    LayerCache,
-    Linear,
-    LinearWeights,
-    MlpWeights,
-)
+from millrace_shard.kernels.base import Layer, LayerCache, Linear
 from millrace_shard.kernels.build import BuildError, load_operators
 from millrace_shard.kernels.cpu import tile_blocks
 from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear, TiledInt8Linear
 from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.rotation import Rotation
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_testing.engines.tile_units import TILE_UNITS, need_brgemm, tiles_by
 
@@ -94,27 +90,27 @@ def linear_of(out: int, inputs: int, *, bias: bool = False) -> LinearWeights:
     return LinearWeights(StoredWeight.of(weight), torch.randn(out).to(BF16) if bias else None)
 
 
+def ones(size: int) -> NormWeights:
+    return NormWeights(weight=torch.ones(size, dtype=BF16), eps=1e-5)
+
+
 def attention_of(**changes: object) -> AttentionWeights:
     weights = AttentionWeights(
-        norm=torch.ones(HIDDEN, dtype=BF16),
-        eps=1e-5,
+        norm=ones(HIDDEN),
         qkv=linear_of(3 * HEADS * DIM, HIDDEN),
-        query_norm=None,
-        key_norm=None,
         out=linear_of(HIDDEN, HEADS * DIM),
-        rope=torch.ones(512, DIM),
+        rotation=Rotation(table=torch.ones(512, DIM)),
+        scale=DIM**-0.5,
         num_heads=HEADS,
         num_kv_heads=HEADS,
         head_dim=DIM,
-        window=None,
     )
     return replace(weights, **changes)  # type: ignore[arg-type]
 
 
 def mlp_of(**changes: object) -> MlpWeights:
     weights = MlpWeights(
-        norm=torch.ones(HIDDEN, dtype=BF16),
-        eps=1e-5,
+        norm=ones(HIDDEN),
         gate_up=linear_of(96, HIDDEN),
         down=linear_of(HIDDEN, 48),
     )
@@ -294,11 +290,12 @@ def test_biases_and_norms_of_another_size_are_refused(kernels: CpuKernels, lengt
     cache, x = cache_of(kernels, HEADS, DIM), torch.randn(5, HIDDEN).to(BF16)
     qkv, out = attention_of().qkv.weight, attention_of().out.weight
     gate_up, down = mlp_of().gate_up.weight, mlp_of().down.weight
+    wrong_norm = NormWeights(weight=wrong, eps=1e-5)
     for weights in (
         attention_of(qkv=LinearWeights(qkv, wrong)),
         attention_of(out=LinearWeights(out, wrong)),
-        attention_of(query_norm=wrong, key_norm=torch.ones(DIM, dtype=BF16)),
-        attention_of(query_norm=torch.ones(DIM, dtype=BF16), key_norm=wrong),
+        attention_of(head_norms=HeadNorms(query=wrong_norm, key=ones(DIM))),
+        attention_of(head_norms=HeadNorms(query=ones(DIM), key=wrong_norm)),
     ):
         with pytest.raises(RuntimeError, match="Expected"):
             kernels.attention(weights)(None, x.clone(), batch, cache)

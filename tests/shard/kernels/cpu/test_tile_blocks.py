@@ -16,13 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import (
-    AttentionWeights,
-    Layer,
-    LayerCache,
-    LinearWeights,
-    MlpWeights,
-)
+from millrace_shard.kernels.base import Layer, LayerCache
 from millrace_shard.kernels.blocks import ComposedLayers
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_blocks import (
@@ -31,8 +25,11 @@ from millrace_shard.kernels.cpu.tile_blocks import (
     TiledLayers,
     TiledMlp,
 )
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.rotation import Rotation
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
 
@@ -72,13 +69,14 @@ class Shape:
         width = (self.heads + 2 * self.kv_heads) * self.dim
         angles = torch.arange(512).unsqueeze(1) / 100 ** (torch.arange(self.dim // 2) / self.dim)
         return AttentionWeights(
-            norm=1 + torch.randn(self.hidden).to(BF16) / 8,
-            eps=EPS,
+            norm=norm_of(self.hidden),
             qkv=linear(width, self.hidden, bias=self.bias),
-            query_norm=1 + torch.randn(self.dim).to(BF16) / 8 if self.qk_norm else None,
-            key_norm=1 + torch.randn(self.dim).to(BF16) / 8 if self.qk_norm else None,
+            head_norms=HeadNorms(query=norm_of(self.dim), key=norm_of(self.dim))
+            if self.qk_norm
+            else None,
             out=linear(self.hidden, self.heads * self.dim, bias=self.bias),
-            rope=torch.cat((angles.cos(), angles.sin()), dim=1),
+            rotation=Rotation(table=torch.cat((angles.cos(), angles.sin()), dim=1)),
+            scale=self.dim**-0.5,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.dim,
@@ -87,8 +85,7 @@ class Shape:
 
     def mlp(self) -> MlpWeights:
         return MlpWeights(
-            norm=1 + torch.randn(self.hidden).to(BF16) / 8,
-            eps=EPS,
+            norm=norm_of(self.hidden),
             gate_up=linear(2 * self.inter, self.hidden, bias=self.bias),
             down=linear(self.hidden, self.inter, bias=self.bias),
         )
@@ -115,6 +112,10 @@ SHAPES = [
 ]
 
 
+def norm_of(size: int) -> NormWeights:
+    return NormWeights(weight=1 + torch.randn(size).to(BF16) / 8, eps=EPS)
+
+
 def linear(out: int, inputs: int, *, bias: bool) -> LinearWeights:
     weight = (torch.randn(out, inputs) / math.sqrt(inputs)).to(BF16)
     return LinearWeights(StoredWeight.of(weight), torch.randn(out).to(BF16) if bias else None)
@@ -125,8 +126,9 @@ def apply(weights: LinearWeights, x: Tensor) -> Tensor:
     return F.linear(x, weights.weight.copied().double(), bias)
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
+def norm(x: Tensor, weights: NormWeights | None) -> Tensor:
+    assert weights is not None
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weights.weight.double()
 
 
 def rotated(x: Tensor, rope: Tensor) -> Tensor:
@@ -140,9 +142,10 @@ def attention_of_one(weights: AttentionWeights, residual: Tensor) -> Tensor:
     heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
     qkv = apply(weights.qkv, norm(residual, weights.norm)).view(len(residual), -1, dim)
     q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-    if weights.query_norm is not None and weights.key_norm is not None:
-        q, k = norm(q, weights.query_norm), norm(k, weights.key_norm)
-    q, k = rotated(q, weights.rope), rotated(k, weights.rope)
+    if weights.head_norms is not None:
+        q, k = norm(q, weights.head_norms.query), norm(k, weights.head_norms.key)
+    assert weights.rotation is not None
+    q, k = (rotated(each, weights.rotation.table) for each in (q, k))
     k, v = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
     at = torch.arange(len(residual))
@@ -272,9 +275,11 @@ def test_all_layers_at_once_are_one_after_the_other(
 ) -> None:
     """To the bit, caches included; the halves themselves are held to their definitions above."""
     kernels = CpuKernels(deterministic=True)
-    rope = shapes[0].weights().rope
+    rotation = shapes[0].weights().rotation
     layers = [
-        Layer(kernels.attention(replace(shape.weights(), rope=rope)), kernels.mlp(shape.mlp()))
+        Layer(
+            kernels.attention(replace(shape.weights(), rotation=rotation)), kernels.mlp(shape.mlp())
+        )
         for shape in shapes
     ]
     together = kernels.layers(layers, None)
@@ -304,6 +309,8 @@ from millrace_shard.kernels.agreement import largest_difference
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.plain import PlainKernels
 load_operators()
 torch.ops.millrace.use_amx(sys.argv[1] == "amx")
@@ -323,9 +330,11 @@ def test_threads_that_do_not_yet_agree_on_their_number_share_work_alike(unit: st
 
 def test_layers_of_several_sizes_are_run_one_after_the_other() -> None:
     kernels = CpuKernels(deterministic=True)
-    rope = Shape().weights().rope
+    rotation = Shape().weights().rotation
     layers = [
-        Layer(kernels.attention(replace(shape.weights(), rope=rope)), kernels.mlp(shape.mlp()))
+        Layer(
+            kernels.attention(replace(shape.weights(), rotation=rotation)), kernels.mlp(shape.mlp())
+        )
         for shape in (Shape(), Shape(inter=176))
     ]
     assert isinstance(kernels.layers(layers, None), ComposedLayers)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import HeadNorms, LayerCache
+from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -174,17 +175,15 @@ def test_norms_of_queries_and_keys_within_rope_store(
     step = Step.of(kernels, kv_heads, dim, dtype)
     random = Random(dtype)
     qkv = random(10, (heads + 2 * kv_heads) * dim) * 3
-    norms = HeadNorms(1 + random(dim) / 4, 1 + random(dim) / 4, 1e-2)
+    query, key = (NormWeights(weight=1 + random(dim) / 4, eps=1e-2) for _ in range(2))
+    norms = HeadNorms(query=query, key=key)
     rope = random(40, rotary).float()
     untouched = qkv.clone()
     normed = qkv.clone().view(10, heads + 2 * kv_heads, dim)
-    for some, weight in (
-        (slice(0, heads), norms.query),
-        (slice(heads, heads + kv_heads), norms.key),
-    ):
+    for some, norm in ((slice(0, heads), query), (slice(heads, heads + kv_heads), key)):
         wide = normed[:, some].double()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norms.eps)
-        normed[:, some] = (wide * scale * weight.double()).to(dtype)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        normed[:, some] = (wide * scale * norm.weight.double()).to(dtype)
     expected = PLAIN.rope_store(
         normed.flatten(1), rope, step.batch, step.plain, num_heads=heads, num_kv_heads=kv_heads
     )
