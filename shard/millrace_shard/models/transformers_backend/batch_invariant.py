@@ -25,10 +25,6 @@ _MIXTURES = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock")
 def make_batch_invariant(model: PreTrainedModel, kernels: Kernels) -> None:
     """Replace the modules of `model` that are not batch invariant; its plain projections must use `kernels` already."""
     _replace_children(model, kernels)
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    if cap is not None:
-        model.lm_head = CappedHead(model.lm_head, cap)
-        model.config.final_logit_softcapping = None
 
 
 def has_own_products(model: nn.Module) -> bool:
@@ -61,19 +57,6 @@ class Activation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the function to `x` of any shape."""
         return elementwise(self._function, x)
-
-
-class CappedHead(nn.Module):
-    """An output head with gemma2's cap on the logits: cap * tanh(logits / cap)."""
-
-    def __init__(self, head: nn.Module, cap: float) -> None:
-        super().__init__()
-        self._head = head
-        self._cap = cap
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[…, hidden] to […, vocab]."""
-        return elementwise(torch.tanh, self._head(x) / self._cap) * self._cap
 
 
 class Mixture(nn.Module):

@@ -36,25 +36,14 @@ from millrace_shard.models.transformers_backend.paged_attention import (
     attending,
 )
 from millrace_shard.models.transformers_backend.table_rotary import use_rotary_table
-from millrace_shard.models.transformers_backend.transformers_rope import rope_depends_on_length
-
-_OWN_ROTARY = ("cohere", "olmo2")
-"""Classes whose rotary embedding has another layout than Llama's."""
 
 SUPPORTED = (
-    "cohere",
-    "gemma2",
-    "glm4",
     "gpt2",
     "gpt_bigcode",
     "gpt_neox",
-    "granite",
     "mixtral",
-    "olmo2",
     "opt",
-    "phi3",
     "qwen2_moe",
-    "smollm3",
     "stablelm",
     "starcoder2",
 )
@@ -212,7 +201,7 @@ def _bypassing(decoder: nn.Module, states: Tensor) -> Iterator[None]:
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raise UnsupportedModel for architectures, quantised weights and kinds of RoPE that are not supported."""
+    """Raise UnsupportedModel for architectures and quantised weights that are not supported."""
     if config.model_type not in SUPPORTED:
         raise UnsupportedModel(
             f"model_type {config.model_type!r} is not supported; beside the families of our own decoder these are: "
@@ -220,10 +209,6 @@ def check_supported(config: PretrainedConfig) -> None:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(f"quantization_config is not supported for {config.model_type}")
-    if rope_depends_on_length(config) and config.model_type in _OWN_ROTARY:
-        raise UnsupportedModel(
-            f"rope_type {config.rope_parameters['rope_type']!r} is not supported for {config.model_type}"
-        )
 
 
 def _check_windows(model: PreTrainedModel, windows: dict[int, int | None]) -> None:
