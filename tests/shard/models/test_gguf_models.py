@@ -10,8 +10,8 @@ import torch
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.model_loader.gguf.config import CLASSES
 from millrace_shard.model_loader.gguf.folder import prepare_gguf
-from millrace_shard.models.architecture import FAMILY
 from millrace_shard.models.load import load_model
 from millrace_testing.models.gguf_files import BLOCK_TYPES, TinyGguf, read_config
 from millrace_testing.models.models import Driver, Run, logprobs, prompt_of
@@ -57,7 +57,7 @@ def assert_same_as_transformers(tiny: TinyGguf, runs: list[Run]) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
-@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("family", CLASSES)
 def test_logits_are_those_of_transformers(family: str, kind: str, tmp_path: Path) -> None:
     tiny = TinyGguf(family, kind)
     folder = prepare_gguf(tiny.write(tmp_path / "m.gguf"), tmp_path / "cache", tokenizer=None)
