@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache
-from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.greedy import choose_greedy
+from millrace_shard.kernels.layer.blocks import ComposedBlocks
+from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
+from millrace_shard.kernels.layer.rotation import Rotation
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.masks import MaskTable, RowMasks
-from millrace_shard.kernels.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.kernels.rotation import Rotation
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 QUERIES = (70, 1, 9)

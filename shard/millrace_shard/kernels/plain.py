@@ -11,9 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache, Linear
-from millrace_shard.kernels.blocks import ComposedBlocks, normalise_heads
 from millrace_shard.kernels.elementwise import elementwise
-from millrace_shard.kernels.norm_weights import HeadNorms
+from millrace_shard.kernels.layer.blocks import ComposedBlocks, normalise_heads
+from millrace_shard.kernels.layer.norm_weights import HeadNorms
 from millrace_shard.kernels.plain_attention import ScoreRule, attend_fast, attend_fixed
 from millrace_shard.kernels.ragged import RaggedBatch
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from millrace_shard.batch.batch import Batch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache, Layers, Reduce
-from millrace_shard.kernels.blocks import ComposedAttention
+from millrace_shard.kernels.layer.blocks import ComposedAttention
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun, check_equal
 from millrace_shard.model_runner.graph_capture import Capture, Captured

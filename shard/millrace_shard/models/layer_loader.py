@@ -8,11 +8,11 @@ from torch import Tensor
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import AttentionBlock, Finish, Kernels, Layer, Linear, MlpBlock
-from millrace_shard.kernels.blocks import ResultNorm
-from millrace_shard.kernels.layer_weights import AttentionWeights, MlpWeights
+from millrace_shard.kernels.layer.blocks import ResultNorm
+from millrace_shard.kernels.layer.layer_weights import AttentionWeights, MlpWeights
+from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
+from millrace_shard.kernels.layer.rotation import Rotation
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.kernels.norm_weights import HeadNorms, NormWeights
-from millrace_shard.kernels.rotation import Rotation
 from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.linear_loader import LinearLoader, Part
 from millrace_shard.models.rope_tables import RopeTables

@@ -21,7 +21,7 @@ from millrace_shard.kernels.base import (
     Layers,
     Reduce,
 )
-from millrace_shard.kernels.layer_weights import AttentionWeights
+from millrace_shard.kernels.layer.layer_weights import AttentionWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_runner import decode_graphs, piecewise_layers
 from millrace_shard.model_runner.graph_capture import CudaCapture

@@ -121,7 +121,9 @@ def test_rope_overrides_that_make_no_sense_are_refused(
 
 def test_rope_override_reaches_the_transformers_backend(tmp_path: Path) -> None:
     made_so = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    reference = save_tiny(tmp_path, "starcoder2", max_position_embeddings=32, rope_parameters=made_so)
+    reference = save_tiny(
+        tmp_path, "starcoder2", max_position_embeddings=32, rope_parameters=made_so
+    )
     edit_json(tmp_path / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     kernels = PlainKernels(deterministic=False)
     model = load(tmp_path, kernels=kernels, rope_override=RopeOverride("dynamic", 2.0))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.base import Kernels, Linear
-from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.build import operators_loaded
+from millrace_shard.kernels.layer.blocks import ComposedBlocks
 from millrace_shard.kernels.lora.lora_site import LoraSite
 
 LARGEST = 127.0

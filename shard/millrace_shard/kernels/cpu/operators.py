@@ -23,7 +23,6 @@ from millrace_shard.kernels.base import (
     MlpBlock,
     Reduce,
 )
-from millrace_shard.kernels.blocks import ComposedBlocks, normalise_heads
 from millrace_shard.kernels.cpu import cpu_linear, tile_blocks
 from millrace_shard.kernels.cpu.tile_blocks import (
     PanelLinear,
@@ -31,9 +30,10 @@ from millrace_shard.kernels.cpu.tile_blocks import (
     TiledLayers,
     TiledMlp,
 )
-from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.layer.blocks import ComposedBlocks, normalise_heads
+from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.layer.norm_weights import HeadNorms
 from millrace_shard.kernels.lora.lora_site import LoraSite
-from millrace_shard.kernels.norm_weights import HeadNorms
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.activation import Activation
 from millrace_shard.kernels.base import Layer, LayerCache
-from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.layer.activation import Activation
+from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight

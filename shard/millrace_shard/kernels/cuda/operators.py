@@ -15,14 +15,14 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from millrace_shard.kernels.base import LayerCache, Linear
-from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.cuda import triton_rope, triton_rows
 from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
 from millrace_shard.kernels.cuda.triton_linear import FixedOrderLinear
 from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
+from millrace_shard.kernels.layer.blocks import ComposedBlocks
+from millrace_shard.kernels.layer.norm_weights import HeadNorms
 from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.lora.triton_lora import TritonAdaptedLinear
-from millrace_shard.kernels.norm_weights import HeadNorms
 from millrace_shard.kernels.plain import PlainLinear
 from millrace_shard.kernels.ragged import RaggedBatch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.kernels.activation import Activation
+from millrace_shard.kernels.layer.activation import Activation
 from millrace_shard.models.config.config_reader import ConfigReader
 
 _ACTIVATIONS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace_shard.kernels.activation import Activation
+from millrace_shard.kernels.layer.activation import Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

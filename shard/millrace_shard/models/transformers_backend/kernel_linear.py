@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from millrace_shard.kernels.base import Kernels, Linear
-from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
 from millrace_shard.kernels.stored_weight import StoredWeight

@@ -20,7 +20,7 @@ from millrace_shard.adapters.packing import AdapterPacker
 from millrace_shard.kernels import agreement
 from millrace_shard.kernels.base import Linear
 from millrace_shard.kernels.cuda.operators import CudaKernels
-from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.lora import adapter_rows, triton_lora
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows, most_blocks
 from millrace_shard.kernels.lora.adapter_table import AdapterTable, running

@@ -14,8 +14,8 @@ from millrace_shard.kernels import choose
 from millrace_shard.kernels.agreement import TOLERANCE
 from millrace_shard.kernels.base import Linear
 from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.lora.lora_agreement import adapter_difference
 from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.plain import PlainKernels

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from millrace_shard.kernels.activation import Activation
+from millrace_shard.kernels.layer.activation import Activation
+from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
+from millrace_shard.kernels.layer.rotation import Rotation
 from millrace_shard.kernels.lora.lora_site import LoraSite
-from millrace_shard.kernels.norm_weights import HeadNorms, NormWeights
-from millrace_shard.kernels.rotation import Rotation
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.base import Kernels, LayerCache
-from millrace_shard.kernels.layer_weights import AttentionWeights
-from millrace_shard.kernels.norm_weights import HeadNorms, NormWeights
+from millrace_shard.kernels.layer.layer_weights import AttentionWeights
+from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.ragged import RaggedBatch
 
 

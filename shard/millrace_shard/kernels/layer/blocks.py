@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.activation import Activation, gelu_mul
 from millrace_shard.kernels.base import (
     AttentionBlock,
     Kernels,
@@ -19,11 +18,12 @@ from millrace_shard.kernels.base import (
     MlpBlock,
     Reduce,
 )
-from millrace_shard.kernels.heads import HeadPreparation
-from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.layer.activation import Activation, gelu_mul
+from millrace_shard.kernels.layer.heads import HeadPreparation
+from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.lora.adapted_linear import adapted
 from millrace_shard.kernels.lora.lora_site import LoraSite
-from millrace_shard.kernels.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.sampling_kernels import SamplingKernels
 
