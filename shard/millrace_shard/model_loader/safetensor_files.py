@@ -16,6 +16,8 @@ from millrace_shard.model_loader.mapped_files import release_pages
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PREFIX = "model."
+TEXT_PREFIXES = ("language_model.", "model.language_model.")
+"""Prefixes of the text model in multimodal checkpoints."""
 
 
 class SafetensorFiles:
@@ -73,7 +75,8 @@ class SafetensorFiles:
 
     def _stored_name(self, name: str) -> str | None:
         bare = name.removeprefix(PREFIX)
-        return next((n for n in (name, bare, PREFIX + name) if n in self._paths), None)
+        others = (f"{prefix}{part}" for prefix in TEXT_PREFIXES for part in (name, bare))
+        return next((n for n in (name, bare, PREFIX + name, *others) if n in self._paths), None)
 
     def _find(self, folder: Path) -> dict[str, Path]:
         index = folder / INDEX

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.models import split
+from millrace_shard.models.config.text_part import text_part
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import ModelInfo
 from millrace_shard.models.rope import longest_position
@@ -46,17 +48,18 @@ class ModelDescription:
         raw = _read_json(folder / "config.json")
         if raw is None:
             raise ModelError(f"no config.json in {folder}")
-        family = FAMILIES.get(str(raw.get("model_type")))
+        text = text_part(raw)
+        family = FAMILIES.get(str(text.get("model_type")))
         config: Any = read_any_config(folder) if family is None else None
         generation = _read_json(folder / "generation_config.json") or {}
         eos = generation.get("eos_token_id")
         if eos is None:
-            eos = config.eos_token_id if family is None else family.eos_token_id(raw)
+            eos = config.eos_token_id if family is None else family.eos_token_id(text)
         return cls(
-            model_type=str(raw["model_type"]),
-            dtype=_dtype(raw) if config is None else config.dtype,
+            model_type=str((raw if family is None else text)["model_type"]),
+            dtype=_dtype(text) if config is None else config.dtype,
             eos_token_ids=_ids(eos),
-            spec=None if family is None else family.read(raw),
+            spec=None if family is None else family.read(text),
             config=config,
         )
 
@@ -150,7 +153,7 @@ def _longest_sequence(spec: DecoderSpec) -> int:
     return max((longest_position(rope) for rope in ropes if rope), default=spec.max_positions)
 
 
-def _dtype(raw: dict[str, Any]) -> torch.dtype | None:
+def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     name = raw.get("dtype") or raw.get("torch_dtype")
     return _DTYPES.get(name) if isinstance(name, str) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -86,6 +87,8 @@ PUBLISHED = {
     "qwen3": QWEN_3,
 }
 
+OTHER_ROPES = ("phi3", "gemma3_text", "olmo3", "ministral3")
+"""Families whose rotary embeddings cannot be those of Llama 3.1."""
 LLAMA_3_ROPE = LLAMA_3_1["rope_scaling"]
 ROPES = st.sampled_from(
     [
@@ -168,9 +171,10 @@ def test_published_configs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("rope", [{}, {"rope_parameters": LLAMA_3_ROPE}])
 def test_what_transformers_saves(model_type: str, rope: dict[str, Any], tmp_path: Path) -> None:
-    if rope and model_type == "phi3":
-        pytest.skip("transformers refuses it")
-    save_tiny(tmp_path, model_type, **rope)
+    if rope and model_type in OTHER_ROPES:
+        pytest.skip("another kind of parameters")
+    # Some classes change the object.
+    save_tiny(tmp_path, model_type, **copy.deepcopy(rope))
     assert_same(json.loads((tmp_path / "config.json").read_text()), tmp_path)
 
 

@@ -127,6 +127,48 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"attention_bias": True}),
     "cohere-head-norms": ("cohere", {"use_qk_norm": True}),
     "glm4": ("glm4", {}),
+    "ministral3": ("ministral3", {}),
+    "ministral3-window": ("ministral3", {"sliding_window": 9}),
+    "seed_oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "hunyuan": ("hunyuan_v1_dense", {"attention_bias": True}),
+    "hunyuan-alpha": (
+        "hunyuan_v1_dense",
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 50.0,
+                "factor": 1.0,
+            }
+        },
+    ),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 7, "layer_types": None}),
+    "gemma3-scaling": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            }
+        },
+    ),
+    "olmo3": ("olmo3", {"num_hidden_layers": 5, "layer_types": None, "attention_bias": True}),
+    "olmo3-yarn": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            }
+        },
+    ),
+    "cohere2": ("cohere2", {"num_hidden_layers": 5, "layer_types": None, "attention_bias": True}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 5, "layer_types": None}),
+    "exaone4-without-windows": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]},
+    ),
     "rope-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
     "rope-linear": (
         "llama",

@@ -59,7 +59,7 @@ def test_a_page_reads_every_field_of_its_class_and_has_its_defaults(model_type: 
     defaults = {**GENERAL, **family.defaults}
     theirs = CONFIG_MAPPING[model_type]
     whole = theirs(**CONFIGS[model_type]).to_dict()
-    reader = ConfigReader(whole, {})
+    reader = ConfigReader(whole, defaults)
     family.spec(reader)
     of_page = reader.fields_read()
     reader.refuse_unread()

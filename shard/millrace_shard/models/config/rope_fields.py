@@ -32,12 +32,14 @@ def read_rope(
     *,
     head_dim: int,
     layer_kind: str | None = None,
+    theta_field: str = "rope_theta",
     interleaved: bool = False,
     extra: frozenset[str] = frozenset(),
 ) -> RopeSpec:
     """The rotary embedding of layers of `layer_kind`, or of all layers if it is None.
 
-    `extra` names parameters that the family reads by itself.
+    `theta_field` is the field outside the object that has the base; `extra` names parameters that the family reads by
+    itself.
     """
     fields = rope_parameters(config, layer_kind)
     max_positions = config.count("max_position_embeddings")
@@ -49,15 +51,15 @@ def read_rope(
         raise UnsupportedModel(f"partial_rotary_factor={share!r} of heads of {head_dim} channels")
     return RopeSpec(
         rotary_dim=rotary_dim,
-        theta=_theta(config, fields),
+        theta=_theta(fields, config.value(theta_field)),
         max_positions=max_positions,
         scaling=_Scaling(config, fields, max_positions, extra).read(),
         interleaved=interleaved,
     )
 
 
-def _theta(config: ConfigReader, fields: dict[str, Any]) -> float:
-    own, outside = fields.get("rope_theta"), config.value("rope_theta")
+def _theta(fields: dict[str, Any], outside: object) -> float:
+    own = fields.get("rope_theta")
     found = outside if own is None else own
     if not isinstance(found, (int, float)) or isinstance(found, bool) or found <= 0:
         raise UnsupportedModel(f"rope_theta={found!r} must be a positive number")
@@ -65,13 +67,16 @@ def _theta(config: ConfigReader, fields: dict[str, Any]) -> float:
 
 
 def rope_parameters(config: ConfigReader, layer_kind: str | None = None) -> dict[str, Any]:
-    """The object with the parameters of layers of `layer_kind`; empty if the config has none."""
+    """The object with the parameters of layers of `layer_kind`; empty if the config has none.
+
+    A `rope_scaling`, if layers have kinds, is that of layers with full attention.
+    """
     scaling, found = config.value("rope_scaling"), config.value("rope_parameters")
     fields = scaling or found or {}
     if not isinstance(fields, dict):
         raise UnsupportedModel(f"rope_parameters={fields!r} must be an object")
     if not any(kind in fields for kind in _LAYER_KINDS):
-        return dict(fields)
+        return {} if scaling and layer_kind == "sliding_attention" else dict(fields)
     if layer_kind is None:
         raise UnsupportedModel(
             f"rope_parameters={fields!r} is not supported for {config.model_type}: all layers must have one kind"

@@ -54,3 +54,17 @@ def qwen_windows(config: ConfigReader) -> tuple[int | None, ...]:
     if "sliding_attention" in kinds and (window is None or not is_used):
         raise UnsupportedModel("layer_types asks for sliding_attention, but sliding_window is off")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def window_kinds(config: ConfigReader, pattern: int | None) -> tuple[str, ...]:
+    """The kind of each layer: that of `layer_types`, else every `pattern`-th layer attends without a window."""
+    num_layers = config.count("num_hidden_layers")
+    kinds = config.layer_types(num_layers)
+    if kinds is not None:
+        return kinds
+    if pattern is None:
+        raise UnsupportedModel(f"layer_types is missing from the config of {config.model_type}")
+    return tuple(
+        "sliding_attention" if (layer + 1) % pattern else "full_attention"
+        for layer in range(num_layers)
+    )

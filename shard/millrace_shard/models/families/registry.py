@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 from millrace_shard.models.families.family import Family
-from millrace_shard.models.families.other_norms import cohere, gemma2, glm4, olmo2
+from millrace_shard.models.families.other_norms import (
+    cohere,
+    cohere2,
+    exaone4,
+    gemma2,
+    gemma3,
+    glm4,
+    olmo2,
+    olmo3,
+)
 from millrace_shard.models.families.pre_norm import (
+    ernie4_5,
     granite,
+    hunyuan_v1_dense,
     llama,
+    ministral3,
     mistral,
     phi3,
     qwen2,
     qwen3,
+    seed_oss,
     smollm3,
 )
 
-_PAGES = (llama, mistral, qwen2, qwen3, phi3, granite, smollm3, gemma2, olmo2, cohere, glm4)
+_PRE_NORM = (
+    *(llama, mistral, ministral3, qwen2, qwen3, phi3, granite, smollm3),
+    *(seed_oss, ernie4_5, hunyuan_v1_dense),
+)
+_OTHER_NORMS = (gemma2, gemma3, olmo2, olmo3, cohere, cohere2, glm4, exaone4)
 
-FAMILIES: dict[str, Family] = {page.FAMILY.model_type: page.FAMILY for page in _PAGES}
+FAMILIES: dict[str, Family] = {
+    page.FAMILY.model_type: page.FAMILY for page in (*_PRE_NORM, *_OTHER_NORMS)
+}
 """By `model_type`."""

@@ -39,6 +39,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": _FAMILY | {"sliding_window": None},
     "qwen2": _FAMILY,
     "qwen3": _FAMILY | {"head_dim": 16},
+    "ministral3": _FAMILY
+    | {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
+    "seed_oss": _FAMILY | {"head_dim": 16},
+    "ernie4_5": _FAMILY | {"head_dim": 16},
+    "hunyuan_v1_dense": _FAMILY | {"head_dim": 16},
+    "gemma3_text": _FAMILY
+    | {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "olmo3": _FAMILY
+    | {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    "cohere2": _FAMILY
+    | {
+        "logit_scale": 0.5,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "exaone4": _FAMILY
+    | {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
     "cohere": _FAMILY | {"logit_scale": 0.5},
     "gemma2": _FAMILY | {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 12},
     "glm4": _FAMILY | {"head_dim": 16},

@@ -15,15 +15,15 @@ from millrace_shard.models.spec.feed_forward_spec import GatedSpec
 from millrace_shard.models.spec.norm_spec import NormSpec
 
 
-def llama_attention(config: ConfigReader) -> AttentionSpec:
-    """Attention without biases and norms."""
+def llama_attention(config: ConfigReader, layer_kind: str | None = None) -> AttentionSpec:
+    """Attention without biases and norms; `layer_kind` chooses among rotary embeddings, see `read_rope`."""
     heads = Heads(config)
     return AttentionSpec(
         num_heads=heads.count,
         num_kv_heads=heads.kv_count,
         head_dim=heads.dim,
         scale=heads.dim**-0.5,
-        rope=read_rope(config, head_dim=heads.dim),
+        rope=read_rope(config, head_dim=heads.dim, layer_kind=layer_kind),
     )
 
 

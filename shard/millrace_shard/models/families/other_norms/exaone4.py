@@ -1,0 +1,54 @@
+"""EXAONE 4: norms after both halves and on heads; layers without a window do not rotate, if others have one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.families.common_fields import window_kinds
+from millrace_shard.models.families.family import Family
+from millrace_shard.models.families.other_norms.olmo2 import NAMES
+from millrace_shard.models.families.pre_norm.llama import llama_attention, llama_decoder
+from millrace_shard.models.spec.attention_spec import AttentionSpec
+from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.spec.norm_spec import HeadNormSpec, NormPlaces, NormSpec
+
+
+def _spec(config: ConfigReader) -> DecoderSpec:
+    norm = HeadNormSpec(norm=NormSpec(eps=config.number("rms_norm_eps")))
+    attention = replace(llama_attention(config), head_norm=norm)
+    spec = llama_decoder(config, _layers(config, attention))
+    layers = (replace(layer, norm_places=NormPlaces.AFTER) for layer in spec.layers)
+    return replace(spec, layers=tuple(layers), names=NAMES)
+
+
+def _layers(config: ConfigReader, attention: AttentionSpec) -> list[AttentionSpec]:
+    window, pattern = (
+        config.optional_count("sliding_window"),
+        config.value("sliding_window_pattern"),
+    )
+    if window is None:
+        config.value("layer_types")  # They have no effect then.
+        return [attention] * config.count("num_hidden_layers")
+    # Published configs have `layer_types`, and the pattern as a text that says the same.
+    kinds = window_kinds(config, pattern if isinstance(pattern, int) else None)
+    by_kind = {
+        "sliding_attention": replace(attention, window=window),
+        "full_attention": replace(attention, rope=None),
+    }
+    return [by_kind[kind] for kind in kinds]
+
+
+FAMILY = Family(
+    model_type="exaone4",
+    classes=("Exaone4ForCausalLM",),
+    spec=_spec,
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "eos_token_id": 2,
+    },
+)

@@ -1,0 +1,63 @@
+"""Gemma 3, its text part too: Gemma 2 without soft caps, with norms of heads, and two kinds of rotary embeddings."""
+
+from __future__ import annotations
+
+from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.config.rope_fields import read_rope
+from millrace_shard.models.families.common_fields import Heads, window_kinds
+from millrace_shard.models.families.family import Family
+from millrace_shard.models.families.other_norms.gemma2 import gemma_decoder
+from millrace_shard.models.spec.attention_spec import AttentionSpec
+from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.spec.norm_spec import HeadNormSpec, NormSpec
+
+_THETA_FIELDS = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+
+
+def _spec(config: ConfigReader) -> DecoderSpec:
+    config.check("use_bidirectional_attention", (False,))
+    heads, bias = Heads(config), config.flag("attention_bias")
+    norm = NormSpec(eps=config.number("rms_norm_eps"), plus_one=True, wide=True)
+    kinds = window_kinds(config, config.count("sliding_window_pattern"))
+    window = config.count("sliding_window")
+    attention = {
+        kind: AttentionSpec(
+            num_heads=heads.count,
+            num_kv_heads=heads.kv_count,
+            head_dim=heads.dim,
+            scale=config.number("query_pre_attn_scalar") ** -0.5,
+            rope=read_rope(
+                config, head_dim=heads.dim, layer_kind=kind, theta_field=_THETA_FIELDS[kind]
+            ),
+            window=window if kind == "sliding_attention" else None,
+            softcap=config.optional_number("attn_logit_softcapping"),
+            head_norm=HeadNormSpec(norm=norm),
+            qkv_bias=bias,
+            out_bias=bias,
+        )
+        for kind in set(kinds)
+    }
+    return gemma_decoder(config, [attention[kind] for kind in kinds])
+
+
+FAMILY = Family(
+    model_type="gemma3_text",
+    classes=("Gemma3ForCausalLM",),
+    spec=_spec,
+    defaults={
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131_072,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+    },
+)

@@ -1,0 +1,35 @@
+"""ERNIE 4.5 dense: Llama with interleaved rotary embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.families.family import Family
+from millrace_shard.models.families.pre_norm.llama import llama_attention, llama_decoder
+from millrace_shard.models.spec.decoder_spec import DecoderSpec
+
+
+def _spec(config: ConfigReader) -> DecoderSpec:
+    bias, plain = config.flag("use_bias"), llama_attention(config)
+    assert plain.rope is not None
+    attention = replace(
+        plain, qkv_bias=bias, out_bias=bias, rope=replace(plain.rope, interleaved=True)
+    )
+    return llama_decoder(config, [attention] * config.count("num_hidden_layers"), mlp_bias=bias)
+
+
+FAMILY = Family(
+    model_type="ernie4_5",
+    classes=("Ernie4_5ForCausalLM",),
+    spec=_spec,
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    },
+)

@@ -1,0 +1,54 @@
+"""Ministral 3: Mistral with yarn, and queries that grow with their position as in Llama 4."""
+
+from __future__ import annotations
+
+from millrace_shard.errors import UnsupportedModel
+from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.config.rope_fields import read_rope, rope_parameters
+from millrace_shard.models.families.common_fields import Heads
+from millrace_shard.models.families.family import Family
+from millrace_shard.models.families.pre_norm.llama import llama_decoder
+from millrace_shard.models.spec.attention_spec import AttentionSpec, QueryScaling
+from millrace_shard.models.spec.decoder_spec import DecoderSpec
+
+_OWN = frozenset(("llama_4_scaling_beta", "max_position_embeddings"))
+
+
+def _spec(config: ConfigReader) -> DecoderSpec:
+    heads = Heads(config)
+    attention = AttentionSpec(
+        num_heads=heads.count,
+        num_kv_heads=heads.kv_count,
+        head_dim=heads.dim,
+        scale=heads.dim**-0.5,
+        rope=read_rope(config, head_dim=heads.dim, extra=_OWN),
+        query_scaling=_query_scaling(config),
+        window=config.optional_count("sliding_window"),
+    )
+    return llama_decoder(config, [attention] * config.count("num_hidden_layers"))
+
+
+def _query_scaling(config: ConfigReader) -> QueryScaling:
+    parameters = rope_parameters(config)
+    beta = parameters.get("llama_4_scaling_beta")
+    original = parameters.get("original_max_position_embeddings")
+    if not isinstance(beta, (int, float)) or not isinstance(original, int) or original < 1:
+        raise UnsupportedModel(
+            "rope_parameters of ministral3 have to have llama_4_scaling_beta and"
+            f" original_max_position_embeddings, not {beta!r} and {original!r}"
+        )
+    return QueryScaling(beta=float(beta), positions=original)
+
+
+FAMILY = Family(
+    model_type="ministral3",
+    classes=("Ministral3ForCausalLM",),
+    spec=_spec,
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262_144,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "eos_token_id": 2,
+    },
+)
