@@ -139,7 +139,7 @@ def test_a_step_that_yields_no_numbers_is_no_figure(tmp_path: Path) -> None:
     session.decode(1, 1)
     assert session.context(1) == 5
     with torch.inference_mode():
-        vars(loaded.model)["_norm"].fill_(float("nan"))
+        vars(loaded.model)["_norm"].weight.fill_(float("nan"))
     with pytest.raises(BadStepError, match=r"\[0\]"):
         session.decode(1, 1)
 

@@ -14,23 +14,31 @@ from millrace_testing.shards.rank_processes import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (6, 33, 12)]
 SLOTS = [1, 0, 2]
-CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "two-kv-heads": {},
-    "one-kv-head": {"num_key_value_heads": 1},
-    "biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "two-kv-heads": ("llama", {}, ALL),
+    "one-kv-head": ("llama", {"num_key_value_heads": 1}, ALL),
+    "biases": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        ALL,
+    ),
+    "fused-projections": ("phi3", {}, FUSED),
+    "fused-one-kv-head": ("phi3", {"num_key_value_heads": 1}, FUSED),
+    "fused-gates": ("glm4", {}, [*ALL[:4], *FUSED[2:]]),
 }
 
 
 def test_two_ranks_compute_what_peft_computes(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     cache, jobs, oracles = tmp_path / "cache", [], []
-    for name, overrides in CHECKPOINTS.items():
-        base = save_tiny(tmp_path / name, "llama", **overrides)
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head"]
+    for name, (model_type, overrides, targets) in CHECKPOINTS.items():
+        base = save_tiny(tmp_path / name, model_type, **overrides)
         # A bias of a row-parallel projection is added once.
         adapters = [
             make_adapter(base, seed=1, r=5, target_modules=targets, lora_bias=True),
-            make_adapter(base, seed=2, r=20, target_modules=["v_proj", "up_proj"]),
+            make_adapter(base, seed=2, r=20, target_modules=targets[2:]),
         ]
         digests = tuple(write_canonical(adapter, cache) for adapter in adapters)
         oracles.append([base, *adapters])

@@ -22,6 +22,7 @@ from millrace_shard.device.process_group import (
     as_collective_errors,
     refuse_shared_gpus,
 )
+from millrace_shard.models.families.registry import FAMILIES
 from millrace_testing.models.models import VOCAB, Run, greedy, logprobs, prompt_of, save_tiny
 from millrace_testing.shards.rank_processes import part_of, run_ranks, sums_by_rows
 from millrace_testing.shards.rank_samples import sample_on_a_rank
@@ -147,13 +148,15 @@ ROWS = (1, 2, 7, 64)
 NUM_TOKENS = 6
 CHUNKS = (None, 8)
 TENSOR_PARALLEL: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
+    **{name: (name, {}) for name in FAMILIES},
     "one-kv-head-for-two-ranks": ("llama", {"num_key_value_heads": 1}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "tied-even-vocabulary": ("llama", {"vocab_size": 200, "tie_word_embeddings": True}),
     "window": ("mistral", {"sliding_window": 9, "head_dim": 24}),
-    "qkv-bias": ("qwen2", {}),
     "qk-norm": ("qwen3", {"attention_bias": True}),
+    "weights-per-head": ("cohere", {"use_qk_norm": True, "attention_bias": True}),
+    "one-key-norm-for-two-ranks": ("olmo2", {"num_key_value_heads": 1}),
+    "fused-one-kv-head": ("phi3", {"num_key_value_heads": 1}),
 }
 
 
