@@ -29,8 +29,8 @@ from millrace_shard.variables import Variables
 PEER = "llama.cpp"
 LEVELS = (
     closed(1, 16, 128, rounds=3),
-    closed(8, 16, 128, rounds=2),
-    closed(32, 16, 128, rounds=2),
+    closed(8, 16, 128, rounds=1),
+    closed(32, 16, 128, rounds=1),
     closed(1, 512, 4, rounds=8),
 )
 """One stream, 8 and 32 streams that decode nearly all of their time, and the first token of a longer prompt."""
