@@ -18,7 +18,7 @@ class LauncherConfig(BaseSettings):
 
     model_id: str | None = Field(
         default=None,
-        description="Name on the Hugging Face hub, a local folder, a GGUF file or `smollm2`; the demo model when absent.",
+        description="Name on the Hugging Face hub, a folder, a GGUF file or `smollm2`; the demo model when absent.",
     )
     tokenizer_name: str | None = Field(
         default=None,

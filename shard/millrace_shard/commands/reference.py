@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from millrace_shard.errors import ModelError, WeightsError
+from millrace_shard.model_loader.gguf.files import MODEL
 from millrace_shard.model_loader.hub import HubSettings, resolve
 from millrace_shard.model_loader.safetensor_files import SafetensorFiles
 from millrace_shard.models.description import read_any_config
@@ -80,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def load_reference(folder: Path) -> PreTrainedModel:
     """The checkpoint in `folder`, loaded by `transformers` in float32 on CPU. Raises ModelError."""
     config = read_any_config(folder)
-    SafetensorFiles(folder).close()
+    is_gguf = (folder / MODEL).is_file()
+    if not is_gguf:
+        SafetensorFiles(folder).close()
     disable_progress_bar()
     set_verbosity_error()
     try:
@@ -89,10 +92,15 @@ def load_reference(folder: Path) -> PreTrainedModel:
             config=config,
             dtype=torch.float32,
             attn_implementation="eager",
-            use_safetensors=True,
+            use_safetensors=not is_gguf,
+            gguf_file=MODEL if is_gguf else None,
             local_files_only=True,
             trust_remote_code=False,
         )
+    except ImportError as error:
+        raise WeightsError(
+            f"transformers reads a GGUF file with the package gguf: pip install gguf ({error})"
+        ) from error
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise WeightsError(f"transformers cannot load {folder}: {error}") from error
     # The checkpoint's settings may enable sampling, penalties or stopping, so they are replaced.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel
 from millrace_shard.__main__ import main
 from millrace_shard.commands.reference import answers, load_reference
 from millrace_shard.errors import ModelError
+from millrace_shard.model_loader.gguf.folder import prepare_gguf
+from millrace_testing.models.gguf_files import TinyGguf
 from millrace_testing.models.models import VOCAB, prompt_of, save_tiny
 
 NUM_TOKENS = 7
@@ -116,3 +119,19 @@ def test_a_folder_without_a_model_is_refused(
     assert capsys.readouterr().err.startswith("Error: ")
     with pytest.raises(ModelError):
         load_reference(tmp_path)
+
+
+def test_a_gguf_file_is_read_by_transformers_too(tmp_path: Path) -> None:
+    tiny = TinyGguf("llama", "Q4_1")
+    folder = prepare_gguf(tiny.write(tmp_path / "tiny.gguf"), tmp_path / "cache", tokenizer=None)
+    ids = torch.tensor([[5, 9, 3, 20, 11]])
+    with torch.inference_mode():
+        torch.testing.assert_close(load_reference(folder)(ids).logits, tiny.model(ids).logits)
+
+
+def test_a_gguf_file_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = TinyGguf("llama").write(tmp_path / "tiny.gguf")
+    folder = prepare_gguf(tiny, tmp_path / "cache", tokenizer=None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModelError, match="pip install gguf"):
+        load_reference(folder)
