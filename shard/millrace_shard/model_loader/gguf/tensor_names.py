@@ -55,6 +55,12 @@ def check_tensors(header: GgufHeader, config: Mapping[str, Any]) -> None:
 
     A tensor that the decoder does not know would change the model if it were left out: UnsupportedModel.
     """
+    layers = config["num_hidden_layers"]
+    if layers > len(header.tensors):
+        raise WeightsError(
+            f"{header.path.name} announces {layers} layers, and has {len(header.tensors)} tensors: "
+            f"tensor blk.{layers - 1}.attn_norm.weight is missing"
+        )
     expected = _shapes(config)
     for name, shape in expected.items():
         found = header.tensors.get(name)

@@ -36,8 +36,8 @@ def mutated(data: bytes, chooser: random.Random) -> bytes:
     """`data` with one to four changes in its header, or cut short."""
     changed, end = bytearray(data), header_end(data)
     for _ in range(chooser.randint(1, 4)):
-        place = chooser.randrange(end)
-        kind = chooser.randrange(5)
+        place = chooser.randrange(max(1, min(end, len(changed) - 16)))
+        kind = chooser.randrange(5) if len(changed) > end else 0
         if kind == 0:
             changed[place] ^= 1 << chooser.randrange(8)
         elif kind == 1:
@@ -48,7 +48,7 @@ def mutated(data: bytes, chooser: random.Random) -> bytes:
         elif kind == 3:
             del changed[place : place + chooser.randint(1, 16)]
         else:
-            del changed[chooser.randrange(len(changed)) :]
+            del changed[chooser.randrange(64, len(changed)) :]
     return bytes(changed)
 
 
@@ -103,6 +103,7 @@ def test_files_that_are_none(change: Any, message: str, whole: bytes, tmp_path: 
         ({"tokenizer.ggml.pre": "unheard-of"}, "--tokenizer-name"),
         ({"llama.attention.head_count": 0}, "llama.attention.head_count"),
         ({"llama.block_count": 3}, "blk.2"),
+        ({"llama.block_count": 1 << 20}, "announces 1048576 layers"),
     ],
 )
 def test_models_that_are_not_supported(
