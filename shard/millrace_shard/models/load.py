@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.layer_loader import LayerLoader
+from millrace_shard.models.operations import uses_plain_torch
 from millrace_shard.models.rope_override import RopeOverride
 from millrace_shard.models.rope_tables import RopeTables
 from millrace_shard.models.split import check_split
@@ -49,7 +51,10 @@ def load_model(  # noqa: PLR0913
         ropes = RopeTables(max_total_tokens, device)
         with closing(Weights(folder, dtype=dtype, device=device, group=group)) as weights:
             own = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
-            return Decoder(model.spec, model.info(), own, kernels, group, adapters)
+            info = model.info()
+            if device.type != "cpu" and uses_plain_torch(model.spec):
+                info = replace(info, batch_invariant=False)
+            return Decoder(model.spec, info, own, kernels, group, adapters)
     # The import takes a second, and models of our own decoder do not need it.
     from millrace_shard.models.transformers_backend.transformers_model import (  # noqa: PLC0415
         TransformersModel,

@@ -12,6 +12,7 @@ from millrace_shard.errors import UnsupportedModel
 from millrace_shard.models.config.config_reader import ConfigReader
 from millrace_shard.models.families.family import GENERAL
 from millrace_shard.models.families.registry import FAMILIES
+from millrace_shard.models.operations import uses_plain_torch
 from millrace_shard.models.spec.attention_spec import AttentionSpec
 from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
 from millrace_shard.models.spec.feed_forward_spec import GatedSpec
@@ -220,3 +221,8 @@ def test_impossible_splits_name_the_possible_ones(
     with pytest.raises(UnsupportedModel) as refusal:
         check_split(found, world_size)
     assert str(refusal.value).endswith(f"these numbers of shards work: {possible}")
+
+
+def test_families_whose_operations_have_no_operators() -> None:
+    have_operators = {name for name in FAMILIES if not uses_plain_torch(spec(name))}
+    assert have_operators == {"llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "seed_oss"}
