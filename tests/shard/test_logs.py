@@ -19,6 +19,8 @@ def logging_as_it_was() -> Iterator[None]:
     """The process's logging is left as pytest set it up."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    # A capture that another test left on would make this one void.
+    logging.captureWarnings(capture=False)
     yield
     logging.captureWarnings(capture=False)
     root.handlers[:] = handlers
