@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from millrace_shard.models.config.config_reader import ConfigReader
-from millrace_shard.models.config.rope_fields import read_rope
-from millrace_shard.models.families.common_fields import Heads, activation
+from millrace_shard.models.families.common_fields import activation
 from millrace_shard.models.families.family import Family
+from millrace_shard.models.families.pre_norm.llama import llama_attention
 from millrace_shard.models.spec.attention_spec import AttentionSpec
 from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
 from millrace_shard.models.spec.feed_forward_spec import GatedSpec
@@ -19,16 +19,7 @@ NAMES = WeightNames(layer=LayerNames(before_mlp=None))
 
 def cohere_attention(config: ConfigReader) -> AttentionSpec:
     """Attention without norms."""
-    heads, bias = Heads(config), config.flag("attention_bias")
-    return AttentionSpec(
-        num_heads=heads.count,
-        num_kv_heads=heads.kv_count,
-        head_dim=heads.dim,
-        scale=heads.dim**-0.5,
-        rope=read_rope(config, head_dim=heads.dim, interleaved=True),
-        qkv_bias=bias,
-        out_bias=bias,
-    )
+    return llama_attention(config, bias=config.flag("attention_bias"), interleaved=True)
 
 
 def cohere_norm(config: ConfigReader) -> NormSpec:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from millrace_shard.models.config.config_reader import ConfigReader
-from millrace_shard.models.config.rope_fields import read_rope
-from millrace_shard.models.families.common_fields import Heads, activation
+from millrace_shard.models.families.common_fields import activation
 from millrace_shard.models.families.family import Family
+from millrace_shard.models.families.pre_norm.llama import llama_attention
 from millrace_shard.models.spec.attention_spec import AttentionSpec
 from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
 from millrace_shard.models.spec.feed_forward_spec import GatedSpec
@@ -22,26 +24,25 @@ NAMES = WeightNames(
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    heads, bias = Heads(config), config.flag("attention_bias")
     num_layers, window = config.count("num_hidden_layers"), config.count("sliding_window")
     kinds = config.layer_types(num_layers) or tuple(
         "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
     )
-    attention = {
-        kind: AttentionSpec(
-            num_heads=heads.count,
-            num_kv_heads=heads.kv_count,
-            head_dim=heads.dim,
-            scale=config.number("query_pre_attn_scalar") ** -0.5,
-            rope=read_rope(config, head_dim=heads.dim),
-            window=window if kind == "sliding_attention" else None,
-            softcap=config.optional_number("attn_logit_softcapping"),
-            qkv_bias=bias,
-            out_bias=bias,
-        )
-        for kind in set(kinds)
-    }
+    full = gemma_attention(config)
+    attention = {"full_attention": full, "sliding_attention": replace(full, window=window)}
     return gemma_decoder(config, [attention[kind] for kind in kinds])
+
+
+def gemma_attention(
+    config: ConfigReader, layer_kind: str | None = None, theta_field: str = "rope_theta"
+) -> AttentionSpec:
+    """Attention without norms and window; `layer_kind` and `theta_field` are those of `llama_attention`."""
+    bias = config.flag("attention_bias")
+    return replace(
+        llama_attention(config, layer_kind, bias=bias, theta_field=theta_field),
+        scale=config.number("query_pre_attn_scalar") ** -0.5,
+        softcap=config.optional_number("attn_logit_softcapping"),
+    )
 
 
 def gemma_decoder(config: ConfigReader, attention: list[AttentionSpec]) -> DecoderSpec:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from millrace_shard.models.config.config_reader import ConfigReader
-from millrace_shard.models.config.rope_fields import read_rope
-from millrace_shard.models.families.common_fields import Heads, window_kinds
+from millrace_shard.models.families.common_fields import window_kinds
 from millrace_shard.models.families.family import Family
-from millrace_shard.models.families.other_norms.gemma2 import gemma_decoder
-from millrace_shard.models.spec.attention_spec import AttentionSpec
+from millrace_shard.models.families.other_norms.gemma2 import gemma_attention, gemma_decoder
 from millrace_shard.models.spec.decoder_spec import DecoderSpec
 from millrace_shard.models.spec.norm_spec import HeadNormSpec, NormSpec
 
@@ -16,24 +16,14 @@ _THETA_FIELDS = {"full_attention": "rope_theta", "sliding_attention": "rope_loca
 
 def _spec(config: ConfigReader) -> DecoderSpec:
     config.check("use_bidirectional_attention", (False,))
-    heads, bias = Heads(config), config.flag("attention_bias")
     norm = NormSpec(eps=config.number("rms_norm_eps"), plus_one=True, wide=True)
     kinds = window_kinds(config, config.count("sliding_window_pattern"))
     window = config.count("sliding_window")
     attention = {
-        kind: AttentionSpec(
-            num_heads=heads.count,
-            num_kv_heads=heads.kv_count,
-            head_dim=heads.dim,
-            scale=config.number("query_pre_attn_scalar") ** -0.5,
-            rope=read_rope(
-                config, head_dim=heads.dim, layer_kind=kind, theta_field=_THETA_FIELDS[kind]
-            ),
+        kind: replace(
+            gemma_attention(config, kind, _THETA_FIELDS[kind]),
             window=window if kind == "sliding_attention" else None,
-            softcap=config.optional_number("attn_logit_softcapping"),
             head_norm=HeadNormSpec(norm=norm),
-            qkv_bias=bias,
-            out_bias=bias,
         )
         for kind in set(kinds)
     }

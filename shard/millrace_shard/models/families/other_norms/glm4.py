@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from millrace_shard.models.config.config_reader import ConfigReader
-from millrace_shard.models.config.rope_fields import read_rope
-from millrace_shard.models.families.common_fields import Heads
 from millrace_shard.models.families.family import Family
-from millrace_shard.models.families.pre_norm.llama import llama_decoder
-from millrace_shard.models.spec.attention_spec import AttentionSpec
+from millrace_shard.models.families.pre_norm.llama import llama_attention, llama_decoder
 from millrace_shard.models.spec.decoder_spec import DecoderSpec
 from millrace_shard.models.spec.norm_spec import NormPlaces
 from millrace_shard.models.spec.weight_names import LayerNames, WeightNames
@@ -24,15 +21,8 @@ NAMES = WeightNames(
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    heads = Heads(config)
-    attention = AttentionSpec(
-        num_heads=heads.count,
-        num_kv_heads=heads.kv_count,
-        head_dim=heads.dim,
-        scale=heads.dim**-0.5,
-        rope=read_rope(config, head_dim=heads.dim, interleaved=True),
-        qkv_bias=config.flag("attention_bias"),
-    )
+    plain = llama_attention(config, interleaved=True)
+    attention = replace(plain, qkv_bias=config.flag("attention_bias"))
     spec = llama_decoder(config, [attention] * config.count("num_hidden_layers"))
     layers = (replace(layer, norm_places=NormPlaces.AROUND) for layer in spec.layers)
     return replace(spec, layers=tuple(layers), names=NAMES)

@@ -24,11 +24,10 @@ NAMES = WeightNames(
 
 def olmo_attention(config: ConfigReader, layer_kind: str | None = None) -> AttentionSpec:
     """Attention with norms over the whole width of queries and keys; `layer_kind` is that of `llama_attention`."""
-    bias = config.flag("attention_bias")
     norm = NormSpec(eps=config.number("rms_norm_eps"), wide=True)
     head_norm = HeadNormSpec(norm=norm, whole_width=True)
-    plain = llama_attention(config, layer_kind)
-    return replace(plain, qkv_bias=bias, out_bias=bias, head_norm=head_norm)
+    plain = llama_attention(config, layer_kind, bias=config.flag("attention_bias"))
+    return replace(plain, head_norm=head_norm)
 
 
 def olmo_decoder(config: ConfigReader, attention: list[AttentionSpec]) -> DecoderSpec:

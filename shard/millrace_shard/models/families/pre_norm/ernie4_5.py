@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from millrace_shard.models.config.config_reader import ConfigReader
 from millrace_shard.models.families.family import Family
 from millrace_shard.models.families.pre_norm.llama import llama_attention, llama_decoder
@@ -11,11 +9,8 @@ from millrace_shard.models.spec.decoder_spec import DecoderSpec
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    bias, plain = config.flag("use_bias"), llama_attention(config)
-    assert plain.rope is not None
-    attention = replace(
-        plain, qkv_bias=bias, out_bias=bias, rope=replace(plain.rope, interleaved=True)
-    )
+    bias = config.flag("use_bias")
+    attention = llama_attention(config, bias=bias, interleaved=True)
     return llama_decoder(config, [attention] * config.count("num_hidden_layers"), mlp_bias=bias)
 
 

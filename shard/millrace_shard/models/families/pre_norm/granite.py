@@ -11,11 +11,9 @@ from millrace_shard.models.spec.decoder_spec import DecoderSpec
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    bias, multiplier = config.flag("attention_bias"), config.number("residual_multiplier")
+    multiplier = config.number("residual_multiplier")
     attention = replace(
-        llama_attention(config),
-        qkv_bias=bias,
-        out_bias=bias,
+        llama_attention(config, bias=config.flag("attention_bias")),
         scale=config.number("attention_multiplier"),
     )
     layers = [attention] * config.count("num_hidden_layers")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from millrace_shard.models.config.config_reader import ConfigReader
-from millrace_shard.models.config.rope_fields import read_rope, rope_parameters
-from millrace_shard.models.families.common_fields import Heads
+from millrace_shard.models.config.rope_fields import rope_parameters
 from millrace_shard.models.families.family import Family
-from millrace_shard.models.families.pre_norm.llama import llama_decoder
+from millrace_shard.models.families.pre_norm.llama import llama_attention, llama_decoder
 from millrace_shard.models.spec.attention_spec import AttentionSpec
 from millrace_shard.models.spec.decoder_spec import DecoderSpec
 from millrace_shard.models.spec.norm_spec import HeadNormSpec, NormSpec
-from millrace_shard.models.spec.rope_spec import RopeSpec
 from millrace_shard.models.spec.weight_names import LayerNames, WeightNames
 
 _UNUSED = frozenset(("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
@@ -20,33 +18,24 @@ _UNUSED = frozenset(("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_di
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    heads, bias = Heads(config), config.flag("attention_bias")
     norm = NormSpec(eps=config.number("rms_norm_eps"))
-    attention = AttentionSpec(
-        num_heads=heads.count,
-        num_kv_heads=heads.kv_count,
-        head_dim=heads.dim,
-        scale=heads.dim**-0.5,
-        rope=_rope(config, heads.dim),
-        head_norm=HeadNormSpec(norm=norm, after_rope=True),
-        qkv_bias=bias,
-        out_bias=bias,
-    )
+    attention = replace(_attention(config), head_norm=HeadNormSpec(norm=norm, after_rope=True))
     spec = llama_decoder(config, [attention] * config.count("num_hidden_layers"))
     names = LayerNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
     return replace(spec, names=WeightNames(layer=names))
 
 
-def _rope(config: ConfigReader, head_dim: int) -> RopeSpec:
-    """A fixed alpha makes the "dynamic" scaling static."""
-    parameters = rope_parameters(config)
+def _attention(config: ConfigReader) -> AttentionSpec:
+    """Attention without norms. A fixed alpha makes the "dynamic" scaling static."""
+    bias, parameters = config.flag("attention_bias"), rope_parameters(config)
     alpha = parameters.get("alpha")
     kind = parameters.get("rope_type") or parameters.get("type")
     if not alpha or kind != "dynamic":
-        return read_rope(config, head_dim=head_dim)
-    rope = read_rope(config, head_dim=head_dim, extra=_UNUSED)
-    theta = rope.theta * float(alpha) ** (head_dim / (head_dim - 2))
-    return replace(rope, theta=theta, scaling=None)
+        return llama_attention(config, bias=bias)
+    plain = llama_attention(config, bias=bias, rope_extra=_UNUSED)
+    assert plain.rope is not None
+    theta = plain.rope.theta * float(alpha) ** (plain.head_dim / (plain.head_dim - 2))
+    return replace(plain, rope=replace(plain.rope, theta=theta, scaling=None))
 
 
 FAMILY = Family(

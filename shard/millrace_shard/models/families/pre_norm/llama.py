@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from millrace_shard.models.config.config_reader import ConfigReader
 from millrace_shard.models.config.rope_fields import read_rope
@@ -15,15 +14,36 @@ from millrace_shard.models.spec.feed_forward_spec import GatedSpec
 from millrace_shard.models.spec.norm_spec import NormSpec
 
 
-def llama_attention(config: ConfigReader, layer_kind: str | None = None) -> AttentionSpec:
-    """Attention without biases and norms; `layer_kind` chooses among rotary embeddings, see `read_rope`."""
+def llama_attention(
+    config: ConfigReader,
+    layer_kind: str | None = None,
+    *,
+    bias: bool = False,
+    theta_field: str = "rope_theta",
+    interleaved: bool = False,
+    rope_extra: frozenset[str] = frozenset(),
+) -> AttentionSpec:
+    """Attention without norms; `bias` is that of all four projections.
+
+    `layer_kind`, `theta_field`, `interleaved` and `rope_extra` describe the rotary embedding, see `read_rope`.
+    """
     heads = Heads(config)
+    rope = read_rope(
+        config,
+        head_dim=heads.dim,
+        layer_kind=layer_kind,
+        theta_field=theta_field,
+        interleaved=interleaved,
+        extra=rope_extra,
+    )
     return AttentionSpec(
         num_heads=heads.count,
         num_kv_heads=heads.kv_count,
         head_dim=heads.dim,
         scale=heads.dim**-0.5,
-        rope=read_rope(config, head_dim=heads.dim, layer_kind=layer_kind),
+        rope=rope,
+        qkv_bias=bias,
+        out_bias=bias,
     )
 
 
@@ -48,8 +68,7 @@ def llama_decoder(
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    bias = config.flag("attention_bias")
-    attention = replace(llama_attention(config), qkv_bias=bias, out_bias=bias)
+    attention = llama_attention(config, bias=config.flag("attention_bias"))
     layers = [attention] * config.count("num_hidden_layers")
     return llama_decoder(config, layers, mlp_bias=config.flag("mlp_bias"))
 

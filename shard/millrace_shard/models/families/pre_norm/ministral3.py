@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.models.config.config_reader import ConfigReader
-from millrace_shard.models.config.rope_fields import read_rope, rope_parameters
-from millrace_shard.models.families.common_fields import Heads
+from millrace_shard.models.config.rope_fields import rope_parameters
 from millrace_shard.models.families.family import Family
-from millrace_shard.models.families.pre_norm.llama import llama_decoder
-from millrace_shard.models.spec.attention_spec import AttentionSpec, QueryScaling
+from millrace_shard.models.families.pre_norm.llama import llama_attention, llama_decoder
+from millrace_shard.models.spec.attention_spec import QueryScaling
 from millrace_shard.models.spec.decoder_spec import DecoderSpec
 
 _OWN = frozenset(("llama_4_scaling_beta", "max_position_embeddings"))
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    heads = Heads(config)
-    attention = AttentionSpec(
-        num_heads=heads.count,
-        num_kv_heads=heads.kv_count,
-        head_dim=heads.dim,
-        scale=heads.dim**-0.5,
-        rope=read_rope(config, head_dim=heads.dim, extra=_OWN),
+    attention = replace(
+        llama_attention(config, rope_extra=_OWN),
         query_scaling=_query_scaling(config),
         window=config.optional_count("sliding_window"),
     )

@@ -13,9 +13,9 @@ from millrace_shard.models.spec.norm_spec import HeadNormSpec, NormSpec
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    bias = config.flag("attention_bias")
     norm = HeadNormSpec(norm=NormSpec(eps=config.number("rms_norm_eps")))
-    attention = replace(llama_attention(config), qkv_bias=bias, out_bias=bias, head_norm=norm)
+    plain = llama_attention(config, bias=config.flag("attention_bias"))
+    attention = replace(plain, head_norm=norm)
     windows = qwen_windows(config)
     return llama_decoder(config, [replace(attention, window=window) for window in windows])
 

@@ -13,8 +13,8 @@ from millrace_shard.models.spec.decoder_spec import DecoderSpec
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    num_layers, bias = config.count("num_hidden_layers"), config.flag("attention_bias")
-    attention = replace(llama_attention(config), qkv_bias=bias, out_bias=bias)
+    num_layers = config.count("num_hidden_layers")
+    attention = llama_attention(config, bias=config.flag("attention_bias"))
     interval = config.count("no_rope_layer_interval")
     # A 1 stands for a layer that rotates.
     rotates = config.numbers("no_rope_layers", num_layers) or tuple(
