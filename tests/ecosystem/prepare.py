@@ -17,6 +17,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 VENVS = ROOT / ".venvs"
 CLIENTS = HERE / "clients"
+REQUIREMENTS = CLIENTS / "requirements"
+"""`NAME.txt` has the packages of the environment `.venvs/NAME`."""
 TOKENIZERS = HERE / "tokenizers"
 HUB_HOME = VENVS / "hub"
 """Folder of the published model, in place of the user's."""
@@ -136,7 +138,7 @@ def main() -> None:
     """Everything; a failure is reported and leaves a skip behind, never an error."""
     prepare_programs()
     with ThreadPoolExecutor(max_workers=2) as pool:
-        list(pool.map(prepare_venv, sorted(CLIENTS.glob("*.txt"))))
+        list(pool.map(prepare_venv, sorted(REQUIREMENTS.glob("*.txt"))))
     prepare_node(CLIENTS / "js", "JavaScript clients")
     prepare_tokenizers()
     prepare_published_model()

@@ -40,7 +40,8 @@ def names(pattern: str) -> list[str]:
 
 def environment_of(name: str) -> str:
     """The longest of the environments' names that the script's begins with."""
-    return max((path.stem for path in CLIENTS.glob("*.txt") if name.startswith(path.stem)), key=len)
+    known = (path.stem for path in prepare.REQUIREMENTS.glob("*.txt"))
+    return max((each for each in known if name.startswith(each)), key=len)
 
 
 def run_quietly(command: Sequence[str], folder: Path) -> str:

@@ -88,8 +88,8 @@ def test_an_environment_that_was_not_installed_to_its_end_is_none(
 
 
 def test_the_documented_versions_are_those_installed() -> None:
-    lines = [line for file in CLIENTS.glob("*.txt") for line in file.read_text().splitlines()]
-    pinned = set(re.findall(r"^([\w-]+)(?:\[.*?\])?==(.+)$", "\n".join(lines), re.MULTILINE))
+    lines = "".join(file.read_text() for file in prepare.REQUIREMENTS.glob("*.txt"))
+    pinned = set(re.findall(r"^([\w-]+)(?:\[.*?\])?==(.+)$", lines, re.MULTILINE))
     pinned |= json.loads((CLIENTS / "js" / "package.json").read_text())["dependencies"].items()
     rows = re.findall(r"^\| (`.*?) \| ([\d., ]+) \|", DOCUMENT.read_text(), re.MULTILINE)
     assert len(rows) > 10
