@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,7 +17,7 @@ from bench.parts.fixture import MANY, Fixture
 from bench.parts.part import Figures, Question, Samples, Table, table_of
 
 RATE, RATIO = "tokens/s", "ratio"
-Each = TypeVar("Each")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +38,42 @@ class Experiment(Question):
 
 
 def rounds(
-    fixture: Fixture, repeats: int, cases: Sequence[Each], name: str
-) -> Iterator[tuple[int, Sequence[Each]]]:
-    """The number of each round, and the cases in its order, which turns round by round."""
+    fixture: Fixture, repeats: int, cases: Sequence[str], name: str
+) -> Iterator[Sequence[str]]:
+    """The cases in the order of each round, which turns round by round."""
     for number in range(repeats):
         fixture.repeat = number
         if not fixture.quick:
             wait_until_quiet(fixture.quiet)
         say(f"{name}: round {number + 1} of {repeats}")
-        yield number, cases if number % 2 == 0 else cases[::-1]
+        yield cases if number % 2 == 0 else cases[::-1]
 
 
-def with_ratio(found: dict[str, dict[str, float]], base: str) -> Iterator[tuple[str, Figures]]:
+def measured(
+    fixture: Fixture, order: Sequence[str], measure: Callable[[str], Found]
+) -> dict[str, Found]:
+    """What `measure` finds for each case of one round; the most of other processes' CPU counts for all of them."""
+    found, others = {}, 0.0
+    for name in order:
+        found[name] = measure(name)
+        others = max(others, fixture.other_cores)
+    fixture.other_cores = others
+    return found
+
+
+def compared(
+    fixture: Fixture,
+    repeats: int,
+    cases: Sequence[str],
+    name: str,
+    measure: Callable[[str], Figures],
+) -> Iterator[tuple[str, Figures]]:
+    """The figures of all cases round by round, each with the ratio of its rate to that of the first case."""
+    for order in rounds(fixture, repeats, cases, name):
+        yield from with_ratio(measured(fixture, order, measure), cases[0])
+
+
+def with_ratio(found: Mapping[str, Figures], base: str) -> Iterator[tuple[str, Figures]]:
     """The figures of one round, each with the ratio of its rate to that of the case `base`."""
     for name, figures in found.items():
         yield name, {**figures, RATIO: figures[RATE] / found[base][RATE]}

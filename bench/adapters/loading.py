@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from bench.adapters.adapter_files import ALL, flags, scratch, write
-from bench.adapters.experiment import Experiment, rounds, running, serving, verdict
+from bench.adapters.experiment import Experiment, measured, rounds, running, serving, verdict
 from bench.adapters.metrics import LOAD_SECONDS, LOADS, counted
 from bench.adapters.streams import NUM_STREAMS, fetch, gaps, num_streams, requests
 from bench.harness.server import RunningServer
@@ -101,18 +101,17 @@ def run(fixture: Fixture, repeats: int) -> Iterator[tuple[str, Figures]]:
                 RESIDENT: itertools.repeat(resident),
                 LOADING: itertools.cycle(loaded),
             }
-            for _, order in rounds(fixture, repeats, CASES, "loading"):
-                found, others = {}, 0.0
-                for name in order:
-                    with running(fixture, server):
-                        fetch(fixture, server, [resident])
-                    found[name] = measure(fixture, server, name, asked[name])
-                    others = max(others, fixture.other_cores)
-                fixture.other_cores = others
-                yield from compared(found)
+
+            def one(name: str) -> Figures:
+                with running(fixture, server):
+                    fetch(fixture, server, [resident])
+                return measure(fixture, server, name, asked[name])
+
+            for order in rounds(fixture, repeats, CASES, "loading"):
+                yield from with_ratios(measured(fixture, order, one))
 
 
-def compared(found: dict[str, dict[str, float]]) -> Iterator[tuple[str, Figures]]:
+def with_ratios(found: Mapping[str, Figures]) -> Iterator[tuple[str, Figures]]:
     """The figures of one round with the ratios of their gaps."""
     for name, figures in found.items():
         ratios = {GAP_RATIO: figures[GAP] / found[NOTHING][GAP]}

@@ -9,10 +9,9 @@ from bench.adapters.experiment import (
     RATE,
     RATIO,
     Experiment,
-    rounds,
+    compared,
     running,
     serving,
-    with_ratio,
 )
 from bench.adapters.streams import NUM_STREAMS, decode_rate, fetch, num_streams, requests, together
 from bench.parts.fixture import Fixture
@@ -34,17 +33,13 @@ def run(fixture: Fixture, repeats: int) -> Iterator[tuple[str, Figures]]:
         cases |= {QV: [*narrow], EACH: [*wide]}
         with serving(fixture, "mixed", *flags(wide | narrow, folder / "cache")) as server:
             fetch(fixture, server, [*wide, *narrow])
-            for _, order in rounds(fixture, repeats, [*cases], "mixed"):
-                found, others = {}, 0.0
-                for name in order:
-                    asked = requests(
-                        fixture, cases[name], output_tokens=OUTPUT_TOKENS, seed="mixed"
-                    )
-                    with running(fixture, server):
-                        found[name] = {RATE: decode_rate(together(server, asked))}
-                    others = max(others, fixture.other_cores)
-                fixture.other_cores = others
-                yield from with_ratio(found, BASE)
+
+            def measure(name: str) -> Figures:
+                asked = requests(fixture, cases[name], output_tokens=OUTPUT_TOKENS, seed="mixed")
+                with running(fixture, server):
+                    return {RATE: decode_rate(together(server, asked))}
+
+            yield from compared(fixture, repeats, [*cases], "mixed", measure)
 
 
 def conclude(table: Table) -> Sequence[str]:

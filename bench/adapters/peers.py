@@ -13,6 +13,7 @@ from bench.adapters.experiment import (
     RATE,
     RATIO,
     Experiment,
+    measured,
     rounds,
     running,
     serving,
@@ -127,7 +128,7 @@ def run(fixture: Fixture, repeats: int) -> Iterator[tuple[str, Figures]]:
                 contenders[each.name] = peer(fixture, engine, [*adapters.values()])
             except EngineError as error:
                 say(f"{each.name} takes no part: {error}")
-        for _, order in rounds(fixture, repeats, [*contenders], "peers"):
+        for order in rounds(fixture, repeats, [*contenders], "peers"):
             for count in COUNTS[:1] if fixture.quick else COUNTS:
                 yield from _compared(fixture, contenders, order, count)
 
@@ -136,11 +137,7 @@ def _compared(
     fixture: Fixture, contenders: Mapping[str, Rate], order: Sequence[str], count: int
 ) -> Iterator[tuple[str, Figures]]:
     """Each contender with so many adapters, and our rate over its."""
-    found, others = {}, 0.0
-    for name in order:
-        found[name] = contenders[name](count)
-        others = max(others, fixture.other_cores)
-    fixture.other_cores = others
+    found = measured(fixture, order, lambda name: contenders[name](count))
     for name, rate in found.items():
         yield case_name(name, count), {RATE: rate, RATIO: found[OURS] / rate}
 

@@ -10,11 +10,10 @@ from bench.adapters.experiment import (
     RATE,
     RATIO,
     Experiment,
-    rounds,
+    compared,
     running,
     serving,
     verdict,
-    with_ratio,
 )
 from bench.adapters.streams import NUM_STREAMS, decode_rate, num_streams, requests, together
 from bench.harness.server import RunningServer
@@ -40,13 +39,11 @@ def run(fixture: Fixture, repeats: int) -> Iterator[tuple[str, Figures]]:
         for name, given in ((WITHOUT, []), (WITH, flags(adapters, folder / "cache"))):
             servers[name] = stack.enter_context(serving(fixture, "unused", *given))
             rate(fixture, servers[name], "warm-up")
-        for _, order in rounds(fixture, repeats, [WITHOUT, WITH], "unused"):
-            found, others = {}, 0.0
-            for name in order:
-                found[name] = {RATE: rate(fixture, servers[name], "unused")}
-                others = max(others, fixture.other_cores)
-            fixture.other_cores = others
-            yield from with_ratio(found, WITHOUT)
+
+        def measure(name: str) -> Figures:
+            return {RATE: rate(fixture, servers[name], "unused")}
+
+        yield from compared(fixture, repeats, [WITHOUT, WITH], "unused", measure)
 
 
 def conclude(table: Table) -> Sequence[str]:

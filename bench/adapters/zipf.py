@@ -11,11 +11,10 @@ from bench.adapters.experiment import (
     RATE,
     RATIO,
     Experiment,
-    rounds,
+    compared,
     running,
     serving,
     verdict,
-    with_ratio,
 )
 from bench.adapters.metrics import LOADS, counted
 from bench.adapters.streams import NUM_STREAMS, fetch, in_turn, num_streams, requests
@@ -58,13 +57,13 @@ def run(fixture: Fixture, repeats: int) -> Iterator[tuple[str, Figures]]:
             servers[name] = stack.enter_context(serving(fixture, f"zipf-{limit}", *given))
             with running(fixture, servers[name]):
                 fetch(fixture, servers[name], sorted(set(names)))
-        for _, order in rounds(fixture, repeats, [RESIDENT, FEW], "zipf"):
-            found, others = {}, 0.0
-            for name in order:
-                found[name] = measure(fixture, servers[name], names)
-                others = max(others, fixture.other_cores)
-            fixture.other_cores = others
-            yield from with_ratio(found, RESIDENT)
+        yield from compared(
+            fixture,
+            repeats,
+            [RESIDENT, FEW],
+            "zipf",
+            lambda name: measure(fixture, servers[name], names),
+        )
 
 
 def conclude(table: Table) -> Sequence[str]:

@@ -12,7 +12,7 @@ import pytest
 from bench.adapters import loading, mixed, peers, zipf
 from bench.adapters.__main__ import PARTS, main, parse_arguments
 from bench.adapters.adapter_files import ALL, flags
-from bench.adapters.experiment import Experiment, rounds, verdict, with_ratio
+from bench.adapters.experiment import Experiment, compared, verdict
 from bench.adapters.names import Names
 from bench.adapters.streams import decode_rate, gaps, requests
 from bench.harness.repeats import Repeated, Sample
@@ -52,21 +52,23 @@ def test_every_experiment_runs(
 def test_rounds_turn_their_order_and_samples_keep_the_load_of_their_round(
     fixture: Fixture,
 ) -> None:
-    orders = []
+    order = list[str]()
 
     def run(where: Fixture, repeats: int) -> Iterator[tuple[str, Figures]]:
-        for number, order in rounds(where, repeats, ["a", "b"], "test"):
-            orders.append([*order])
-            where.other_cores = 0.5 if number == 1 else 0.0
-            yield from with_ratio(
-                {"a": {"tokens/s": 10.0}, "b": {"tokens/s": 8.0 + number}}, base="a"
-            )
+        def measure(name: str) -> Figures:
+            number = len(order) // 2
+            order.append(name)
+            # The load beside one case counts for its whole round.
+            where.other_cores = 0.5 if (name, number) == ("a", 1) else 0.0
+            return {"tokens/s": 10.0 if name == "a" else 8.0 + number}
+
+        yield from compared(where, repeats, ["a", "b"], "test", measure)
 
     experiment = Experiment(
         name="e", title="E", method="How.", cases=tuple(map(Case, "abc")), run=run
     )
     table = experiment.measure(fixture, repeats=3)
-    assert orders == [["a", "b"], ["b", "a"], ["a", "b"]]
+    assert order == ["a", "b", "b", "a", "a", "b"]
     assert list(table) == ["a", "b"]
     assert [sample.value for sample in table["b"]["ratio"].samples] == [0.8, 0.9, 1.0]
     assert [sample.is_clean for sample in table["b"]["ratio"].samples] == [True, False, True]
@@ -111,7 +113,7 @@ def test_gaps_beside_loads_are_compared_with_both_others() -> None:
         name: {loading.GAP: gap}
         for name, gap in zip(loading.CASES, (10.0, 12.0, 15.0), strict=True)
     }
-    rows = dict(loading.compared(found))
+    rows = dict(loading.with_ratios(found))
     assert rows[loading.LOADING][loading.GAP_RATIO] == pytest.approx(1.5)
     assert rows[loading.LOADING][loading.GAP_OVER_RESIDENT] == pytest.approx(1.25)
     assert rows[loading.NOTHING][loading.GAP_RATIO] == 1
