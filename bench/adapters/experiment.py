@@ -101,7 +101,7 @@ def running(fixture: Fixture, server: RunningServer) -> Iterator[None]:
 
 
 def verdict(figure: Repeated, goal: float, *, at_least: bool = True) -> str:
-    """The figure beside its goal."""
+    """The figure, its goal, and whether it is met."""
     met = figure.median >= goal if at_least else figure.median <= goal
     words = "at least" if at_least else "at most"
     return f"{figure.text} (goal {words} {goal:g}: {'met' if met else 'missed'})"

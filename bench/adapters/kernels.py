@@ -63,7 +63,7 @@ class Model:
         self._load()
 
     def step(self, case: Case) -> Callable[[], None]:
-        """A decode step, or a prompt, ready to call."""
+        """A function that runs a decode step or a prompt."""
         rows = len(case.slots)
         sequences = [1] * rows if rows < PROMPT else [rows]
         context = [CONTEXT] * rows if rows < PROMPT else [rows]
@@ -123,7 +123,7 @@ class Model:
         return LinearWeights(stored, None, self.table.add_site(parts))
 
     def _load(self) -> None:
-        """Copies of one adapter, each in memory of its own."""
+        """Put a copy of one adapter into each slot, with memory of its own."""
         self.table.resize(2 * ROWS)
         pack_a, pack_b = torch.ops.millrace.pack_lora_a, torch.ops.millrace.pack_lora_b
         packed = [
@@ -173,7 +173,7 @@ def measure(model: Model, group: Sequence[Case], rounds: int) -> None:
 
 
 def main() -> None:
-    """Print everything."""
+    """Measure all cases and print them."""
     parser = argparse.ArgumentParser(prog="python -m bench.adapters.kernels", description=__doc__)
     parser.add_argument("threads", type=int, nargs="?", default=1)
     parser.add_argument("shapes", nargs="?", default="135M,1B", help="separated by commas")

@@ -37,7 +37,7 @@ class Beside:
         self.answers: list[Answer] = []
 
     async def run(self, streams: Sequence[Answer]) -> None:
-        """Begin when all streams have a token, and end with the first stream."""
+        """Send requests from the time at which all streams have a token until the first stream ends."""
         while not all(stream.arrivals for stream in streams):  # noqa: ASYNC110
             await asyncio.sleep(POLL_SECONDS)
         for adapter in self._adapters:
@@ -121,7 +121,7 @@ def with_ratios(found: Mapping[str, Figures]) -> Iterator[tuple[str, Figures]]:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """Both goals."""
+    """Lines with the time of a load, the gaps, and their goals."""
     row = table[LOADING]
     return [
         f"A load takes {verdict(row[MEAN_LOAD], LOAD_GOAL_MS, at_least=False)} ms.",

@@ -43,7 +43,7 @@ def run(fixture: Fixture, repeats: int) -> Iterator[tuple[str, Figures]]:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """The goals of both shapes."""
+    """A line for each case with its ratio and the goals of both shapes."""
     return [
         f"{name}: {table[name][RATIO].text} times the base's tokens/s (goal {small:g} at 135M, {large:g} at 1B)."
         for name, (small, large) in GOALS.items()

@@ -35,7 +35,7 @@ class EmptyHub:
     commit_of = fetch
 
     async def last_version(self, source: NamedSource, *, name: str) -> None:
-        """Know none."""
+        """Return None: nothing was fetched before."""
         del source, name
 
     async def merge(self, recipe: MergeRecipe, versions: Sequence[AdapterVersion]) -> NoReturn:
@@ -44,7 +44,7 @@ class EmptyHub:
         raise AdapterNotFound(recipe.ids[0])
 
     def is_cached(self, digest: str) -> bool:
-        """Answer yes."""
+        """Return true for every digest."""
         return bool(digest)
 
 

@@ -55,7 +55,7 @@ Rate = Callable[[int], float]
 
 
 def case_name(engine: str, count: int) -> str:
-    """The name of a row."""
+    """The name of the case in which `engine` has `count` adapters."""
     return f"{engine}, {count} adapters"
 
 
@@ -136,14 +136,14 @@ def run(fixture: Fixture, repeats: int) -> Iterator[tuple[str, Figures]]:
 def _compared(
     fixture: Fixture, contenders: Mapping[str, Rate], order: Sequence[str], count: int
 ) -> Iterator[tuple[str, Figures]]:
-    """Each contender with so many adapters, and our rate over its."""
+    """The rate of each engine with `count` adapters, and the ratio of our rate to it."""
     found = measured(fixture, order, lambda name: contenders[name](count))
     for name, rate in found.items():
         yield case_name(name, count), {RATE: rate, RATIO: found[OURS] / rate}
 
 
 def _spread(fixture: Fixture, adapters: Sequence[str], count: int) -> list[str]:
-    """An adapter for each stream, of the first `count`."""
+    """The adapter of each stream: the first `count` adapters in turn."""
     return [adapters[number % count] for number in range(num_streams(fixture))]
 
 

@@ -41,7 +41,7 @@ def memory(server: RunningServer) -> dict[str, float]:
 
 
 def resident(process: psutil.Process) -> float:
-    """Megabytes."""
+    """The resident memory of a process in megabytes."""
     return float(process.memory_info().rss / MEGABYTE)
 
 
@@ -81,7 +81,7 @@ def run(fixture: Fixture, repeats: int) -> Iterator[tuple[str, Figures]]:
 
 
 def asked_over_http(fixture: Fixture, server: RunningServer) -> Figures:
-    """The growth while made-up names are asked for, after as many as fill every cache."""
+    """The growth of memory while unknown names are asked for, after a first part that fills the caches."""
     names = [f"made-up-{each}" for each in range(fixture.sized(NUM_ASKED, 200))]
     first = len(names) // WARM_UP
     asyncio.run(ask(server, names[:first]))
@@ -92,7 +92,7 @@ def asked_over_http(fixture: Fixture, server: RunningServer) -> Figures:
 
 
 def asked_in_process(fixture: Fixture, num_registered: int) -> Figures:
-    """The same for the router's own names in this process, and the memory of the registered ones once all are used."""
+    """The memory that the names of registered adapters take in this process, and the growth by unknown names."""
     process, count = psutil.Process(), fixture.sized(NUM_IN_PROCESS, 2000)
     empty = resident(process)
     names = Names(num_registered)
@@ -108,7 +108,7 @@ def _more(before: Figures, after: Figures) -> dict[str, float]:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """The goals."""
+    """Lines with the growth of memory and its goal."""
     row = table[MANY]
     return [
         f"Registered adapters: the router has {verdict(row[ROUTER_MORE], GOAL_MB, at_least=False)} MB more, the shard"

@@ -15,7 +15,7 @@ PROMPT_TOKENS = 32
 
 
 def num_streams(fixture: Fixture) -> int:
-    """Streams of a run."""
+    """The number of streams that run together."""
     return fixture.sized(NUM_STREAMS, 4)
 
 

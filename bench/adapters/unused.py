@@ -47,7 +47,7 @@ def run(fixture: Fixture, repeats: int) -> Iterator[tuple[str, Figures]]:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """The goal."""
+    """A line with the ratio and its goal."""
     return [f"{WITH}: {verdict(table[WITH][RATIO], GOAL)} times the tokens/s."]
 
 

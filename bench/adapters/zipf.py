@@ -67,7 +67,7 @@ def run(fixture: Fixture, repeats: int) -> Iterator[tuple[str, Figures]]:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """The goal."""
+    """A line with the ratio and its goal."""
     return [f"{FEW}: {verdict(table[FEW][RATIO], GOAL)} times the tokens/s of all in memory."]
 
 

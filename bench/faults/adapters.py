@@ -82,7 +82,7 @@ class Adapters:
         return self._folder / name
 
     def overwrite(self, number: int) -> None:
-        """Put the weights of a version into the folder of `OVERWRITTEN`, at once."""
+        """Replace the weights in the folder `OVERWRITTEN` by those of a version, in one rename."""
         partial = self._folder / f"{WEIGHTS}.partial"
         shutil.copyfile(self.version(OVERWRITTEN, number) / WEIGHTS, partial)
         partial.replace(self._folder / OVERWRITTEN / WEIGHTS)
@@ -100,7 +100,7 @@ class Adapters:
         return wrong
 
     def partials(self) -> list[str]:
-        """Names in the adapter cache of versions that are not whole."""
+        """Names of incomplete versions in the adapter cache."""
         return [path.name for path in (self._folder / "cache").glob(".*")]
 
     def _write(self, folder: Path, rank: int, *, is_wide: bool = True) -> None:

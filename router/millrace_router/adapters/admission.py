@@ -1,4 +1,4 @@
-"""The way of requests with adapters: they wait for a place, join the queue, and hold the place until the last step."""
+"""Admits requests with adapters: each waits for a place in the shards' memory, joins the queue, and keeps the place."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class AdapterAdmission:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every sequence that was dropped is gone."""
+        """Whether the shards have answered every step that dropped a sequence."""
         return not self._retiring
 
     @property
@@ -55,7 +55,7 @@ class AdapterAdmission:
         return {one.adapter.name for one, _ in self._users.values() if one.adapter is not None}
 
     def num_pages(self, version: AdapterVersion) -> int:
-        """The pages that it takes on each rank."""
+        """The pages that `version` takes on each rank."""
         return version.num_pages(self._bytes_per_slice)
 
     def submit(self, request: SchedulableRequest, now: float) -> bool:

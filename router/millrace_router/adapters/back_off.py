@@ -17,7 +17,7 @@ FORGOTTEN_AFTER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a source failed, and for how long it rests."""
+    """Why a source failed, and for how long it is not tried again."""
 
     reason: str
     seconds: float

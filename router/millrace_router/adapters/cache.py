@@ -63,12 +63,12 @@ class AdapterCache:
         return True
 
     def forget(self, digest: str) -> None:
-        """Take a version out of the books."""
+        """Stop counting a version; its files stay."""
         self._sizes.pop(digest, None)
         self._last_use.pop(digest, None)
 
     def evict(self, needed: Collection[str]) -> list[str]:
-        """Take out the least recently used versions, but none of `needed`, until the rest fits.
+        """Stop counting the least recently used versions, but none of `needed`, until the rest fits.
 
         The caller deletes the versions that are returned.
         """

@@ -80,7 +80,7 @@ async def run_child(
 
 @contextmanager
 def _memory(content: bytes) -> Iterator[int]:
-    """A file in memory, at its beginning; elsewhere than on Linux a file without a name.
+    """A file with `content`, open at its start: in memory on Linux, elsewhere a temporary file.
 
     uvloop raises RuntimeError from `communicate` when the other end of a pipe for stdin is closed early.
     """

@@ -27,7 +27,7 @@ class FetchSource:
     token: str | None = field(default=None, repr=False)
     """For the hub. It goes to the fetching process on its standard input, and nowhere else."""
     caller: str = ""
-    """The client that asks, so that none fills the line of fetches; "" is not limited by itself."""
+    """The client that asks: the fetches of each client are limited. "" has no limit of its own."""
     by_operator: bool = False
     """Whether the operator named it: then its fetches are not limited at all."""
 

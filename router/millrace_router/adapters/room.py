@@ -8,7 +8,7 @@ from millrace_router.adapters.place import Place, PlaceState
 
 
 class Room:
-    """The account of one pass over the waiting adapters, in their order. It changes no place."""
+    """Counts the slots and pages that are left in one pass over the waiting adapters. It changes no place."""
 
     def __init__(self, free_slots: Sized, free_pages: int, places: Collection[Place]) -> None:
         self.claimed: set[Place] = set()

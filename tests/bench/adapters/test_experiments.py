@@ -59,7 +59,7 @@ def test_rounds_turn_their_order_and_samples_keep_the_load_of_their_round(
             number = len(order) // 2
             order.append(name)
             # The load beside one case counts for its whole round.
-            where.other_cores = 0.5 if (name, number) == ("a", 1) else 0.0
+            where.other_cores = 0.5 if (name, number) == ("b", 1) else 0.0
             return {"tokens/s": 10.0 if name == "a" else 8.0 + number}
 
         yield from compared(where, repeats, ["a", "b"], "test", measure)

@@ -20,7 +20,7 @@ MAX_OPEN_FILES = 64
 
 
 def main() -> int:
-    """Run; a defect of this program is an answer too, without the values that it happened with."""
+    """Run one job. An error of this program becomes an answer that names the line, and no values."""
     die_with_parent()
     request = json.loads(sys.stdin.buffer.read())
     _limit(request)

@@ -1,4 +1,4 @@
-"""The canonical file of an adapter, which shards read: one text for one meaning, so that its SHA-256 is the version."""
+"""The canonical file of an adapter, which shards read: equal adapters have equal files. Its SHA-256 is the version."""
 
 from __future__ import annotations
 

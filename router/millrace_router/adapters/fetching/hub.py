@@ -81,7 +81,7 @@ class Hub:
 
         Raises:
             NotFound, Forbidden: by what the hub answers, with and without a token.
-            Unavailable: the hub does not answer, or not as a hub.
+            Unavailable: there is no answer, or it is not that of a hub.
 
         """
         revision = revision or DEFAULT_REVISION

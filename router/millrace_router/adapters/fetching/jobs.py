@@ -56,7 +56,7 @@ def _fetch(request: JsonObject) -> JsonObject:
 def _unless_known(
     source_digest: str, read: Callable[[], SourceFiles], request: JsonObject
 ) -> JsonObject:
-    """Check the files, but not those that the router knows the outcome of."""
+    """Check the files, unless the router already knows the result for them."""
     if source_digest == request["known"]:
         return {"is_known": True}
     try:

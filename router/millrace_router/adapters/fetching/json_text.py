@@ -1,4 +1,4 @@
-"""JSON of files that others wrote: one meaning, or a refusal."""
+"""Parses JSON from untrusted files; a text that parsers may read differently is refused."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def mask_key(digests: Sequence[str], position: int, tensor: str) -> int:
 
 
 def kept(key: int, count: int, density: float) -> npt.NDArray[np.bool_]:
-    """[count]: whether the value at each index is kept, with probability `density`; an index decides for itself."""
+    """[count]: whether the value at each index is kept, with probability `density`; each depends on its index alone."""
     with np.errstate(over="ignore"):
         state = np.uint64(key) + _STEP * np.arange(1, count + 1, dtype=np.uint64)
         state = (state ^ (state >> np.uint64(30))) * _FACTORS[0]

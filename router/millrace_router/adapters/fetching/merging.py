@@ -78,7 +78,7 @@ def _concatenated(parts: Sequence[_Part]) -> LoraModule:
 
 
 def _joined(tensors: Sequence[Tensor], *, axis: int) -> Tensor:
-    """Concatenate: of one dtype bit by bit, of several in float32."""
+    """Concatenate tensors: bit for bit if all have one dtype, else in float32."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         return from_float32(np.concatenate([to_float32(tensor) for tensor in tensors], axis))
@@ -144,7 +144,7 @@ def _combine(
 
 
 def _total(tensors: Sequence[Float32]) -> Float32:
-    """Their sum in their order."""
+    """The sum of the tensors, added in their order."""
     total = tensors[0].copy()
     for tensor in tensors[1:]:
         total += tensor
@@ -169,7 +169,7 @@ def _largest(tensor: Float32, density: float) -> Float32:
 
 
 def _thinned(tensor: Float32, key: int, density: float) -> Float32:
-    """Keep each value with probability `density`, divided by it."""
+    """Keep each value with probability `density`, and divide those that are kept by `density`."""
     if density >= 1:
         return tensor
     mask = kept(key, tensor.size, density).reshape(tensor.shape)

@@ -92,7 +92,7 @@ class FetchOnce:
         return self._lean(version)
 
     def _check(self, key: Hashable) -> None:
-        """Raise what is remembered."""
+        """Raise the refusal that is remembered, if there is one."""
         failure = self._failures.get(key)
         if failure is not None:
             raise _copy(failure)

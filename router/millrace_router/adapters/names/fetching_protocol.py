@@ -17,7 +17,7 @@ class Fetching(Protocol):
     ) -> AdapterVersion:
         """Fetch and check the adapter at `source`; on the hub `token` alone counts, if a client named the source.
 
-        `caller` is the client that asks, so that none can fill the line of fetches.
+        `caller` is the client that asks, whose fetches are limited.
 
         Raises:
             AdapterNotFound, AdapterForbidden, AdapterInvalid, AdapterTooLarge, AdapterUnavailable.

@@ -67,7 +67,7 @@ class Registry:
         self._removed.drop(registration.name)
 
     def remove(self, name: str) -> bool:
-        """Take the name away; returns whether there was one. Streams that use its versions go on."""
+        """Remove the registration of `name`; returns whether it existed. Streams that use its versions go on."""
         if self._by_name.pop(name, None) is None:
             return False
         self._removed.put(name, value=True)

@@ -1,4 +1,4 @@
-"""From the name in a request to a version in the cache."""
+"""Resolves the name in a request to a version in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typed access to the metadata of a GGUF file, which knows the keys that nobody has asked for."""
+"""Typed access to the metadata of a GGUF file, with a record of the keys that were read."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def rope_parameters(
 ) -> dict[str, Any]:
     """`rope_parameters` of a config.json; `factors` [head_dim / 2] divide the frequencies.
 
-    Raises UnsupportedModel for scalings that have no equal in transformers.
+    Raises UnsupportedModel for scalings that transformers does not have.
     """
     theta = metadata.number(f"{arch}.rope.freq_base") or DEFAULT_THETA
     scaling = _scaling(metadata, arch, config)

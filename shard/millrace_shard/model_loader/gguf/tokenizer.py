@@ -118,7 +118,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """The tokens that are found in text before it is split."""
+    """The tokens that are recognised in a text before it is split into words."""
     kinds = (TokenKind.CONTROL, TokenKind.USER_DEFINED, TokenKind.UNKNOWN)
     return [
         {

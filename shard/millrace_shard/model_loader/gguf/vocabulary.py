@@ -1,4 +1,4 @@
-"""The vocabulary in the metadata of a GGUF file: tokens by id, their kinds, and the ids with a meaning."""
+"""The vocabulary in the metadata of a GGUF file: tokens by id, their kinds, and the ids of special tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields of a config.json, checked and remembered.
+"""The fields of a config.json: their checks, and a record of those that were read.
 
 The import of transformers' config classes would add 1.5 s and 150 MB to every start of a shard. A family states the
 defaults of its class in transformers, since fields with default values may be absent from the file.
@@ -121,7 +121,7 @@ class ConfigReader:
             )
 
     def refuse_unread(self) -> None:
-        """Refuse fields that change the computation, that nobody has read, and whose values are not neutral."""
+        """Refuse fields that change the computation and were not read, unless their values have no effect."""
         for name in sorted(_NEUTRAL.keys() - self._read):
             self.check(name, _NEUTRAL[name])
         if "layer_types" not in self._read:

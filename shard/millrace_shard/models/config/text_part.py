@@ -10,7 +10,7 @@ _SHARED = ("dtype", "eos_token_id", "quantization_config", "torch_dtype")
 
 
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object of a config.json, or its `text_config` if it has one; encoders of images and sound are passed over."""
+    """The object of a config.json, or its `text_config` if it has one; encoders of images and sound are ignored."""
     text = raw.get("text_config")
     if not isinstance(text, dict):
         return raw

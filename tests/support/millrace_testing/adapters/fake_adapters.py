@@ -96,7 +96,7 @@ class FakeAdapters:
         self.slots.pop(slot, None)
 
     def is_valid(self, sequence: pb.Sequence) -> bool:
-        """Whether the adapter of a sequence is there."""
+        """Whether the adapter of a sequence is loaded."""
         return not sequence.adapter_slot or sequence.adapter_slot in self.slots
 
     def digest_for(self, sequence: pb.Sequence) -> str:

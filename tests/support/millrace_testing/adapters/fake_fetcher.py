@@ -33,7 +33,7 @@ class Repository:
 
 @dataclass
 class FakeFetcher:
-    """Keeps what it was asked for; `error` and `gate` decide what happens to every fetch."""
+    """Records its calls; each waits for `gate` and then raises `error`, if they are set."""
 
     hub: dict[str, Repository] = field(default_factory=dict)
     error: RouterError | None = None

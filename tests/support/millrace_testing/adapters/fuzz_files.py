@@ -1,4 +1,4 @@
-"""Mutates the files of adapters: what the router takes, the format's own library reads alike, and the rest is refused.
+"""Mutates the files of adapters: each is refused, or accepted with the tensors that the format's own library reads.
 
 `python -m millrace_testing.adapters.fuzz_files COUNT SEED` tries COUNT mutations of each kind, and prints what it took.
 """
@@ -112,7 +112,7 @@ def mutated_file(data: bytes, random_: random.Random) -> bytes:
 
 
 def check_header(data: bytes) -> bool:
-    """Whether a file is taken; then the library must read the same tensors."""
+    """Whether a file is accepted; asserts that the library reads the same tensors from it."""
     try:
         file = parse_safetensors(data)
     except Invalid as error:
@@ -128,7 +128,7 @@ def check_header(data: bytes) -> bool:
 
 
 def check_message(message: str) -> None:
-    """A refusal says something, on one line, and not much."""
+    """Assert that a refusal is one line of bounded length, and not empty."""
     assert message
     assert message.isprintable(), message
     assert len(message) < LONGEST_MESSAGE, message

@@ -127,7 +127,7 @@ class History:
             self.residency.release(place)
 
     def _left(self, subject: tuple[Place, User]) -> None:
-        """An expelled user's rows are gone."""
+        """Let the rows of an expelled user leave the batch."""
         place, user = subject
         if not user.is_leaving or user not in self.running.get(place, ()):
             return
@@ -185,7 +185,7 @@ class History:
             user.due = self.now + self.load_seconds + number * self.turn
 
     def _tick(self, _: None) -> None:
-        """Only time has passed."""
+        """Do nothing: time has passed, and `advance` follows."""
 
     def _follow(self, changes: Changes) -> None:
         for place in changes.loads:

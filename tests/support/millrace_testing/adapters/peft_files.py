@@ -53,7 +53,7 @@ def modules_of(model: Any) -> list[AdapterModule]:
 
 @contextmanager
 def as_of_peft() -> Iterator[None]:
-    """Let PEFT use what later versions of `transformers` will not have, and doubt its own patterns."""
+    """Ignore PEFT's warnings about deprecated functions and about patterns."""
     with warnings.catch_warnings():
         for category in (FutureWarning, UserWarning, RuntimeWarning):
             warnings.simplefilter("ignore", category)
