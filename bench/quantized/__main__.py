@@ -44,7 +44,7 @@ TITLES = (
     "server and format",
     "tok/s",
     "all",
-    "× own bfloat16",
+    "over own bfloat16",
     "ms a token",
     "first token, ms",
     "own bfloat16's / its",
