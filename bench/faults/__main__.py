@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import aiohttp
 
-from bench.faults import kills, overload, poison, soak
+from bench.faults import kills, model_kills, overload, poison, soak
 from bench.faults.deployment import NoShard
 from bench.faults.fixture import Fixture
 from bench.harness.command_line import command, parts_parser, say
@@ -27,7 +27,15 @@ from bench.harness.server import ServerError
 
 PARTS = {
     part.name: part
-    for part in (kills.KILLS, kills.RANKS, kills.HANG, poison.PART, overload.PART, soak.PART)
+    for part in (
+        kills.KILLS,
+        kills.RANKS,
+        kills.HANG,
+        model_kills.PART,
+        poison.PART,
+        overload.PART,
+        soak.PART,
+    )
 }
 
 
