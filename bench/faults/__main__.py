@@ -16,9 +16,10 @@ from typing import NoReturn
 
 import aiohttp
 
-from bench.faults import kills, model_kills, overload, poison, soak
+from bench.faults import overload, poison, soak
 from bench.faults.deployment import NoShard
 from bench.faults.fixture import Fixture
+from bench.faults.kills import kills, model_kills
 from bench.harness.command_line import command, parts_parser, say
 from bench.harness.paths import DEMO
 from bench.harness.quiet import Quiet

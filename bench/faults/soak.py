@@ -18,8 +18,8 @@ import orjson
 from bench.charts.lines import Panel, curves
 from bench.faults.deployment import Deployment, NoShard, deployed
 from bench.faults.fixture import Fixture, Part, Report
+from bench.faults.kills.recovery import recovery_series
 from bench.faults.memory import MEGABYTE, Reading, megabytes_per_hour, read
-from bench.faults.recovery import recovery_series
 from bench.faults.streams import Answer, Clients, mixed_bodies
 from bench.faults.windows import Windows, drift
 from bench.harness.quiet import wait_until_quiet

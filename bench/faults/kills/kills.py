@@ -12,8 +12,8 @@ from typing import Any
 
 from bench.faults.deployment import Deployment, deployed
 from bench.faults.fixture import Fixture, Part, Report
-from bench.faults.recovery import PARTS, recovery_series
-from bench.faults.signals import PlannedSignal, SentSignal, measure, schedule, send_all
+from bench.faults.kills.recovery import PARTS, recovery_series
+from bench.faults.kills.signals import PlannedSignal, SentSignal, measure, schedule, send_all
 from bench.faults.streams import Answer, Clients, differences, mixed_bodies
 from bench.harness.quiet import wait_until_quiet
 from bench.harness.repeats import figure

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from bench.faults.kills.recovery import PARTS, all_moving_at, parts, pause_end
 from bench.faults.log_lines import Line, parse_lines
-from bench.faults.recovery import PARTS, all_moving_at, parts, pause_end
 
 
 def test_tokens_under_way_do_not_end_a_pause() -> None:

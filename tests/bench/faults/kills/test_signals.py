@@ -6,9 +6,9 @@ import signal
 from itertools import pairwise
 
 import pytest
-from bench.faults.kills import table
+from bench.faults.kills.kills import table
+from bench.faults.kills.signals import PlannedSignal, SentSignal, schedule
 from bench.faults.members import role_of
-from bench.faults.signals import PlannedSignal, SentSignal, schedule
 
 
 def signals(count: int, seed: str = "a") -> list[PlannedSignal]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bench.faults.deployment import Deployment
-from bench.faults.recovery import all_moving_at, parts, pause_end
+from bench.faults.kills.recovery import all_moving_at, parts, pause_end
 from bench.faults.streams import Answer, Clients
 
 EARLIEST, LATEST = 0.02, 0.9

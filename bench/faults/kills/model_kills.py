@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from bench.faults.fixture import Fixture, Part, Report
-from bench.faults.kills import Scenario, run_scenario
+from bench.faults.kills.kills import Scenario, run_scenario
 from bench.harness.paths import DEMO
 
 KILLS_EACH = 10
