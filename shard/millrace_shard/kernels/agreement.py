@@ -137,6 +137,7 @@ def _attention(kernels: Kernels, random: Random, shape: LayerShape) -> list[Tens
     width = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
     rope = rope_table(head_dim, max(CONTEXT)).to(random.device)
     normed = _head_norms(random, head_dim)
+    sinks = random(shape.num_heads).float() if shape.has_sinks else None
     for norms, kinds in ((None, shape.kinds), (normed, shape.kinds[:1])):
         queries = kernels.rope_store(
             random(sum(QUERIES), width),
@@ -148,12 +149,10 @@ def _attention(kernels: Kernels, random: Random, shape: LayerShape) -> list[Tens
             norms=norms,
         )
         outputs.append(queries)
-        outputs += [
-            kernels.attend(
-                queries, batch, cache, scale=head_dim**-0.5, window=window, softcap=softcap
-            )
-            for window, softcap in kinds
-        ]
+        attend = functools.partial(kernels.attend, queries, batch, cache, scale=head_dim**-0.5)
+        outputs += [attend(window=window, softcap=softcap) for window, softcap in kinds]
+        if sinks is not None:
+            outputs += [attend(window=window, sinks=sinks) for window, _ in kinds]
     return outputs
 
 

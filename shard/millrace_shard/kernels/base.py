@@ -179,10 +179,12 @@ class Kernels(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of `queries` [T, num_heads, head_dim] over the paged cache: [T, num_heads * head_dim].
 
-        A query at position p sees the keys in (p - window, p], or all keys up to p. If deterministic, a row's bits
+        A query at position p sees the keys in (p - window, p], or all keys up to p. `sinks` [num_heads] float32 are
+        scores that take part in the softmax of their head and have no value. If deterministic, a row's bits
         depend neither on the composition of the batch nor on the prefill chunks.
         """
 

@@ -17,6 +17,8 @@ class LayerShape:
     head_dim: int
     kinds: tuple[AttentionKind, ...] = ((None, None),)
     """The kinds of attention of the layers, each once."""
+    has_sinks: bool = False
+    """Whether heads have sinks."""
     linears: tuple[tuple[int, int], ...] = ()
     """Outputs and inputs of the linears of a layer, as far as they are known."""
     head: tuple[int, int] | None = None
@@ -25,4 +27,5 @@ class LayerShape:
     @classmethod
     def small(cls, head_dim: int) -> LayerShape:
         """A small shape with every feature, for kernels that are compiled once for all models."""
-        return cls(num_heads=4, num_kv_heads=2, head_dim=head_dim, kinds=((None, None), (66, 3.0)))
+        kinds = ((None, None), (66, 3.0))
+        return cls(num_heads=4, num_kv_heads=2, head_dim=head_dim, kinds=kinds, has_sinks=True)

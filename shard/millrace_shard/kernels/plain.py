@@ -137,10 +137,11 @@ class PlainKernels(ComposedBlocks):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of `queries` [T, num_heads, head_dim]: [T, num_heads * head_dim]."""
         attend = attend_fixed if self.deterministic else attend_fast
-        return attend(queries, batch, cache, ScoreRule(scale, window, softcap))
+        return attend(queries, batch, cache, ScoreRule(scale, window, softcap, sinks))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` of `gate_up` [T, 2 * inter], gates first."""

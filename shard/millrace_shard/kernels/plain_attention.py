@@ -27,11 +27,13 @@ SINGLES_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """Scale, window and soft cap, which turn products of queries and keys into attention scores."""
+    """Scale, window, soft cap and sinks, which turn products of queries and keys into attention weights."""
 
     scale: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None = None
+    """[H] float32: a score of each head that takes part in the softmax and has no value."""
 
     def scores(self, products: Tensor) -> Tensor:
         """Scale and cap `products`."""
@@ -39,6 +41,20 @@ class ScoreRule:
         if self.softcap is None:
             return scores
         return torch.tanh(scores / self.softcap) * self.softcap
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """The weights of `scores` [..., K, rows, C] float32, whose rows are those of whole heads, as `_fold_heads`."""
+        if self.sinks is None:
+            return scores.softmax(-1)
+        sinks = self.sink_rows(scores.shape[-3], scores.shape[-2])
+        sinks = sinks.expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+
+    def sink_rows(self, num_kv_heads: int, rows: int) -> Tensor:
+        """The sink of the head of each row, [K, rows, 1]; there have to be sinks."""
+        assert self.sinks is not None
+        sinks = self.sinks.view(num_kv_heads, -1, 1)
+        return sinks.repeat_interleave(rows // sinks.shape[1], dim=1)
 
     def sees(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Whether each query (second to last axis) sees each key (last axis)."""
@@ -128,8 +144,10 @@ def _attend_tile(queries: Tensor, tile: int, chunks: _KeyChunks, rule: ScoreRule
     num_kv_heads = chunks[tile // KEY_CHUNK * KEY_CHUNK][0].shape[0]
     grouped = _fold_heads(queries.float(), num_kv_heads)
     size = grouped.shape[:2]
-    top = grouped.new_full((*size, 1), -torch.inf)
-    total = grouped.new_zeros(*size, 1)
+    if rule.sinks is None:
+        top, total = grouped.new_full((*size, 1), -torch.inf), grouped.new_zeros(*size, 1)
+    else:
+        top, total = rule.sink_rows(*size), grouped.new_ones(*size, 1)
     out = torch.zeros_like(grouped)
     for start in range(rule.first_key(tile) // KEY_CHUNK * KEY_CHUNK, tile + 1, KEY_CHUNK):
         keys, values = chunks[start]
@@ -192,7 +210,7 @@ def _attend_singles(
     values = cache.values[blocks].view(shape).masked_fill(~seen[:, 0, :, None, None], 0)
     grouped = queries.view(len(rows), num_kv_heads, -1, head_dim).float()
     scores = rule.scores(grouped @ keys).masked_fill(~seen.unsqueeze(1), -torch.inf)
-    attended = scores.softmax(-1) @ values.transpose(1, 2).float()
+    attended = rule.softmax(scores) @ values.transpose(1, 2).float()
     return attended.to(queries.dtype).view(queries.shape)
 
 
@@ -210,7 +228,7 @@ def _attend_run(
     )
     positions = torch.arange(context - count, context, device=queries.device)
     seen = rule.sees(positions, torch.arange(first, context, device=queries.device))
-    if rule.softcap is None:
+    if rule.softcap is None and rule.sinks is None:
         attended = F.scaled_dot_product_attention(
             queries.transpose(0, 1)[None],
             keys[None],
@@ -227,7 +245,7 @@ def _attend_run(
         grouped = _fold_heads(tile.float(), keys.shape[0])
         hidden = ~tile_seen.repeat(grouped.shape[1] // tile.shape[0], 1)
         scores = rule.scores(grouped @ keys.float().transpose(1, 2)).masked_fill(hidden, -torch.inf)
-        tiles.append(_unfold_heads(scores.softmax(-1) @ values.float(), tile.shape[0]))
+        tiles.append(_unfold_heads(rule.softmax(scores) @ values.float(), tile.shape[0]))
     return torch.cat(tiles).to(queries.dtype)
 
 

@@ -103,6 +103,7 @@ class LayerLoader:
                 mean_over_ranks=self._mean_over_ranks(),
                 window=spec.window,
                 softcap=spec.softcap,
+                sinks=self._sinks(prefix, spec),
             )
         )
 
@@ -128,6 +129,12 @@ class LayerLoader:
         if norm is None and layer.residual_multiplier == 1:
             return None
         return ResultNorm(self._kernels, norm, layer.residual_multiplier)
+
+    def _sinks(self, prefix: str, spec: AttentionSpec) -> Tensor | None:
+        if not spec.sinks:
+            return None
+        name = prefix + self._spec.names.layer.sinks
+        return self._linears.own_heads(name, spec.num_heads, 1).float()
 
     def _rotation(self, spec: AttentionSpec) -> Rotation | None:
         if spec.rope is None:

@@ -32,6 +32,7 @@ def layer_shape(spec: DecoderSpec, world_size: int) -> LayerShape:
         num_kv_heads=num_kv_heads,
         head_dim=attention.head_dim,
         kinds=tuple(dict.fromkeys(kinds)),
+        has_sinks=any(layer.attention.sinks for layer in spec.layers),
         linears=tuple(sorted(linears)),
         head=(-(-spec.vocab_size // world_size), spec.hidden_size),
     )

@@ -36,8 +36,13 @@ class Broken(PlainKernels):
 
 
 class BlindToWindow(PlainKernels):
-    def attend(self, queries, batch, cache, *, scale, window=None, softcap=None):  # type: ignore[no-untyped-def]
-        return super().attend(queries, batch, cache, scale=scale, softcap=softcap)
+    def attend(self, queries, batch, cache, *, window=None, **rule):  # type: ignore[no-untyped-def]
+        return super().attend(queries, batch, cache, **rule)
+
+
+class BlindToSinks(PlainKernels):
+    def attend(self, queries, batch, cache, *, sinks=None, **rule):  # type: ignore[no-untyped-def]
+        return super().attend(queries, batch, cache, **rule)
 
 
 class WithoutHeadNorms(PlainKernels):
@@ -58,7 +63,7 @@ def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
     assert (
         largest_difference(same, oracle, dtype=dtype, shape=LayerShape.small(32)) < TOLERANCE[dtype]
     )
-    for kind in (Broken, BlindToWindow, WithoutHeadNorms, WithSwappedHeadNorms):
+    for kind in (Broken, BlindToWindow, BlindToSinks, WithoutHeadNorms, WithSwappedHeadNorms):
         wrong = kind(deterministic=False)
         assert (
             largest_difference(wrong, oracle, dtype=dtype, shape=LayerShape.small(32))

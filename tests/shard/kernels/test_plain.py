@@ -118,6 +118,7 @@ def attention_of_one(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One query's attention, [num_heads * head_dim] float64."""
     first = 0 if window is None else max(0, position - window + 1)
@@ -130,7 +131,9 @@ def attention_of_one(
         scores = keys[:, head // group] @ query * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        heads.append(scores.softmax(0) @ values[:, head // group])
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head : head + 1].double()))
+        heads.append(scores.softmax(0)[: len(keys)] @ values[:, head // group])
     return torch.cat(heads)
 
 
@@ -156,6 +159,27 @@ def test_attend(
             case, sequence, position, scale=0.4, window=window, softcap=softcap
         )
         torch.testing.assert_close(out[row].double(), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("deterministic", MODES)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_sinks_join_the_softmax_and_have_no_values(
+    deterministic: bool, window: int | None, softcap: float | None
+) -> None:
+    kernels = PlainKernels(deterministic=deterministic)
+    case = make_case(kernels, LENGTHS, num_heads=6, num_kv_heads=2)
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 2.0, 4.0, 30.0])
+    batch, queries = case.batch(ROWS)
+    rule: dict[str, Any] = {"scale": 0.4, "window": window, "softcap": softcap, "sinks": sinks}
+    out = kernels.attend(queries, batch, case.cache, **rule)
+    spans = [(s, p) for s, first, end in ROWS for p in range(first, end)]
+    for row, (sequence, position) in list(enumerate(spans))[::7]:
+        expected = attention_of_one(case, sequence, position, **rule)
+        torch.testing.assert_close(out[row].double(), expected, atol=2e-5, rtol=0)
+    if deterministic:
+        batch, queries = case.batch([(1, 60, 101)])
+        assert torch.equal(kernels.attend(queries, batch, case.cache, **rule), out[61:102])
 
 
 @pytest.mark.parametrize("deterministic", MODES)

@@ -166,6 +166,7 @@ class CpuKernels(ComposedBlocks):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of `queries` [T, num_heads, head_dim]: [T, num_heads * head_dim]."""
         num_tokens, num_heads, head_dim = queries.shape
@@ -184,6 +185,7 @@ class CpuKernels(ComposedBlocks):
             window or 0,
             softcap or 0.0,
             self.tiles,
+            sinks,
         )
         return out
 

@@ -34,6 +34,7 @@ def fits_attention(weights: AttentionWeights) -> bool:
         and weight.shape[1] % TILE_DEPTH == 0
         and weights.head_dim % TILE_DEPTH == 0
         and weights.softcap is None
+        and weights.sinks is None
         and weights.has_plain_heads
         and _have_one_eps(weights)
         and weights.norm is not None

@@ -47,11 +47,13 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """Scale, window and soft cap, which turn products of queries and keys into attention scores."""
+    """Scale, window, soft cap and sinks, which turn products of queries and keys into attention weights."""
 
     scale: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None = None
+    """[H] float32."""
 
 
 def tile_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
@@ -132,8 +134,10 @@ class PagedAttention:
         attend_tiles[(num_tokens // tokens_per_tile + num_sequences, num_kv_heads)](
             out,
             *_inputs(queries, batch, cache, rule),
+            queries if rule.sinks is None else rule.sinks,
             num_sequences,
             *_strides(queries, batch, cache),
+            has_sinks=rule.sinks is not None,
             in_spans=self._deterministic,
             **_constants(queries, cache, rule, tiling),
         )
@@ -173,11 +177,13 @@ class PagedAttention:
             batch.query_starts,
             batch.context_lengths,
             rule.window or 0,
+            queries if rule.sinks is None else rule.sinks,
             num_spans,
             num_heads=num_heads,
             head_dim=head_dim,
             chunk=tiling.chunk,
             has_window=rule.window is not None,
+            has_sinks=rule.sinks is not None,
             num_warps=1,
         )
 

@@ -1,8 +1,8 @@
 """CudaKernels with FlashAttention-3 for prompts, if its package `flash_attn_interface` is installed.
 
-FlashAttention-3 is written for Hopper GPUs. Steps of single queries use the Triton kernels, which may be captured in
-graphs; the package does not document whether its kernels may. It splits keys by the size of the batch, so a row's bits
-may depend on the composition of the batch, and deterministic mode does not use it.
+FlashAttention-3 is written for Hopper GPUs. Steps of single queries, and layers with sinks, use the Triton kernels,
+which may be captured in graphs; the package does not document whether its kernels may. It splits keys by the size of
+the batch, so a row's bits may depend on the composition of the batch, and deterministic mode does not use it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class FlashKernels(CudaKernels):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of `queries` [T, num_heads, head_dim]: [T, num_heads * head_dim]."""
         longest = max(batch.num_queries)
-        if longest == 1:
+        if longest == 1 or sinks is not None:
             return super().attend(
-                queries, batch, cache, scale=scale, window=window, softcap=softcap
+                queries, batch, cache, scale=scale, window=window, softcap=softcap, sinks=sinks
             )
         attended = self._attend(
             queries,

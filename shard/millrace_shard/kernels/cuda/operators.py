@@ -133,11 +133,12 @@ class CudaKernels(ComposedBlocks):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of `queries` [T, num_heads, head_dim]: [T, num_heads * head_dim]."""
         if queries.stride(2) != 1:
             queries = queries.contiguous()
-        return self._attention(queries, batch, cache, AttentionRule(scale, window, softcap))
+        return self._attention(queries, batch, cache, AttentionRule(scale, window, softcap, sinks))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` of `gate_up` [T, 2 * inter], gates first."""

@@ -120,6 +120,7 @@ class _SequenceInSteps:
         self._rope = rope_table(shape.head_dim, max(self._contexts)).to(self._device)
         width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         self._others, self._own = random(NUM_OTHERS, width), random(PROMPT, width)
+        self._sinks = random(shape.num_heads).float() if shape.has_sinks else None
 
     def differing_step(self, kind: AttentionKind) -> str | None:
         """The kind of step in which the token has other bits than alone."""
@@ -156,9 +157,16 @@ class _SequenceInSteps:
         )
         window, softcap = kind
         scale = self._shape.head_dim**-0.5
-        return self._kernels.attend(
-            queries, batch, self._cache, scale=scale, window=window, softcap=softcap
-        )[-1]
+        attended = self._kernels.attend(
+            queries,
+            batch,
+            self._cache,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=self._sinks,
+        )
+        return attended[-1]
 
 
 def _random_linear(

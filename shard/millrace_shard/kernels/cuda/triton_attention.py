@@ -9,7 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from millrace_shard.kernels.cuda.triton_softmax import fold, span_of, span_start, visit
+from millrace_shard.kernels.cuda.triton_softmax import (
+    fold,
+    nothing_seen,
+    span_of,
+    span_start,
+    visit,
+)
 
 _SEQUENCES_PER_LOOK = tl.constexpr(128)
 _SPANS_PER_READ = tl.constexpr(8)
@@ -44,6 +50,7 @@ def attend_tiles(
     scale,
     softcap,
     window,
+    sinks,
     num_sequences,
     table_stride,
     token_stride,
@@ -58,6 +65,7 @@ def attend_tiles(
     chunk: tl.constexpr,
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
+    has_sinks: tl.constexpr,
     in_spans: tl.constexpr,
     precision: tl.constexpr,
 ):
@@ -96,8 +104,7 @@ def attend_tiles(
         begin = tl.maximum(first_position - window + 1, 0) // chunk * chunk
     # Every row of the tile sees every key before this position.
     common = begin if has_window else (first_position + 1) // chunk * chunk
-    top = tl.full([rows], float("-inf"), tl.float32)
-    total = tl.zeros([rows], tl.float32)
+    top, total = nothing_seen(sinks, heads, live, rows, has_sinks)
     out = tl.zeros([rows, dims.shape[0]], tl.float32)
     if in_spans:
         for span in range(span_of(begin), span_of(end - 1) + 1):
@@ -229,11 +236,13 @@ def fold_spans(
     starts,
     contexts,
     window,
+    sinks,
     num_spans,
     num_heads: tl.constexpr,
     head_dim: tl.constexpr,
     chunk: tl.constexpr,
     has_window: tl.constexpr,
+    has_sinks: tl.constexpr,
 ):
     """Fold the partial results of single queries in the order of spans; grid (B, H)."""
     sequence = tl.program_id(0)
@@ -250,8 +259,7 @@ def fold_spans(
     one = tl.arange(0, 1)
     dims = tl.arange(0, triton.next_power_of_2(head_dim))
     known = (dims < head_dim)[None, :]
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
+    top, total = nothing_seen(sinks, head + one, one == 0, 1, has_sinks)
     out = tl.zeros([1, dims.shape[0]], tl.float32)
     for base in range(span_of(begin), last + 1, _SPANS_PER_READ):
         for lane in tl.static_range(_SPANS_PER_READ):

@@ -53,6 +53,17 @@ def span_of(position):
 
 
 @triton.jit
+def nothing_seen(sinks, heads, live, rows: tl.constexpr, has_sinks: tl.constexpr):
+    """Top and total of rows of `heads` that have seen no key; a sink counts as a key without a value."""
+    top = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    if has_sinks:
+        top = tl.load(sinks + heads, mask=live, other=0.0) * _LOG2_E
+        total += 1.0
+    return top, total
+
+
+@triton.jit
 def fold(top, total, out, span_top, span_total, span_out):
     """Combine the results of a span with the results so far; a span without visible keys changes nothing."""
     new_top = tl.maximum(top, span_top)

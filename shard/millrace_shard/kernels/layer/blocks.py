@@ -100,6 +100,7 @@ class ComposedAttention:
         self._new = partial(torch.zeros, dtype=out.dtype, device=out.device)
         self._hidden_size = out.shape[0]
         self._scale, self._window, self._softcap = weights.scale, weights.window, weights.softcap
+        self._sinks = weights.sinks
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
@@ -131,6 +132,7 @@ class ComposedAttention:
             scale=self._scale,
             window=self._window,
             softcap=self._softcap,
+            sinks=self._sinks,
         )
 
     def output(self, attended: Tensor) -> Tensor:

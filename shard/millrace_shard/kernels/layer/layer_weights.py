@@ -47,6 +47,8 @@ class AttentionWeights:
     """The mean of a tensor over the ranks, for norms over the whole width; None with one rank."""
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
+    """[num_heads] float32: scores that take part in the softmax of their head and have no value."""
 
     @property
     def has_plain_heads(self) -> bool:

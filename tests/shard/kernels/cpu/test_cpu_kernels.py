@@ -144,6 +144,7 @@ class Paged:
         spans: Sequence[tuple[int, int, int]],
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         queries = torch.cat([self.queries[b][begin:end] for b, begin, end in spans])
         return CpuKernels(deterministic=True).attend(
@@ -153,10 +154,15 @@ class Paged:
             scale=queries.shape[-1] ** -0.5,
             window=window,
             softcap=softcap,
+            sinks=sinks,
         )
 
     def expected(
-        self, span: tuple[int, int, int], window: int | None, softcap: float | None
+        self,
+        span: tuple[int, int, int],
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention in float64, straight from its definition."""
         sequence, begin, end = span
@@ -171,7 +177,11 @@ class Paged:
             scores = torch.tanh(scores / softcap) * softcap
         age = torch.arange(begin, end)[:, None] - torch.arange(end)
         seen = (age >= 0) & (age < (window or end))
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            column = sinks.double().view(-1, 1, 1).expand(-1, end - begin, 1)
+            scores = torch.cat((scores, column), dim=-1)
+        weights = scores.softmax(-1)[..., :end]
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 
@@ -193,6 +203,24 @@ def test_attention_is_what_its_definition_says(
     out = paged.attend(SPANS, window, softcap)
     expected = torch.cat([paged.expected(span, window, softcap) for span in SPANS])
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (6, 1, 40)])
+def test_sinks_join_the_softmax_and_have_no_values(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
+    paged = Paged.random(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 2.0, 4.0, 30.0])
+    out = paged.attend(SPANS, window, sinks=sinks)
+    expected = torch.cat([paged.expected(span, window, sinks=sinks) for span in SPANS])
+    assert (out.double() - expected).abs().max() < TOLERANCE[dtype]
+    assert (paged.attend(SPANS, window).double() - expected).abs().max() > 0.1
+    for (sequence, begin, end), rows in zip(SPANS, torch.split(out, COUNTS), strict=True):
+        cuts = [(sequence, at, min(end, at + 7)) for at in range(begin, end, 7)]
+        assert torch.equal(
+            torch.cat([paged.attend([cut], window, sinks=sinks) for cut in cuts]), rows
+        )
 
 
 @pytest.mark.parametrize("window", [None, 1, 70, 200])

@@ -83,6 +83,19 @@ def test_windows_and_caps_are_what_their_definitions_say(
     assert distance(out, paged.expected(SPANS, window, softcap)) < TOLERANCE[FP32]
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "fixed"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_join_the_softmax_and_have_no_values(window: int | None, deterministic: bool) -> None:
+    paged = pages((6, 2, 16), deterministic=deterministic)
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 2.0, 4.0, 30.0], device=DEVICE)
+    out = paged.attend(SPANS, window, sinks=sinks)
+    expected = paged.expected(SPANS, window, sinks=sinks)
+    assert distance(out, expected) < TOLERANCE[FP32]
+    assert distance(paged.attend(SPANS, window), expected) > 0.1
+    for span, rows in zip(SPANS, torch.split(out, COUNTS), strict=True):
+        assert torch.equal(paged.attend([span], window, sinks=sinks), rows)
+
+
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=["fp16", "fp32"])
 def test_a_row_has_the_same_bits_in_any_batch_and_with_any_chunks(

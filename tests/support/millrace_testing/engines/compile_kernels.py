@@ -47,11 +47,11 @@ def attention(
     capability: int,
     *,
     fixed: bool,
-    rule: tuple[bool, bool] = (False, False),
+    rule: tuple[bool, bool, bool] = (False, False, False),
 ) -> Iterator[Compiled]:
     """Compile attention of prompts, then of single queries, as `PagedAttention` launches it."""
     group, head_dim = heads
-    has_window, has_cap = rule
+    has_window, has_cap, has_sinks = rule
     constants: dict[str, Any] = {"num_heads": 4 * group, "group": group, "head_dim": head_dim}
     constants |= {"has_window": has_window, "has_cap": has_cap, "page": 16, "precision": "ieee"}
 
@@ -62,7 +62,9 @@ def attention(
     tiles = fitted((fixed_tiling if fixed else tile_tiling)(dtype, head_dim))
     spans = fitted((fixed_tiling if fixed else span_tiling)(dtype, head_dim))
     prompts, singles = triton_attention.attend_tiles, triton_attention.attend_spans
-    yield compile_kernel(prompts, dtype, capability, in_spans=fixed, **constants, **tiles)
+    yield compile_kernel(
+        prompts, dtype, capability, in_spans=fixed, has_sinks=has_sinks, **constants, **tiles
+    )
     yield compile_kernel(singles, dtype, capability, **constants, **spans)
 
 
@@ -112,9 +114,10 @@ def adapters(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
 
 def rows(capability: int) -> Iterator[Compiled]:
     """Compile the kernels without matrix products at the widths of a common model."""
+    rule = {"has_window": True, "has_sinks": True}
     shared: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "heads": 8}
     for kernel, num_warps, constants in (
-        (triton_attention.fold_spans, 1, {"num_heads": 32, "head_dim": 128, "chunk": 64, "has_window": True}),
+        (triton_attention.fold_spans, 1, {"num_heads": 32, "head_dim": 128, "chunk": 64, **rule}),
         (triton_linear._add_parts, 4, {"parts": 4, "has_bias": True, "columns": triton_linear.COLUMNS}),
         (triton_rows._rms_norm, 2, {"inner_rows": 8, "width": 80, "rows": 8}),
         (triton_rows._add_rms_norm, 8, {"width": 4096}),
@@ -138,20 +141,20 @@ def a_few() -> Iterator[Compiled]:
     for heads, dtype, capability in (((4, 128), BF16, 90), ((3, 64), FP32, 90), ((2, 256), BF16, 86)):  # fmt: skip
         for fixed in (False, True):
             yield from attention(heads, dtype, capability, fixed=fixed)
-    yield from attention((4, 128), BF16, 90, fixed=False, rule=(True, True))
+    yield from attention((4, 128), BF16, 90, fixed=False, rule=(True, True, True))
 
 
-def served_attention() -> Iterator[tuple[torch.dtype, int, int, tuple[bool, bool]]]:
-    """Dtype, head_dim, group, and whether there are a window and a soft cap.
+def served_attention() -> Iterator[tuple[torch.dtype, int, int, tuple[bool, bool, bool]]]:
+    """Dtype, head_dim, group, and whether there are a window, a soft cap and sinks.
 
-    Every group comes with bfloat16 alone, whose layouts float16 shares; windows and soft caps come with one group.
+    Every group comes with bfloat16 alone, whose layouts float16 shares; the others come with one group.
     """
     for head_dim in HEAD_DIMS:
         for group in GROUPS:
-            yield BF16, head_dim, group, (False, False)
+            yield BF16, head_dim, group, (False, False, False)
         for dtype in (FP16, FP32):
-            yield dtype, head_dim, 4, (False, False)
-        for rule in ((True, False), (False, True), (True, True)):
+            yield dtype, head_dim, 4, (False, False, False)
+        for rule in ((True, False, False), (False, True, False), (True, True, False), (True, False, True)):  # fmt: skip
             yield BF16, head_dim, 4, rule
 
 

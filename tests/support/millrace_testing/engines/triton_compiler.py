@@ -25,7 +25,7 @@ INTEGERS = {"tables": "i32", "starts": "i32", "contexts": "i32"} | {
     "spans": "i32",
     "table": "i64",
 }
-ALWAYS_FLOAT32 = ("partials", "tops", "totals", "rope")
+ALWAYS_FLOAT32 = ("partials", "tops", "totals", "rope", "sinks")
 POINTERS = (
     *("attended", "queries", "key_pages", "value_pages", "out", "x", "residual", "weight"),
     *("gate_up", "qkv", "keys", "values", "new_keys", "new_values", "bias"),

@@ -92,9 +92,13 @@ class Pages:
         )
 
     def attend(
-        self, spans: Sequence[Span], window: int | None = None, softcap: float | None = None
+        self,
+        spans: Sequence[Span],
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return self.attend_batch(spans, self.batch(spans), window, softcap)
+        return self.attend_batch(spans, self.batch(spans), window, softcap, sinks)
 
     def attend_batch(
         self,
@@ -102,6 +106,7 @@ class Pages:
         batch: RaggedBatch,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """The queries of `spans`, laid out as `batch` says."""
         queries = torch.cat([self.queries[b][begin:end] for b, begin, end in spans])
@@ -112,15 +117,22 @@ class Pages:
             scale=queries.shape[-1] ** -0.5,
             window=window,
             softcap=softcap,
+            sinks=sinks,
         )
 
     def expected(
-        self, spans: Sequence[Span], window: int | None = None, softcap: float | None = None
+        self,
+        spans: Sequence[Span],
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention in float64, straight from its definition."""
-        return torch.cat([self._expected(span, window, softcap) for span in spans])
+        return torch.cat([self._expected(span, window, softcap, sinks) for span in spans])
 
-    def _expected(self, span: Span, window: int | None, softcap: float | None) -> Tensor:
+    def _expected(
+        self, span: Span, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
         sequence, begin, end = span
         queries = self.queries[sequence][begin:end].double()
         group = queries.shape[1] // self.keys[sequence].shape[1]
@@ -134,5 +146,9 @@ class Pages:
         at = torch.arange(end, device=queries.device)
         age = at[begin:, None] - at
         seen = (age >= 0) & (age < (window or end))
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            column = sinks.double().view(-1, 1, 1).expand(-1, len(scores[0]), 1)
+            scores = torch.cat((scores, column), dim=-1)
+        weights = scores.softmax(-1)[..., :end]
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)

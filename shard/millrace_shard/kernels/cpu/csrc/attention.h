@@ -37,6 +37,7 @@ struct Attention {
   int64_t sequences, heads, query_stride, table_width;
   int64_t window;  // 0 for none
   float scale, softcap;  // softcap 0 for none
+  const float* sinks = nullptr;  // scores of the heads that have no value, or null
 
   int64_t group() const { return heads / pages.heads; }
   int64_t tile_tokens() const { return std::max<int64_t>(1, kTileRows / group()); }
@@ -46,6 +47,16 @@ struct Attention {
 struct Tile {
   int64_t sequence, head, first, last;
 };
+
+// The maximum and the sum of the weights of rows that have seen no key; scores are in units of 1 / `scale`.
+template <typename T>
+void start_rows(const Attention<T>& a, const Tile& tile, int64_t rows, float scale, float* row_max, float* row_sum) {
+  std::fill_n(row_max, rows, -std::numeric_limits<float>::infinity());
+  std::fill_n(row_sum, rows, 0.f);
+  if (a.sinks == nullptr) return;
+  for (int64_t row = 0; row < rows; row++) row_max[row] = a.sinks[tile.head * a.group() + row % a.group()] * scale;
+  std::fill_n(row_sum, rows, 1.f);
+}
 
 // Working memory of one tile. A row is a pair of a token and a query head of the group.
 template <typename T>
@@ -149,8 +160,7 @@ void attend_tile(const Attention<T>& a, const Workspace<T>& w, const Tile& tile)
   for (int64_t token = tile.first; token < tile.last; token++)
     std::memcpy(w.queries + (token - tile.first) * group * dim,
                 a.queries + (start + token) * a.query_stride + tile.head * group * dim, group * dim * sizeof(T));
-  std::fill_n(w.row_max, rows, -std::numeric_limits<float>::infinity());
-  std::fill_n(w.row_sum, rows, 0.f);
+  start_rows(a, tile, rows, 1.f, w.row_max, w.row_sum);
   std::fill_n(w.sums, rows * w.lane_dim, 0.f);
 
   const int64_t end = before + tile.last;

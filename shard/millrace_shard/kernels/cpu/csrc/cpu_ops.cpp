@@ -22,7 +22,7 @@ TORCH_LIBRARY(millrace, library) {
       "Tensor(c!) values, int num_heads) -> ()");
   library.def(
       "attend(Tensor(a!) out, Tensor queries, Tensor keys, Tensor values, Tensor tables, Tensor starts, "
-      "Tensor contexts, float scale, int window, float softcap, bool by_tiles) -> ()");
+      "Tensor contexts, float scale, int window, float softcap, bool by_tiles, Tensor? sinks=None) -> ()");
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def("packed_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
   library.def("greedy(Tensor logits) -> (Tensor, Tensor, Tensor)");

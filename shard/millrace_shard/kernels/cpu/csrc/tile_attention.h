@@ -12,6 +12,7 @@ namespace millrace {
 
 constexpr int64_t kPageTiles = kPage / tiles::kDepth;
 constexpr int64_t kRowsTogether = 32;
+constexpr float kLog2E = 1.442695040888963f;
 
 // Working memory of one tile of queries. A row is a pair of a token and a query head of the group.
 struct TileWorkspace {
@@ -41,7 +42,6 @@ struct TileWorkspace {
 
 // Turns scores[low, high) of a chunk, if any, into weights [0, n) and rescales the sums of the row so far.
 inline void softmax_row(const Attention<BFloat16>& a, const TileWorkspace& w, int64_t row, Range seen, int64_t n) {
-  constexpr float kLog2E = 1.442695040888963f;
   constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
   float* scores = w.scores + row * kChunk;
   if (seen.low >= seen.high) seen = {n, n};
@@ -225,8 +225,7 @@ void attend_tile(const Attention<BFloat16>& a, const TileWorkspace& w, Chunk chu
       // loads.
       __builtin_prefetch(out(row, column), 1);
     }
-  std::fill_n(w.row_max, rows, -std::numeric_limits<float>::infinity());
-  std::fill_n(w.row_sum, rows, 0.f);
+  start_rows(a, tile, rows, kLog2E, w.row_max, w.row_sum);
   std::fill_n(w.sums, round_up(rows, tiles::kRows) * dim, 0.f);
 
   if (const int64_t tile_rows = std::min(rows, tiles::kRows); tile_rows != configured) {
