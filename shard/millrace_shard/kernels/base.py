@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from millrace_shard.kernels.experts.expert_weights import ExpertsWeights, MixtureWeights
 from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.layer.norm_weights import HeadNorms
 from millrace_shard.kernels.lora.lora_site import LoraSite
@@ -45,6 +46,13 @@ class MlpBlock(Protocol):
 
     def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """Return the next summand [T, hidden], perhaps in the memory of `x`; update `residual` [T, hidden] in place."""
+
+
+class Experts(Protocol):
+    """The experts of a layer, of which a router chooses some for each row."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden], normalised, to the sum of the results of the chosen experts, [T, hidden]."""
 
 
 Reduce = Callable[[Tensor], Tensor]
@@ -124,6 +132,15 @@ class Kernels(Protocol):
 
     def mlp(self, weights: MlpWeights) -> MlpBlock:
         """The second half of a layer, over packed or copied weights."""
+
+    def router(self, weight: Tensor) -> Linear:
+        """A linear in float32, never quantised, that takes over `weight` [E, hidden] float32."""
+
+    def experts(self, weights: ExpertsWeights) -> Experts:
+        """The experts of a layer and their router, over packed or copied weights."""
+
+    def mixture(self, weights: MixtureWeights) -> MlpBlock:
+        """The second half of a layer with experts, over packed or copied weights."""
 
     def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
         """Combine `layers`, at least one; `reduce` is None if there is a single rank."""

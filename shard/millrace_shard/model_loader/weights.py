@@ -90,9 +90,9 @@ class Weights:
         self._views.clear()
         self._files.close()
 
-    def replicated(self, name: str, *shape: int) -> Tensor:
-        """The whole tensor."""
-        out = self._new(*shape)
+    def replicated(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole tensor, in `dtype` if it is given."""
+        out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         self._fill(out, name, shape, (0, shape[0]))
         return out
 
@@ -131,6 +131,17 @@ class Weights:
         span = (self._rank * share, (self._rank + 1) * share)
         part = self._view(name, (outputs, inputs), dim=1, span=span)
         return StoredWeight((part,), self._dtype, self._device, self._copy)
+
+    def stacked(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
+        """Element `index` of a tensor of `shape` [E, ...], in the dtype of the file; valid until `release`."""
+        self._check(name, shape)
+        values = self._files.read(name, dim=0, span=(index, index + 1))
+        self._views.append((values, self._files.stored_bytes(name) // shape[0]))
+        return values[0]
+
+    def stored(self, *parts: Tensor) -> StoredWeight:
+        """A stored weight of views that `stacked` returned."""
+        return StoredWeight(parts, self._dtype, self._device, self._copy)
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
         """The rank's rows of the vocabulary, [ceil(vocab_size / world_size), hidden_size]; zeros past the last id."""

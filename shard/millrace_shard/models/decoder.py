@@ -12,7 +12,7 @@ from torch import Tensor
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache, Layers, Reduce
 from millrace_shard.kernels.elementwise import elementwise
-from millrace_shard.kernels.layer.blocks import added_and_normalised
+from millrace_shard.kernels.layer.normalised import added_and_normalised
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
 from millrace_shard.kernels.ragged import RaggedBatch

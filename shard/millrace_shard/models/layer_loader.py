@@ -14,10 +14,12 @@ from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.layer.rotation import Rotation
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.model_loader.weights import Weights
+from millrace_shard.models.experts_loader import ExpertsLoader
 from millrace_shard.models.linear_loader import LinearLoader, Part
 from millrace_shard.models.rope_tables import RopeTables
 from millrace_shard.models.spec.attention_spec import AttentionSpec
 from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
+from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec
 from millrace_shard.models.spec.norm_spec import NormPlaces, NormSpec
 from millrace_shard.models.split import kv_heads_per_rank
 
@@ -40,6 +42,7 @@ class LayerLoader:
         self._kernels = kernels
         self._group = group
         self._linears = LinearLoader(weights, group, adapters)
+        self._experts = ExpertsLoader(spec.hidden_size, weights, self._linears, group)
 
     def embedding(self) -> Tensor:
         """The rank's rows of the embedding."""
@@ -109,13 +112,16 @@ class LayerLoader:
 
     def _mlp(self, prefix: str, layer: LayerSpec) -> MlpBlock:
         spec, names = layer.feed_forward, self._spec.names.layer
+        is_parallel = layer.norm_places is NormPlaces.PARALLEL
+        name = names.before_attention if is_parallel else names.before_mlp
+        norm = self._optional_norm(prefix, name, layer.norm)
+        if isinstance(spec, ExpertsSpec):
+            return self._kernels.mixture(self._experts.read(prefix, spec, names.experts, norm))
         hidden, inter = self._spec.hidden_size, spec.intermediate_size
         gate_up = Part(names.gate, inter), Part(names.up, inter)
-        is_parallel = layer.norm_places is NormPlaces.PARALLEL
-        norm = names.before_attention if is_parallel else names.before_mlp
         return self._kernels.mlp(
             MlpWeights(
-                norm=self._optional_norm(prefix, norm, layer.norm),
+                norm=norm,
                 gate_up=self._linears.columns(
                     prefix, gate_up, hidden, fused=names.gate_up, bias=spec.bias
                 ),

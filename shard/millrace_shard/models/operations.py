@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from millrace_shard.kernels.layer.activation import Activation
 from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
+from millrace_shard.models.spec.feed_forward_spec import GatedSpec
 from millrace_shard.models.spec.norm_spec import NormSpec
 
 
@@ -22,7 +23,8 @@ def _is_plain_layer(layer: LayerSpec) -> bool:
         _is_plain_norm(head_norm.norm)
         and not (head_norm.whole_width or head_norm.weight_per_head or head_norm.after_rope)
     )
-    is_silu = layer.feed_forward.activation is Activation.SILU
+    mlp = layer.feed_forward
+    is_silu = isinstance(mlp, GatedSpec) and mlp.activation is Activation.SILU
     is_plain = rotates and attention.query_scaling is None and is_silu
     return is_plain and heads_are and _is_plain_norm(layer.norm)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.models.spec.attention_spec import AttentionSpec
 from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
+from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec, FeedForwardSpec
 
 
 def kv_heads_per_rank(attention: AttentionSpec, world_size: int) -> int:
@@ -23,9 +26,8 @@ def layer_shape(spec: DecoderSpec, world_size: int) -> LayerShape:
     )
     rows = (num_heads + 2 * num_kv_heads) * attention.head_dim
     linears = {(rows, spec.hidden_size), (spec.hidden_size, num_heads * attention.head_dim)}
-    for layer in spec.layers:
-        inter = layer.feed_forward.intermediate_size // world_size
-        linears |= {(2 * inter, spec.hidden_size), (spec.hidden_size, inter)}
+    for feed_forward in {layer.feed_forward for layer in spec.layers}:
+        linears |= _linears(feed_forward, spec.hidden_size, world_size)
     kinds = ((layer.attention.window, layer.attention.softcap) for layer in spec.layers)
     return LayerShape(
         num_heads=num_heads,
@@ -48,14 +50,33 @@ def check_split(spec: DecoderSpec, world_size: int) -> None:
         if all(_splits(layer, ranks) for layer in layers)
     ]
     if world_size not in possible:
+        widths = " and ".join(map(str, sorted(_widths(layers))))
         raise UnsupportedModel(
             f"{world_size} shards cannot share {first.attention.num_heads} attention heads, "
-            f"{first.attention.num_kv_heads} key-value heads and {first.feed_forward.intermediate_size} intermediate "
-            f"channels; these numbers of shards work: {', '.join(map(str, possible))}"
+            f"{first.attention.num_kv_heads} key-value heads and {widths} intermediate channels; "
+            f"these numbers of shards work: {', '.join(map(str, possible))}"
         )
 
 
 def _splits(layer: LayerSpec, ranks: int) -> bool:
     heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
-    divides = heads % ranks == 0 and layer.feed_forward.intermediate_size % ranks == 0
+    widths = layer.feed_forward.widths
+    divides = heads % ranks == 0 and all(width % ranks == 0 for width in widths)
     return divides and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def _widths(layers: Iterable[LayerSpec]) -> set[int]:
+    return {width for layer in layers for width in layer.feed_forward.widths}
+
+
+def _linears(spec: FeedForwardSpec, hidden_size: int, world_size: int) -> set[tuple[int, int]]:
+    """Outputs and inputs of the linears of a rank's part of a feed-forward half."""
+    found = set()
+    for width in spec.widths:
+        inter = width // world_size
+        found |= {(2 * inter, hidden_size), (hidden_size, inter)}
+    if isinstance(spec, ExpertsSpec):
+        found.add((spec.router.num_experts, hidden_size))
+        if spec.shared is not None and spec.shared.gated:
+            found.add((1, hidden_size))
+    return found

@@ -169,6 +169,37 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone4",
         {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]},
     ),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window": ("mixtral", {"sliding_window": 9}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe-normalised": ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen2_moe-window": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    ),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe-window": (
+        "qwen3_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+        },
+    ),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe-without-groups": (
+        "glm4_moe",
+        {
+            "n_group": 1,
+            "norm_topk_prob": False,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+        },
+    ),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss-clamped": ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 2.5}),
     "rope-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
     "rope-linear": (
         "llama",

@@ -45,6 +45,10 @@ class Int8Kernels(ComposedBlocks):
         kind = TiledInt8Linear if is_fast() else PlainInt8Linear
         return kind(weight, bias)
 
+    def router(self, weight: Tensor) -> Linear:
+        """The router of the wrapped kernels, over `weight` [E, hidden] float32."""
+        return self._kernels.router(weight)
+
     def head(self, weight: Tensor, lora: LoraSite | None = None) -> Linear:
         """The head of the wrapped kernels, over `weight` [vocab, hidden]."""
         return self._kernels.head(weight, lora)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import (
     AttentionBlock,
+    Experts,
     Kernels,
     Layer,
     LayerCache,
@@ -18,10 +19,14 @@ from millrace_shard.kernels.base import (
     MlpBlock,
     Reduce,
 )
-from millrace_shard.kernels.layer.activation import Activation, gelu_mul
+from millrace_shard.kernels.experts.composed_experts import ComposedExperts
+from millrace_shard.kernels.experts.expert_weights import ExpertsWeights, MixtureWeights
+from millrace_shard.kernels.experts.mixture import Mixture
+from millrace_shard.kernels.layer.activation import gate_function
 from millrace_shard.kernels.layer.heads import HeadPreparation
 from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
+from millrace_shard.kernels.layer.normalised import added_and_normalised, normalised
 from millrace_shard.kernels.lora.adapted_linear import adapted
 from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
@@ -54,6 +59,18 @@ class ComposedBlocks:
         """The second half of a layer, of single operators."""
         return ComposedMlp(self, weights)
 
+    def router(self: Kernels, weight: Tensor) -> Linear:
+        """A linear in float32 that takes over `weight`."""
+        return self.linear(weight)
+
+    def experts(self: Kernels, weights: ExpertsWeights) -> Experts:
+        """The experts of a layer, as linears."""
+        return ComposedExperts(self, weights)
+
+    def mixture(self: Kernels, weights: MixtureWeights) -> MlpBlock:
+        """The second half of a layer with experts."""
+        return Mixture(self, weights)
+
     def layers(self: Kernels, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
         """Layers that call one half after the other."""
         return ComposedLayers(layers, reduce)
@@ -67,24 +84,6 @@ def normalise_heads(
     queries, keys = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
     for each, norm in ((queries, norms.query), (keys, norms.key)):
         each.copy_(kernels.rms_norm(each, norm.weight, norm.eps))
-
-
-def normalised(kernels: Kernels, x: Tensor, norm: NormWeights | None) -> Tensor:
-    """The norm of `x` [T, hidden]; `x` itself without a norm."""
-    if norm is None:
-        return x
-    return kernels.rms_norm(x, norm.weight, norm.eps) if norm.is_plain else norm.apply(x)
-
-
-def added_and_normalised(
-    kernels: Kernels, x: Tensor | None, residual: Tensor, norm: NormWeights | None
-) -> Tensor:
-    """`residual += x` in place, if there is an `x`, then its norm; all [T, hidden]."""
-    if x is not None and norm is not None and norm.is_plain:
-        return kernels.add_rms_norm(x, residual, norm.weight, norm.eps)
-    if x is not None:
-        residual += x
-    return normalised(kernels, residual, norm)
 
 
 class ComposedAttention:
@@ -148,8 +147,7 @@ class ComposedMlp:
         self._norm = weights.norm
         self._gate_up = kernels.linear_from(weights.gate_up)
         self._down = kernels.linear_from(weights.down)
-        is_silu = weights.activation is Activation.SILU
-        self._activate = kernels.silu_mul if is_silu else gelu_mul
+        self._activate = gate_function(kernels.silu_mul, weights.activation)
 
     def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """[T, hidden]; `residual` is changed in place."""

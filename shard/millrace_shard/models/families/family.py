@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from millrace_shard.errors import UnsupportedModel
 from millrace_shard.models.config.config_reader import ConfigReader
 from millrace_shard.models.spec.decoder_spec import DecoderSpec
 
@@ -23,11 +24,20 @@ class Family:
     spec: Callable[[ConfigReader], DecoderSpec]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of the class in transformers for fields that the file may lack, beside those of GENERAL."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of fields, which the class in transformers takes and may write, and the names of their fields."""
     without_effect: tuple[str, ...] = ()
     """Fields of the class, beside those that no family reads, that do not change a forward pass."""
 
     def read(self, raw: Mapping[str, Any]) -> DecoderSpec:
         """Read the object of a config.json. Raises UnsupportedModel, naming the field."""
+        for alias, name in self.aliases.items():
+            if raw.get(alias) is not None:
+                if raw.get(name) not in (None, raw[alias]):
+                    raise UnsupportedModel(
+                        f"{alias}={raw[alias]!r} contradicts {name}={raw[name]!r}"
+                    )
+                raw = {**raw, name: raw[alias]}
         config = ConfigReader(raw, {**GENERAL, **self.defaults})
         config.check_classes(self.classes)
         spec = self.spec(config)

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from millrace_shard.models.families.family import Family
+from millrace_shard.models.families.mixtures import (
+    glm4_moe,
+    gpt_oss,
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+)
 from millrace_shard.models.families.other_norms import (
     cohere,
     cohere2,
@@ -32,8 +39,9 @@ _PRE_NORM = (
     *(seed_oss, ernie4_5, hunyuan_v1_dense),
 )
 _OTHER_NORMS = (gemma2, gemma3, olmo2, olmo3, cohere, cohere2, glm4, exaone4)
+_MIXTURES = (mixtral, qwen2_moe, qwen3_moe, glm4_moe, gpt_oss)
 
 FAMILIES: dict[str, Family] = {
-    page.FAMILY.model_type: page.FAMILY for page in (*_PRE_NORM, *_OTHER_NORMS)
+    page.FAMILY.model_type: page.FAMILY for page in (*_PRE_NORM, *_OTHER_NORMS, *_MIXTURES)
 }
 """By `model_type`."""

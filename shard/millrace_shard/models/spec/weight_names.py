@@ -6,6 +6,29 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """Modules of a layer with experts, relative to the layer.
+
+    The file has a module for each expert, such as `mlp.experts.7.gate_proj`, or tensors that stack all of them.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    """Relative to an expert."""
+    up: str = "up_proj"
+    down: str = "down_proj"
+    stacked_gate_up: str = "gate_up_proj"
+    """The name of a tensor, relative to the experts: [E, 2 * inter, hidden], gates first."""
+    stacked_down: str = "down_proj"
+    """The name of a tensor: [E, hidden, inter]."""
+    transposed: bool = False
+    """Whether the last two axes of stacked tensors are swapped, and gates and ups alternate."""
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNames:
     """Modules of a layer, relative to the layer; None for norms that the family does not have."""
 
@@ -24,6 +47,8 @@ class LayerNames:
     gate_up: str | None = None
     """One module whose outputs are those of gate and up, gates first."""
     down: str = "mlp.down_proj"
+    experts: tuple[ExpertNames, ...] = (ExpertNames(),)
+    """Where the file has no router by the first names, the next ones hold."""
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"

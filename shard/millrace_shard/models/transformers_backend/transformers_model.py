@@ -41,9 +41,7 @@ SUPPORTED = (
     "gpt2",
     "gpt_bigcode",
     "gpt_neox",
-    "mixtral",
     "opt",
-    "qwen2_moe",
     "stablelm",
     "starcoder2",
 )

@@ -34,6 +34,8 @@ _FAMILY = {
     "pad_token_id": 0,
 }
 
+_MIXTURE = _FAMILY | {"num_hidden_layers": 3, "num_experts_per_tok": 2}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _FAMILY,
     "mistral": _FAMILY | {"sliding_window": None},
@@ -86,16 +88,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox": _FAMILY,
     "granite": _FAMILY
     | {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0},
-    "mixtral": _FAMILY | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": _MIXTURE | {"num_local_experts": 8},
     "olmo2": _FAMILY,
     "opt": _FAMILY | {"ffn_dim": 80, "word_embed_proj_dim": 64},
     "phi3": _FAMILY,
-    "qwen2_moe": _FAMILY
+    "qwen2_moe": _MIXTURE
+    | {"num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": _MIXTURE | {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 24},
+    "glm4_moe": _MIXTURE
     | {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
         "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
+    },
+    "gpt_oss": _MIXTURE
+    | {
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "sliding_window": 12,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        },
     },
     "smollm3": _FAMILY | {"no_rope_layer_interval": 2},
     "stablelm": _FAMILY | {"hidden_size": 64},
@@ -126,6 +148,9 @@ def save_tiny(
                 parameter.copy_(noise * 0.15)
             else:
                 parameter.add_(noise * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
     model.generation_config.eos_token_id = config.eos_token_id
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model.eval()

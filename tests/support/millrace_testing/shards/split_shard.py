@@ -6,6 +6,7 @@ Other splits round at other places, so the last bits of a sequence depend on the
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import Tensor
 
@@ -32,9 +33,11 @@ def install() -> None:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         vars(plain_attention)["KEY_CHUNK"] = FEW if len(batch.num_queries) == 1 else MANY
-        return attend(self, queries, batch, cache, scale=scale, window=window, softcap=softcap)
+        rule: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        return attend(self, queries, batch, cache, **rule, sinks=sinks)
 
     PlainKernels.attend = attend_by_batch  # type: ignore[method-assign]
 

@@ -1,0 +1,4 @@
+"""Families whose layers have experts.
+
+Entry point: the `FAMILY` of each page.
+"""

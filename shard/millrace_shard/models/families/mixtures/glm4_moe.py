@@ -1,0 +1,92 @@
+"""GLM-4.5 and 4.6: experts chosen by sigmoids with a correction, a shared expert, and dense layers at first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from millrace_shard.errors import UnsupportedModel
+from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
+from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.families.common_fields import activation
+from millrace_shard.models.families.family import Family
+from millrace_shard.models.families.mixtures.expert_fields import (
+    OF_TRAINING,
+    experts_per_token,
+    mixture_decoder,
+)
+from millrace_shard.models.families.pre_norm.llama import llama_attention
+from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.spec.feed_forward_spec import (
+    ExpertsSpec,
+    GatedSpec,
+    RouterSpec,
+    SharedExpertSpec,
+)
+from millrace_shard.models.spec.norm_spec import HeadNormSpec, NormSpec
+from millrace_shard.models.spec.weight_names import ExpertNames, LayerNames, WeightNames
+
+NAMES = WeightNames(layer=LayerNames(experts=(ExpertNames(shared="mlp.shared_experts"),)))
+
+
+def _spec(config: ConfigReader) -> DecoderSpec:
+    attention = replace(llama_attention(config), qkv_bias=config.flag("attention_bias"))
+    if config.flag("use_qk_norm"):
+        norm = HeadNormSpec(norm=NormSpec(eps=config.number("rms_norm_eps")))
+        attention = replace(attention, head_norm=norm)
+    gate, width = activation(config), config.count("moe_intermediate_size")
+    shared_width = width * config.count("n_shared_experts")
+    count = config.count("n_routed_experts")
+    experts = ExpertsSpec(
+        router=RouterSpec(num_experts=count, rule=grouped_rule(config, count), correction=True),
+        intermediate_size=width,
+        activation=gate,
+        shared=SharedExpertSpec(mlp=GatedSpec(intermediate_size=shared_width, activation=gate)),
+    )
+    num_layers, first = config.count("num_hidden_layers"), config.value("first_k_dense_replace")
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise UnsupportedModel(f"first_k_dense_replace={first!r} must be a number of layers")
+    is_sparse = [layer >= first for layer in range(num_layers)]
+    spec = mixture_decoder(config, [attention] * num_layers, experts, is_sparse)
+    return replace(spec, names=NAMES)
+
+
+def grouped_rule(config: ConfigReader, count: int) -> RoutingRule:
+    """DeepSeek's rule: sigmoids, with the best experts of the best groups."""
+    groups, kept = config.count("n_group"), config.count("topk_group")
+    top_k = experts_per_token(config, count)
+    if count % groups or (groups > 1 and count // groups < 2):
+        raise UnsupportedModel(f"n_group={groups} of {count} experts: groups must have two or more")
+    if kept > groups or kept * (count // groups) < top_k:
+        raise UnsupportedModel(f"topk_group={kept} of {groups} groups has not {top_k} experts")
+    return RoutingRule(
+        top_k=top_k,
+        scoring=Scoring.SIGMOID,
+        renormalise=config.flag("norm_topk_prob"),
+        num_groups=groups,
+        top_groups=kept,
+        scale=config.number("routed_scaling_factor"),
+    )
+
+
+FAMILY = Family(
+    model_type="glm4_moe",
+    classes=("Glm4MoeForCausalLM",),
+    spec=_spec,
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+    aliases={"num_local_experts": "n_routed_experts"},
+    without_effect=(*OF_TRAINING, "num_mtp_layers", "num_nextn_predict_layers"),
+)
