@@ -16,6 +16,7 @@ from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
+from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.load import load_model
 from millrace_shard.models.transformers_backend import batch_invariant, transformers_model
 from millrace_shard.models.transformers_backend.paged_attention import NAME, ShapeProbe, attending
@@ -167,6 +168,10 @@ def test_invariance_is_not_claimed_for_a_class_that_multiplies_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny(tmp_path, "mixtral")
+    # Our own decoder computes this family, but its class is a mixture that multiplies by itself.
+    monkeypatch.delitem(FAMILIES, "mixtral")
+    monkeypatch.setattr(transformers_model, "SUPPORTED", ("mixtral",))
+    assert load(tmp_path, deterministic=True).model.info.batch_invariant
     monkeypatch.setattr(batch_invariant, "_MIXTURES", ())
     assert not load(tmp_path, deterministic=True).model.info.batch_invariant
 
