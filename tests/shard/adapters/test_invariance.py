@@ -49,7 +49,8 @@ CASES = {
     "cpu-bf16-without-tiles": ("cpu-without-tiles", torch.bfloat16, "llama"),
     "cpu-int8": ("cpu-int8", torch.bfloat16, "llama"),
     "transformers-fp32": ("cpu", torch.float32, "gpt2"),
-    "transformers-bf16": ("cpu", torch.bfloat16, "qwen2_moe"),
+    "transformers-bf16": ("cpu", torch.bfloat16, "gpt2"),
+    "mixture-bf16": ("cpu", torch.bfloat16, "qwen2_moe"),
 }
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32, "intermediate_size": 96},

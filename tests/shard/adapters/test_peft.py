@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from millrace_shard.errors import AdapterInvalid
 from millrace_testing.engines.kernels import KERNELS, make_kernels
 from millrace_testing.models.adapters import (
     AdaptedModel,
@@ -21,6 +22,7 @@ from millrace_testing.models.adapters import (
     make_adapter,
     merged,
     write_canonical,
+    write_file,
 )
 from millrace_testing.models.models import CONFIGS, Run, logprobs, prompt_of, save_tiny
 
@@ -97,12 +99,36 @@ def test_all_projections_of_every_architecture(
     model_type: str, kernels: str, tmp_path: Path
 ) -> None:
     bench = Bench.make(tmp_path, model_type)
-    targets = projections(bench.base)
+    # Whole names: PEFT takes the last name of a projection for that of the stacked experts, too.
+    targets = [
+        name
+        for name, module in bench.base.named_modules()
+        if type(module) in {nn.Linear, Conv1D}
+        and name.rsplit(".", 1)[-1] in projections(bench.base)
+    ]
     adapters = [
         make_adapter(bench.base, seed=1, r=4, lora_alpha=8, target_modules=targets),
         make_adapter(bench.base, seed=2, r=17, lora_alpha=9, target_modules=targets),
     ]
     bench.check(*adapters, kernels=kernels, deterministic=kernels == "cpu")
+
+
+@pytest.mark.parametrize(
+    "name", ["experts", "experts.3.gate_proj", "experts.base_layer", "gate", "shared_expert"]
+)
+def test_experts_and_routers_are_no_modules_of_adapters(name: str, tmp_path: Path) -> None:
+    bench = Bench.make(tmp_path, "qwen2_moe")
+    module = f"model.layers.1.mlp.{name}"
+    tensors = {
+        f"{module}.lora_A": torch.ones(4, 64),
+        f"{module}.lora_B": torch.ones(24, 4),
+        f"{module}.scales": torch.ones(4),
+    }
+    facts = {"rank": 4, "inputs": 64, "outputs": 24, "bias": False}
+    digest = write_file(bench.cache, tensors, {module: facts})
+    made = make_kernels("plain", deterministic=False)
+    with pytest.raises(AdapterInvalid, match=f"no module {module} "):
+        load_adapted(bench.folder, bench.cache, made, digests=[digest])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "phi3"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -255,6 +256,15 @@ def test_any_block_size_gives_the_same(block_size: int, tmp_path: Path) -> None:
     driver = load(tmp_path, block_size=block_size)
     driver = Driver(driver.model, driver.kernels, dtype=torch.float32, num_blocks=130)
     assert_same_as_generate(reference, driver, chunk=11)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"])
+def test_experts_that_are_stacked_in_the_file(name: str, tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path / "by-expert", name)
+    reference.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    stacked = load_file(tmp_path / "stacked" / "model.safetensors")
+    assert stacked["model.layers.2.mlp.experts.gate_up_proj"].ndim == 3
+    assert_same_as_generate(reference, load(tmp_path / "stacked"))
 
 
 def test_sharded_files_and_a_bare_prefix(tmp_path: Path) -> None:

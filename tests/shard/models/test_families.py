@@ -15,7 +15,7 @@ from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.operations import uses_plain_torch
 from millrace_shard.models.spec.attention_spec import AttentionSpec
 from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
-from millrace_shard.models.spec.feed_forward_spec import GatedSpec
+from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec, GatedSpec
 from millrace_shard.models.spec.norm_spec import NormSpec
 from millrace_shard.models.spec.rope_spec import RopeSpec
 from millrace_shard.models.split import check_split, kv_heads_per_rank
@@ -142,6 +142,15 @@ def test_windows(
             "rope_type 'prop",
         ),
         ("mistral", {"sliding_window": 0}, "sliding_window=0"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 of 8 experts"),
+        ("mixtral", {"hidden_act": "relu"}, "hidden_act='relu'"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        ("glm4_moe", {"n_group": 3}, "n_group=3 of 8 experts"),
+        ("glm4_moe", {"n_group": 8}, "n_group=8 of 8 experts"),
+        ("glm4_moe", {"topk_group": 3}, "topk_group=3 of 2 groups"),
+        ("glm4_moe", {"n_group": 4, "num_experts_per_tok": 4}, "has not 4 experts"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit=0.0"),
         (
             "qwen2",
             {"layer_types": ["sliding_attention", "full_attention"]},
@@ -155,6 +164,31 @@ def test_what_cannot_be_computed_is_refused_by_name(
     with pytest.raises(UnsupportedModel) as refusal:
         spec(model_type, **overrides)
     assert field in str(refusal.value)
+
+
+def test_other_names_of_fields() -> None:
+    raw = AutoConfig.for_model("qwen3_moe", **CONFIGS["qwen3_moe"]).to_dict()
+    count = raw.pop("num_local_experts", None) or raw.pop("num_experts")
+    for name in ("num_experts", "num_local_experts"):
+        layer = FAMILIES["qwen3_moe"].read(raw | {name: count}).layers[0]
+        assert isinstance(layer.feed_forward, ExpertsSpec)
+        assert layer.feed_forward.router.num_experts == 8
+    with pytest.raises(UnsupportedModel, match="num_local_experts=8 contradicts num_experts=9"):
+        FAMILIES["qwen3_moe"].read(raw | {"num_local_experts": 8, "num_experts": 9})
+
+
+def test_layers_with_and_without_experts() -> None:
+    def sparse(model_type: str, **overrides: Any) -> list[bool]:
+        layers = spec(model_type, num_hidden_layers=5, **overrides).layers
+        return [isinstance(layer.feed_forward, ExpertsSpec) for layer in layers]
+
+    assert sparse("mixtral") == [True] * 5
+    assert sparse("glm4_moe", first_k_dense_replace=2) == [False, False, True, True, True]
+    assert sparse("qwen2_moe", mlp_only_layers=[1, 3]) == [True, False, True, False, True]
+    assert sparse("qwen3_moe", decoder_sparse_step=2) == [False, True, False, True, False]
+    raw = AutoConfig.for_model("qwen3_moe", **CONFIGS["qwen3_moe"]).to_dict()
+    with pytest.raises(UnsupportedModel, match="mlp_only_layers='0'"):
+        FAMILIES["qwen3_moe"].read(raw | {"mlp_only_layers": "0"})
 
 
 def test_unknown_layer_types_are_refused() -> None:

@@ -268,7 +268,7 @@ def _adapters(site: LoraSite | None) -> tuple[()] | tuple[Tensor, Tensor, int]:
 def _packed(weights: LinearWeights, *, gated: bool = False) -> tuple[Tensor, Tensor]:
     """Packed weight and bias; the weight is packed directly from the mapped file if it needs no conversion."""
     weight = weights.weight
-    if any(part.dtype != torch.bfloat16 for part in weight.parts):
+    if any(part.dtype != torch.bfloat16 or part.stride(1) != 1 for part in weight.parts):
         weight = StoredWeight.of(weight.copied())
     packed = torch.ops.millrace.pack_panels(weight.parts, gated)
     return packed, _or_empty(weights.bias)
