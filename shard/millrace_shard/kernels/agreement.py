@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache
+from millrace_shard.kernels.experts import experts_agreement
 from millrace_shard.kernels.greedy import choose_greedy
 from millrace_shard.kernels.layer.blocks import ComposedBlocks
 from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
@@ -55,6 +56,9 @@ def largest_difference(
     if type(kernels).attention is not ComposedBlocks.attention:
         ours += _halves_of_a_layer(kernels, random(), head_dim=shape.head_dim)
         theirs += _halves_of_a_layer(oracle, random(), head_dim=shape.head_dim)
+    if type(kernels).experts is not ComposedBlocks.experts:
+        ours += experts_agreement.outputs(kernels, random(), dtype)
+        theirs += experts_agreement.outputs(oracle, random(), dtype)
     logits = random()(3, 1003).float()
     ids, logprobs, _ = choose_greedy(logits)
     ours += [logits.gather(1, ids.unsqueeze(1)), logprobs]

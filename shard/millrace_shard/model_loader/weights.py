@@ -74,7 +74,7 @@ class Weights:
         self._files = open_files(folder, file)
         self._ahead = ReadAhead(self._files.paths())
         self._progress = LoadProgress(self._files.num_bytes())
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._copy = copy_to(device)
         self._rank = group.rank
@@ -92,7 +92,7 @@ class Weights:
 
     def replicated(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The whole tensor, in `dtype` if it is given."""
-        out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
         self._fill(out, name, shape, (0, shape[0]))
         return out
 
@@ -102,7 +102,7 @@ class Weights:
             self._view(part.name, (part.rows, inputs), dim=0, span=self._span(part))
             for part in parts
         ]
-        return StoredWeight(tuple(found), self._dtype, self._device, self._copy)
+        return StoredWeight(tuple(found), self.dtype, self._device, self._copy)
 
     def biases(self, parts: Sequence[Columns]) -> Tensor:
         """The rank's outputs of all `parts`, each [rows]."""
@@ -130,7 +130,7 @@ class Weights:
         share = inputs // self._world_size
         span = (self._rank * share, (self._rank + 1) * share)
         part = self._view(name, (outputs, inputs), dim=1, span=span)
-        return StoredWeight((part,), self._dtype, self._device, self._copy)
+        return StoredWeight((part,), self.dtype, self._device, self._copy)
 
     def stacked(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
         """Element `index` of a tensor of `shape` [E, ...], in the dtype of the file; valid until `release`."""
@@ -141,7 +141,7 @@ class Weights:
 
     def stored(self, *parts: Tensor) -> StoredWeight:
         """A stored weight of views that `stacked` returned."""
-        return StoredWeight(parts, self._dtype, self._device, self._copy)
+        return StoredWeight(parts, self.dtype, self._device, self._copy)
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
         """The rank's rows of the vocabulary, [ceil(vocab_size / world_size), hidden_size]; zeros past the last id."""
@@ -164,7 +164,7 @@ class Weights:
         return part.span(self._rank, self._world_size)
 
     def _new(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self.dtype, device=self._device)
 
     def _fill(self, out: Tensor, name: str, shape: tuple[int, ...], span: tuple[int, int]) -> None:
         """Copy the rows `span` of a tensor into `out`; the range may be empty."""

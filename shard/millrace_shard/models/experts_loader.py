@@ -59,6 +59,8 @@ class ExpertsLoader:
                 router=router,
                 experts=self._experts(prefix, spec, found),
                 activation=spec.activation,
+                inter=spec.intermediate_size // self._group.world_size,
+                dtype=self._weights.dtype,
             ),
             shared=shared,
         )

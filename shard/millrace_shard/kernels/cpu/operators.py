@@ -16,6 +16,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import (
     AttentionBlock,
+    Experts,
     Layer,
     LayerCache,
     Layers,
@@ -30,6 +31,8 @@ from millrace_shard.kernels.cpu.tile_blocks import (
     TiledLayers,
     TiledMlp,
 )
+from millrace_shard.kernels.cpu.tile_experts import TiledExperts, fits_experts
+from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
 from millrace_shard.kernels.layer.blocks import ComposedBlocks, normalise_heads
 from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.layer.norm_weights import HeadNorms
@@ -88,6 +91,12 @@ class CpuKernels(ComposedBlocks):
         if self.tiles and tile_blocks.fits_mlp(weights):
             return TiledMlp(weights)
         return super().mlp(weights)
+
+    def experts(self, weights: ExpertsWeights) -> Experts:
+        """Pack the experts of a layer."""
+        if self.tiles and fits_experts(weights):
+            return TiledExperts(weights)
+        return super().experts(weights)
 
     def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
         """One operator for all layers, if all are tiled and there is no `reduce`; else one call per half."""

@@ -267,11 +267,15 @@ def _adapters(site: LoraSite | None) -> tuple[()] | tuple[Tensor, Tensor, int]:
 
 def _packed(weights: LinearWeights, *, gated: bool = False) -> tuple[Tensor, Tensor]:
     """Packed weight and bias; the weight is packed directly from the mapped file if it needs no conversion."""
-    weight = weights.weight
-    if any(part.dtype != torch.bfloat16 or part.stride(1) != 1 for part in weight.parts):
-        weight = StoredWeight.of(weight.copied())
-    packed = torch.ops.millrace.pack_panels(weight.parts, gated)
+    packed = torch.ops.millrace.pack_panels(unpacked_parts(weights.weight), gated)
     return packed, _or_empty(weights.bias)
+
+
+def unpacked_parts(weight: StoredWeight) -> Sequence[Tensor]:
+    """The parts of a weight as panels are packed of them: as they lie in the file, if they need no conversion."""
+    if all(part.dtype == torch.bfloat16 and part.stride(1) == 1 for part in weight.parts):
+        return weight.parts
+    return (weight.copied(),)
 
 
 def _or_empty(values: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from millrace_shard.kernels.experts.routing import RoutingRule
@@ -44,6 +45,9 @@ class ExpertsWeights:
     experts: Iterable[ExpertWeights]
     """One after the other, of equal shapes. The weights of one are valid until the next one is asked for."""
     activation: Activation | ClampedSwiglu
+    inter: int
+    """Intermediate channels of an expert on this rank."""
+    dtype: torch.dtype
 
     @property
     def num_experts(self) -> int:

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "attend.h"
+#include "experts.h"
 #include "greedy.h"
 #include "int8_panels.h"
 #include "layers.h"
@@ -30,6 +31,11 @@ TORCH_LIBRARY(millrace, library) {
   library.def("tile_unit() -> str", millrace::tiles::name);
   library.def("use_amx(bool wanted) -> bool", millrace::tiles::use_amx);
   library.def("pack_panels(Tensor[] parts, bool gated) -> Tensor");
+  library.def("new_panels(int count, int outputs, int inputs) -> Tensor", millrace::new_panels);
+  library.def("pack_into(Tensor(a!) packed, Tensor[] parts, bool gated) -> ()");
+  library.def(
+      "experts(Tensor(a!) y, Tensor x, Tensor router, Tensor router_bias, Tensor correction, int[] rule, float scale, "
+      "Tensor gate_up, Tensor gate_up_bias, Tensor down, Tensor down_bias, float alpha, float limit) -> ()");
   library.def(
       "panel_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias, Tensor? lora_rows=None, Tensor? lora_table=None, int lora_first=0, "
       "int[] lora_starts=[0]) -> ()");
@@ -66,6 +72,8 @@ TORCH_LIBRARY_IMPL(millrace, CPU, library) {
   library.impl("greedy", millrace::greedy);
   library.impl("forbid", millrace::forbid);
   library.impl("pack_panels", millrace::pack_panels);
+  library.impl("pack_into", millrace::pack_into);
+  library.impl("experts", millrace::experts);
   library.impl("panel_linear", millrace::panel_linear);
   library.impl("mlp_block", millrace::mlp_block);
   library.impl("attention_block", millrace::attention_block);
