@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from millrace_shard.kernels import agreement
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import (
     AttentionBlock,
+    Experts,
     Layer,
     LayerCache,
     Layers,
@@ -20,6 +22,7 @@ from millrace_shard.kernels.base import (
     MlpBlock,
     Reduce,
 )
+from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
 from millrace_shard.kernels.greedy import Best, choose_greedy
 from millrace_shard.kernels.layer.layer_weights import AttentionWeights, MlpWeights
 from millrace_shard.kernels.layer.norm_weights import HeadNorms
@@ -45,6 +48,12 @@ class BlindToSinks(PlainKernels):
         return super().attend(queries, batch, cache, **rule)
 
 
+class WithoutTheLastExpert(PlainKernels):
+    def experts(self, weights: ExpertsWeights) -> Experts:
+        rule = replace(weights.router.rule, top_k=weights.router.rule.top_k - 1)
+        return super().experts(replace(weights, router=replace(weights.router, rule=rule)))
+
+
 class WithoutHeadNorms(PlainKernels):
     def rope_store(self, *tensors, norms=None, **heads):  # type: ignore[no-untyped-def]
         return super().rope_store(*tensors, **heads)
@@ -63,7 +72,14 @@ def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
     assert (
         largest_difference(same, oracle, dtype=dtype, shape=LayerShape.small(32)) < TOLERANCE[dtype]
     )
-    for kind in (Broken, BlindToWindow, BlindToSinks, WithoutHeadNorms, WithSwappedHeadNorms):
+    for kind in (
+        Broken,
+        BlindToWindow,
+        BlindToSinks,
+        WithoutTheLastExpert,
+        WithoutHeadNorms,
+        WithSwappedHeadNorms,
+    ):
         wrong = kind(deterministic=False)
         assert (
             largest_difference(wrong, oracle, dtype=dtype, shape=LayerShape.small(32))
