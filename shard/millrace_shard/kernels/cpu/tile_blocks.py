@@ -15,7 +15,6 @@ from millrace_shard.kernels.layer.activation import Activation
 from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.kernels.stored_weight import StoredWeight
 
 TILE_DEPTH = 32
 """Inputs per tile; widths that are read as tiles are multiples of it."""
@@ -266,10 +265,10 @@ def _adapters(site: LoraSite | None) -> tuple[()] | tuple[Tensor, Tensor, int]:
 
 def _packed(weights: LinearWeights, *, gated: bool = False) -> tuple[Tensor, Tensor]:
     """Packed weight and bias; the weight is packed directly from the mapped file if it needs no conversion."""
-    weight = weights.weight
-    if any(part.dtype != torch.bfloat16 for part in weight.parts):
-        weight = StoredWeight.of(weight.copied())
-    packed = torch.ops.millrace.pack_panels(weight.parts, gated)
+    parts = weights.weight.tensors
+    if parts is None:
+        parts = (weights.weight.copied(),)
+    packed = torch.ops.millrace.pack_panels(parts, gated)
     return packed, _or_empty(weights.bias)
 
 

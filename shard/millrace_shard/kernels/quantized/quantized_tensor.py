@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,13 @@ class QuantizedTensor:
     def bits(self) -> int:
         """Bits of a code."""
         return len(self.values).bit_length() - 1
+
+    def rows(self, start: int, end: int) -> QuantizedTensor:
+        """The outputs from `start` to `end`, as views."""
+        offsets = None if self.offsets is None else self.offsets[start:end]
+        return replace(
+            self, codes=self.codes[start:end], scales=self.scales[start:end], offsets=offsets
+        )
 
     def dequantized(self) -> Tensor:
         """The matrix [out, in] in float32."""

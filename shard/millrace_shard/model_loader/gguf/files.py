@@ -39,6 +39,10 @@ class GgufFiles:
     def __contains__(self, name: str) -> bool:
         return stored_name(_full(name)) in self._header.tensors
 
+    def is_plain(self, name: str) -> bool:
+        """Whether there is such a tensor: `read` gives floating-point numbers for every format."""
+        return name in self
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the whole tensor."""
         return self._tensor(name).shape
