@@ -40,12 +40,10 @@ def load_model(  # noqa: PLR0913
     adapters: AdapterTable | None = None,
     quantize: str | None = None,
 ) -> CausalModel:
-    """Read this rank's part of the checkpoint in `folder` (config.json and safetensors) onto `device`.
+    """Read this rank's part of the checkpoint in `folder` onto `device`; `quantize` is the value of --quantize.
 
     `max_total_tokens` is the length of the longest sequence, if known: it bounds the RoPE tables and selects longrope's
-    factors. The linears of the model become sites of `adapters`. `quantize` is the value of --quantize.
-
-    Raises UnsupportedModel, WeightsError or, for a folder without a readable config, ModelError.
+    factors. The linears of the model become sites of `adapters`. Raises ModelError.
     """
     model = ModelDescription.read(folder)
     if rope_override is not None:
@@ -53,23 +51,23 @@ def load_model(  # noqa: PLR0913
     if model.spec is not None:
         check_split(model.spec, group.world_size)
         found = quantization_of(folder, quantize, model.spec, group.world_size)
+        is_invariant = device.type == "cpu" or not uses_plain_torch(model.spec)
+        method = _method(folder, found, quantize)
+        info = replace(model.info(), quantization=method, batch_invariant=is_invariant)
         ropes = RopeTables(max_total_tokens, device)
         weights = Weights(folder, dtype=dtype, device=device, group=group, quantization=found)
         with closing(weights):
-            own = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
-            info = replace(model.info(), quantization=_method(folder, found, quantize))
-            if device.type != "cpu" and uses_plain_torch(model.spec):
-                info = replace(info, batch_invariant=False)
-            return Decoder(model.spec, info, own, kernels, group, adapters)
-    # The import takes a second, and models of our own decoder do not need it.
+            loader = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
+            return Decoder(model.spec, info, loader, kernels, group, adapters)
+    # The import takes a second.
     from millrace_shard.models.transformers_backend.transformers_model import (  # noqa: PLC0415
         TransformersModel,
         check_supported,
     )
 
     assert model.config is not None
-    check_supported(model.config)
     _check_alone(model.model_type, quantize, group)
+    check_supported(model.config)
     return TransformersModel.load(
         folder,
         model.config,

@@ -9,13 +9,13 @@ from typing import Any
 
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.model_loader.gguf.files import MODEL
-from millrace_shard.model_loader.quantized.awq import auto_round_awq, awq
-from millrace_shard.model_loader.quantized.bitsandbytes import bitsandbytes
-from millrace_shard.model_loader.quantized.compressed_tensors import compressed_tensors
-from millrace_shard.model_loader.quantized.fp4 import modelopt_nvfp4
-from millrace_shard.model_loader.quantized.fp8 import fbgemm_fp8, fp8, modelopt_fp8
-from millrace_shard.model_loader.quantized.gptq import auto_round_gptq, gptq
-from millrace_shard.model_loader.quantized.mxfp4 import mxfp4
+from millrace_shard.model_loader.quantized.methods.awq import auto_round_awq, awq
+from millrace_shard.model_loader.quantized.methods.bitsandbytes import bitsandbytes
+from millrace_shard.model_loader.quantized.methods.compressed_tensors import compressed_tensors
+from millrace_shard.model_loader.quantized.methods.fp4 import modelopt_nvfp4
+from millrace_shard.model_loader.quantized.methods.fp8 import fbgemm_fp8, fp8, modelopt_fp8
+from millrace_shard.model_loader.quantized.methods.gptq import auto_round_gptq, gptq
+from millrace_shard.model_loader.quantized.methods.mxfp4 import mxfp4
 from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.quantized.settings import Settings
 

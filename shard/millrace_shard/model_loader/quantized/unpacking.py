@@ -45,7 +45,7 @@ def float4_values() -> Tensor:
 
 def powers_of_two(exponents: Tensor) -> Tensor:
     """2 ** (e - 127) of uint8 exponents e, float32; 255 is NaN."""
-    found = torch.ldexp(torch.ones(()), exponents.int() - 127)
+    found = torch.exp2(exponents.double() - 127).float()
     return torch.where(exponents == 255, torch.nan, found)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.model_loader.quantized.cut import Cut, Groups
-from millrace_shard.model_loader.quantized.input_order import input_order
+from millrace_shard.model_loader.quantized.methods.input_order import input_order
 from millrace_shard.model_loader.quantized.module_tensors import ModuleTensors
 from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.quantized.settings import Settings

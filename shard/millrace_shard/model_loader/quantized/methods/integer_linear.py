@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.model_loader.quantized.cut import Cut, Groups
-from millrace_shard.model_loader.quantized.input_order import input_order
+from millrace_shard.model_loader.quantized.methods.input_order import input_order
 from millrace_shard.model_loader.quantized.module_tensors import ModuleTensors, Shape
 from millrace_shard.model_loader.quantized.unpacking import (
     codes_of_words,

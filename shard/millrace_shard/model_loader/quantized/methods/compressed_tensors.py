@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.model_loader.quantized.fp4 import Mxfp4Linear, Nvfp4Linear
-from millrace_shard.model_loader.quantized.fp8 import EXACT, Fp8Linear, block_of
-from millrace_shard.model_loader.quantized.integer_linear import IntegerLinear
+from millrace_shard.model_loader.quantized.methods.fp4 import Mxfp4Linear, Nvfp4Linear
+from millrace_shard.model_loader.quantized.methods.fp8 import EXACT, Fp8Linear, block_of
+from millrace_shard.model_loader.quantized.methods.integer_linear import IntegerLinear
 from millrace_shard.model_loader.quantized.quantization import LinearFormat, Quantization
 from millrace_shard.model_loader.quantized.settings import Settings
 

@@ -6,7 +6,7 @@ import torch
 
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.model_loader.quantized.cut import Groups, Span
-from millrace_shard.model_loader.quantized.fp4 import MX_GROUP, mx_scales
+from millrace_shard.model_loader.quantized.methods.fp4 import MX_GROUP, mx_scales
 from millrace_shard.model_loader.quantized.module_tensors import ModuleTensors
 from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.quantized.unpacking import float4_values, nibbles

@@ -10,7 +10,7 @@ from torch import Tensor
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.model_loader.quantized.cut import Cut, Groups
-from millrace_shard.model_loader.quantized.fp8 import EXACT
+from millrace_shard.model_loader.quantized.methods.fp8 import EXACT
 from millrace_shard.model_loader.quantized.module_tensors import ModuleTensors, Shape
 from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.quantized.unpacking import (

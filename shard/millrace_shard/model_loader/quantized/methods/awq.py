@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.model_loader.quantized.cut import Cut, Groups
-from millrace_shard.model_loader.quantized.gptq import summary
+from millrace_shard.model_loader.quantized.methods.gptq import summary
 from millrace_shard.model_loader.quantized.module_tensors import ModuleTensors
 from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.quantized.settings import Settings
