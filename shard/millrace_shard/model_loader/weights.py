@@ -20,6 +20,8 @@ from millrace_shard.model_loader.load_progress import LoadProgress
 from millrace_shard.model_loader.quantized.cut import Cut, Span
 from millrace_shard.model_loader.quantized.linear_reader import LinearReader
 from millrace_shard.model_loader.quantized.made_at_load import MadeAtLoad, quantized
+from millrace_shard.model_loader.quantized.methods.mxfp4 import read_expert
+from millrace_shard.model_loader.quantized.module_tensors import ModuleTensors
 from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.safetensor_files import SINGLE, SafetensorFiles
@@ -138,6 +140,22 @@ class Weights:
         span = (self._rank * share, (self._rank + 1) * share)
         cut = Cut(outputs=outputs, inputs=inputs, rows=(0, outputs), columns=span)
         return StoredWeight((self._linear(name, cut),), self._dtype, self._device, self._copy)
+
+    def stacked_codes(
+        self, name: str, shape: tuple[int, int, int], index: int, *, rows: slice, columns: Span
+    ) -> QuantizedTensor | None:
+        """A part of expert `index` of experts `shape` [E, out, in] that the file has in MXFP4; None if it has not.
+
+        The tensors are `name`_blocks and `name`_scales. Valid until `release`.
+        """
+        if not isinstance(self._files, SafetensorFiles) or f"{name}_blocks" not in self._files:
+            return None
+        module, _, own = name.rpartition(".")
+        experts = shape[0]
+        tensors = ModuleTensors(
+            self._files, module, lambda values, size: self._note(values, size // experts)
+        )
+        return read_expert(tensors, own, shape, index, rows=rows, columns=columns)
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
         """The rank's rows of the vocabulary, [ceil(vocab_size / world_size), hidden_size]; zeros past the last id."""

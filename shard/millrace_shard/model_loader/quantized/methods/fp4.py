@@ -36,7 +36,7 @@ class Mxfp4Linear:
 
     def read(self, tensors: ModuleTensors, cut: Cut) -> QuantizedTensor:
         """See LinearFormat."""
-        _check_width(tensors, cut.inputs, MX_GROUP)
+        check_width(tensors, cut.inputs, MX_GROUP)
         shape = (cut.outputs, cut.inputs // MX_GROUP)
         exponents = tensors.read("weight_scale", [shape], [torch.uint8], rows=cut.rows)
         scales = mx_scales(tensors, "weight_scale", exponents)
@@ -59,7 +59,7 @@ class Nvfp4Linear:
 
     def read(self, tensors: ModuleTensors, cut: Cut) -> QuantizedTensor:
         """See LinearFormat."""
-        _check_width(tensors, cut.inputs, NV_GROUP)
+        check_width(tensors, cut.inputs, NV_GROUP)
         whole = tensors.scales(self.whole, [(), (1,)])
         shape = (cut.outputs, cut.inputs // NV_GROUP)
         scales = tensors.scales("weight_scale", [shape], [FLOAT8], rows=cut.rows)
@@ -94,7 +94,8 @@ def _linear(
     )
 
 
-def _check_width(tensors: ModuleTensors, inputs: int, size: int) -> None:
+def check_width(tensors: ModuleTensors, inputs: int, size: int) -> None:
+    """Raise UnsupportedModel for inputs that are no whole groups."""
     if inputs % size:
         raise UnsupportedModel(
             f"{tensors.module} has {inputs} inputs, which are no groups of {size}"

@@ -6,7 +6,7 @@ import torch
 
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.model_loader.quantized.cut import Groups, Span
-from millrace_shard.model_loader.quantized.methods.fp4 import MX_GROUP, mx_scales
+from millrace_shard.model_loader.quantized.methods.fp4 import MX_GROUP, check_width, mx_scales
 from millrace_shard.model_loader.quantized.module_tensors import ModuleTensors
 from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.quantized.unpacking import float4_values, nibbles
@@ -19,11 +19,6 @@ def mxfp4() -> Quantization:
     return Quantization(
         method="mxfp4", summary="mxfp4 experts, groups of 32", format_of=lambda _: None
     )
-
-
-def is_stacked(tensors: ModuleTensors, name: str) -> bool:
-    """Whether the experts `name` are in MXFP4."""
-    return f"{name}_blocks" in tensors
 
 
 def read_expert(
@@ -42,6 +37,7 @@ def read_expert(
     """
     experts, outputs, inputs = shape
     start, end = columns
+    check_width(tensors, inputs, MX_GROUP)
     whole = (experts, outputs, inputs // MX_GROUP)
     one = (expert, expert + 1)
     kind = f"{name}_scales"
