@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -89,9 +89,11 @@ class Weights:
         self._world_size = group.world_size
         self._views: list[tuple[Tensor, int]] = []
         self._made = quantization if isinstance(quantization, MadeAtLoad) else None
-        self._reader: LinearReader | None = None
-        if isinstance(quantization, Quantization) and isinstance(self._files, SafetensorFiles):
-            self._reader = LinearReader(self._files, quantization, self._note)
+        self._read_codes: Callable[[str, Cut], QuantizedTensor | None] | None = None
+        if isinstance(self._files, GgufFiles):
+            self._read_codes = self._gguf_codes
+        elif isinstance(quantization, Quantization):
+            self._read_codes = LinearReader(self._files, quantization, self._note).read
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -214,7 +216,7 @@ class Weights:
 
     def _linear(self, name: str, cut: Cut) -> Tensor | QuantizedTensor:
         """A rank's part of a weight [out, in]."""
-        codes = None if self._reader is None else self._reader.read(name, cut)
+        codes = None if self._read_codes is None else self._read_codes(name, cut)
         if codes is not None:
             return codes
         self._check(name, (cut.outputs, cut.inputs))
@@ -228,12 +230,20 @@ class Weights:
             raise WeightsError(f"tensor {name} has values that are not finite numbers")
         return made
 
+    def _gguf_codes(self, name: str, cut: Cut) -> QuantizedTensor | None:
+        """A part of a tensor in a GGUF file; None if its blocks are plain numbers."""
+        assert isinstance(self._files, GgufFiles)
+        found = self._files.codes(name, cut)
+        if found is not None:
+            self._count(self._files.stored_bytes(name))
+        return found
+
     def _codes(self, name: str, outputs: int, inputs: int, rows: Span) -> StoredWeight | None:
         """Rows of a weight that is quantised in the files; None if it is not."""
-        if self._reader is None:
+        if self._read_codes is None:
             return None
         cut = Cut(outputs=outputs, inputs=inputs, rows=rows, columns=(0, inputs))
-        found = self._reader.read(name, cut)
+        found = self._read_codes(name, cut)
         if found is None:
             return None
         return StoredWeight((found,), self._dtype, self._device, self._copy)
