@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
+from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.models import Driver, Run, edit_json, logprobs, prompt_of
 from millrace_testing.quantized.checkpoints import save_mixed, save_quantized
 from millrace_testing.quantized.linears import FORMATS
@@ -25,9 +27,12 @@ SHARED = [name for name in FORMATS if name not in SCATTERED]
 
 
 def generate(
-    folder: Path, group: ProcessGroup | None = None, dtype: torch.dtype = torch.float32
+    folder: Path,
+    group: ProcessGroup | None = None,
+    dtype: torch.dtype = torch.float32,
+    kernels: Kernels | None = None,
 ) -> list[Run]:
-    kernels = PlainKernels(deterministic=True)
+    kernels = kernels or PlainKernels(deterministic=True)
     with torch.inference_mode():
         model = load_model(
             folder,
@@ -66,6 +71,20 @@ def test_bfloat16_rounds_each_number_once(name: str, tmp_path: Path) -> None:
         for folder in (quantized, plain)
     )
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "float-quantized-block", "nf4", "int-quantized"])
+def test_compiled_kernels_compute_the_same_weights(name: str, tmp_path: Path) -> None:
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    save_quantized(quantized, "llama", name).save_pretrained(plain)
+    kernels = make_kernels("cpu", deterministic=True, dtype=torch.bfloat16)
+    found, expected = (
+        logprobs(generate(folder, dtype=torch.bfloat16, kernels=kernels)[1])[0]
+        for folder in (quantized, plain)
+    )
+    # Codes may be multiplied without being rounded to bfloat16 first.
+    torch.testing.assert_close(found, expected, atol=0.3, rtol=0)
+    assert (found - expected).square().mean().sqrt() < 0.05
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3_text"])
