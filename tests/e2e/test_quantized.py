@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ from millrace_testing.quantized.checkpoints import save_quantized
 
 PROMPT = "What is temperature?"
 NUM_TOKENS = 12
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 2048,
     "max_position_embeddings": 1024,
     "bos_token_id": 0,
