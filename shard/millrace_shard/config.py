@@ -33,6 +33,7 @@ Quantization = Literal[
     "bitsandbytes-nf4",
     "bitsandbytes-fp4",
     "fp8",
+    "int4",
     "int8",
 ]
 
@@ -169,8 +170,10 @@ class ShardConfig(BaseSettings):
     )
     quantize: Quantization | None = Field(
         default=None,
-        description="int8 quantizes weights and activations of bfloat16 models as they are loaded, on CPU;"
-        " the others are refused until they are supported.",
+        description="How weights are quantized; config.json decides when absent. awq, compressed-tensors, gptq, marlin"
+        " are for such checkpoints, and so are fp8 and bitsandbytes where the checkpoint has them. On other checkpoints"
+        " fp8, int4, eetq (int8) and bitsandbytes (int8, nf4, fp4) quantize weights as they are loaded, and int8"
+        " weights and activations of bfloat16 models on CPU. exl2 is refused.",
     )
     speculate: int | None = Field(
         default=None,

@@ -9,8 +9,8 @@ from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import Settings
 from millrace_launcher.settings.flags import option_name
 
-UNSUPPORTED = ("quantize", "kv_cache_dtype")
-SUPPORTED = (("quantize", "int8"),)
+UNSUPPORTED = {"quantize": ("exl2",), "kv_cache_dtype": ("fp8_e4m3fn", "fp8_e5m2")}
+"""Values of flags that are refused."""
 WITHOUT_EFFECT = {
     "usage_stats": "no usage statistics are ever sent",
     "prometheus_port": "metrics are served on --port",
@@ -35,7 +35,7 @@ WITHOUT_EFFECT_ON_CPU = {
     "one_shot_all_reduce": "the model runs on CPU; there is no memory of GPUs to share",
 }
 _KERNELS = "the kernels of the device are chosen at the start"
-_NO_EXLLAMA = "no GPTQ or EXL2 weights are served"
+_NO_EXLLAMA = "the kernels for GPTQ weights are our own"
 _NO_AMD = "there are no kernels for AMD GPUs"
 _SAGEMAKER = "only the image for SageMaker reads it"
 VARIABLES_WITHOUT_EFFECT = {
@@ -133,9 +133,9 @@ def notices(
 
 
 def _refuse_unsupported(settings: Settings) -> None:
-    for name in UNSUPPORTED:
+    for name, values in UNSUPPORTED.items():
         value = getattr(settings.shard, name)
-        if value is not None and (name, value) not in SUPPORTED:
+        if value in values:
             raise ArgumentValidation(
                 f"{option_name(name)} {value} is not supported yet; start without it"
             )

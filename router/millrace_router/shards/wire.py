@@ -40,6 +40,8 @@ class ShardInfo:
     deterministic: bool
     prefill_logprobs: bool
     window_size: int | None
+    quantization: str | None
+    """How the weights are quantised; None for plain weights."""
     max_draft_tokens: Annotated[int, Field(alias="speculate")] = 0
     """The largest number of draft tokens of one sequence in one step; `speculate` in JSON."""
     grammars: bool = False
@@ -126,6 +128,7 @@ def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
         deterministic=message.deterministic,
         prefill_logprobs=message.prefill_logprobs,
         window_size=message.window_size if message.HasField("window_size") else None,
+        quantization=message.quantization if message.HasField("quantization") else None,
         max_draft_tokens=message.max_draft_tokens,
         grammars=message.grammars,
         adapter_modules=tuple(

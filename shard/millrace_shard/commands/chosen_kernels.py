@@ -30,14 +30,10 @@ def chosen_kernels(config: ShardConfig, device: torch.device, dtype: torch.dtype
         custom=not config.disable_custom_kernels,
         adapters=config.enable_lora,
     )
-    if config.quantize is None:
-        return kernels
-    return _quantized(kernels, config.quantize, device, dtype)
+    return _int8(kernels, device, dtype) if config.quantize == "int8" else kernels
 
 
-def _quantized(kernels: Kernels, kind: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    if kind != "int8":
-        raise UnsupportedModel(f"--quantize {kind} is not supported yet")
+def _int8(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Kernels:
     if device.type != "cpu" or dtype != torch.bfloat16:
         raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
     logger.info("all linears but the output head run in int8")

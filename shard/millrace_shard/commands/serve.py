@@ -196,6 +196,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         rope_override=_rope_override(config),
         max_total_tokens=config.max_total_tokens,
         adapters=adapters,
+        quantize=config.quantize,
     )
     draft_folder = None if config.draft_model is None else Path(config.draft_model)
     loader = SpeculationLoader(

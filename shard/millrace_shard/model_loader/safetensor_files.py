@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -19,6 +20,24 @@ PREFIX = "model."
 TEXT_PREFIXES = ("language_model.", "model.language_model.")
 """Prefixes of the text model in multimodal checkpoints."""
 
+PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By the names of safetensors."""
+
 
 class SafetensorFiles:
     """The map of tensors to files. Methods raise WeightsError, naming the file, for missing or damaged files."""
@@ -29,7 +48,7 @@ class SafetensorFiles:
         self._paths = self._find(folder) if single == SINGLE else self._names([folder / single])
 
     def __contains__(self, name: str) -> bool:
-        return self._stored_name(name) is not None
+        return self.stored_name(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the whole tensor."""
@@ -41,10 +60,39 @@ class SafetensorFiles:
         found: Tensor = self._slice(name)[rows if dim == 0 else (slice(None), rows)]
         return found
 
+    def whole(self, name: str) -> Tensor:
+        """A tensor of any number of axes, in the dtype of the file; a view of the mapped file."""
+        stored = self._needed_name(name)
+        found: Tensor = self._file(self._paths[stored]).get_tensor(stored)
+        return found
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in the file."""
+        stored = self._slice(name).get_dtype()
+        if stored not in DTYPES:
+            raise WeightsError(
+                f"tensor {name} in {self.file_name(name)} has dtype {stored}, which is not supported"
+            )
+        return DTYPES[stored]
+
+    def is_plain(self, name: str) -> bool:
+        """Whether there is such a tensor, of floating-point numbers of 16 bits or more."""
+        return name in self and self.dtype(name) in PLAIN
+
+    def stored_name(self, name: str) -> str | None:
+        """The name in the file; None if there is no such tensor."""
+        bare = name.removeprefix(PREFIX)
+        others = (f"{prefix}{part}" for prefix in TEXT_PREFIXES for part in (name, bare))
+        return next((n for n in (name, bare, PREFIX + name, *others) if n in self._paths), None)
+
+    def file_name(self, name: str) -> str:
+        """The name of the file that has a tensor, or of any if none has it."""
+        stored = self.stored_name(name)
+        return next(iter(self._paths.values())).name if stored is None else self._paths[stored].name
+
     def stored_bytes(self, name: str) -> int:
         """The bytes of the whole tensor in its file."""
-        whole = self._slice(name)
-        return int(math.prod(whole.get_shape()) * whole[0:0].element_size())
+        return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def release(self, values: Tensor) -> None:
         """Release the pages under `values`, which `read` returned."""
@@ -63,9 +111,7 @@ class SafetensorFiles:
         self._open.clear()
 
     def _slice(self, name: str) -> Any:  # noqa: ANN401
-        stored = self._stored_name(name)
-        if stored is None:
-            raise WeightsError(f"tensor {name} is missing from the checkpoint")
+        stored = self._needed_name(name)
         try:
             return self._file(self._paths[stored]).get_slice(stored)
         except SafetensorError as error:
@@ -73,10 +119,11 @@ class SafetensorFiles:
                 f"{self._paths[stored].name} has no tensor {stored}: {error}"
             ) from error
 
-    def _stored_name(self, name: str) -> str | None:
-        bare = name.removeprefix(PREFIX)
-        others = (f"{prefix}{part}" for prefix in TEXT_PREFIXES for part in (name, bare))
-        return next((n for n in (name, bare, PREFIX + name, *others) if n in self._paths), None)
+    def _needed_name(self, name: str) -> str:
+        stored = self.stored_name(name)
+        if stored is None:
+            raise WeightsError(f"tensor {name} is missing from the checkpoint")
+        return stored
 
     def _find(self, folder: Path) -> dict[str, Path]:
         index = folder / INDEX

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,45 +13,22 @@ from torch import Tensor
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.staged_copies import copy_to
 from millrace_shard.errors import WeightsError
+from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_shard.model_loader.columns import Columns
 from millrace_shard.model_loader.gguf.files import MODEL, GgufFiles
 from millrace_shard.model_loader.load_progress import LoadProgress
+from millrace_shard.model_loader.quantized.cut import Cut, Span
+from millrace_shard.model_loader.quantized.linear_reader import LinearReader
+from millrace_shard.model_loader.quantized.made_at_load import MadeAtLoad, quantized
+from millrace_shard.model_loader.quantized.methods.mxfp4 import read_expert
+from millrace_shard.model_loader.quantized.module_tensors import ModuleTensors
+from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.safetensor_files import SINGLE, SafetensorFiles
 
 FILL_ELEMENTS = 1 << 24
 """Values that are read at a time to fill a tensor: files with quantised blocks decode them into memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Rows of a tensor: `units` of `unit_size` rows from `first` on, split over the ranks by units.
-
-    If there are fewer units than ranks, neighbouring ranks hold the same unit.
-    """
-
-    name: str
-    units: int
-    unit_size: int = 1
-    first: int = 0
-    total: int | None = None
-    """Rows of the whole tensor, which may have others before and after these; None: these are all."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of the whole tensor."""
-        return self.units * self.unit_size if self.total is None else self.total
-
-    def of(self, kind: str) -> Columns:
-        """The same rows of the tensor `kind` of the module that `name` names."""
-        return replace(self, name=f"{self.name}.{kind}")
-
-    def span(self, rank: int, world_size: int) -> tuple[int, int]:
-        """The half-open range of rows of one rank."""
-        count = max(1, self.units // world_size)
-        first = rank * self.units // world_size
-        start = self.first + first * self.unit_size
-        return start, start + count * self.unit_size
 
 
 class Weights:
@@ -69,8 +46,9 @@ class Weights:
         device: torch.device,
         group: ProcessGroup,
         file: str = SINGLE,
+        quantization: Quantization | MadeAtLoad | None = None,
     ) -> None:
-        """Open the checkpoint in `folder`, or only `file` in it."""
+        """Open the checkpoint in `folder`, or only `file` in it, which is quantised, or to be quantised, so."""
         self._files = open_files(folder, file)
         self._ahead = ReadAhead(self._files.paths())
         self._progress = LoadProgress(self._files.num_bytes())
@@ -80,6 +58,12 @@ class Weights:
         self._rank = group.rank
         self._world_size = group.world_size
         self._views: list[tuple[Tensor, int]] = []
+        self._made = quantization if isinstance(quantization, MadeAtLoad) else None
+        self._read_codes: Callable[[str, Cut], QuantizedTensor | None] | None = None
+        if isinstance(self._files, GgufFiles):
+            self._read_codes = self._gguf_codes
+        elif isinstance(quantization, Quantization):
+            self._read_codes = LinearReader(self._files, quantization, self._note).read
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -98,10 +82,7 @@ class Weights:
 
     def columns(self, parts: Sequence[Columns], inputs: int) -> StoredWeight:
         """The rank's outputs of all `parts`, each [rows, inputs]; valid until `release`."""
-        found = [
-            self._view(part.name, (part.rows, inputs), dim=0, span=self._span(part))
-            for part in parts
-        ]
+        found = [self._linear(part.name, self._column_cut(part, inputs)) for part in parts]
         return StoredWeight(tuple(found), self.dtype, self._device, self._copy)
 
     def biases(self, parts: Sequence[Columns]) -> Tensor:
@@ -129,29 +110,71 @@ class Weights:
         """The rank's inputs, [outputs, inputs / world_size]; valid until `release`."""
         share = inputs // self._world_size
         span = (self._rank * share, (self._rank + 1) * share)
-        part = self._view(name, (outputs, inputs), dim=1, span=span)
-        return StoredWeight((part,), self.dtype, self._device, self._copy)
+        cut = Cut(outputs=outputs, inputs=inputs, rows=(0, outputs), columns=span)
+        return StoredWeight((self._linear(name, cut),), self.dtype, self._device, self._copy)
+
+    def has_stacked_codes(self, name: str) -> bool:
+        """Whether the file has the experts `name` in MXFP4."""
+        return f"{name}_blocks" in self._files
+
+    def stacked_codes(
+        self, name: str, shape: tuple[int, int, int], index: int, *, rows: slice, columns: Span
+    ) -> QuantizedTensor | None:
+        """A part of expert `index` of experts `shape` [E, out, in] that the file has in MXFP4; None if it has not.
+
+        The tensors are `name`_blocks and `name`_scales. Valid until `release`.
+        """
+        if not isinstance(self._files, SafetensorFiles) or not self.has_stacked_codes(name):
+            return None
+        module, _, own = name.rpartition(".")
+        experts = shape[0]
+        tensors = ModuleTensors(
+            self._files, module, lambda values, size: self._note(values, size // experts)
+        )
+        return read_expert(tensors, own, shape, index, rows=rows, columns=columns)
 
     def stacked(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
         """Element `index` of a tensor of `shape` [E, ...], in the dtype of the file; valid until `release`."""
         self._check(name, shape)
         values = self._files.read(name, dim=0, span=(index, index + 1))
-        self._views.append((values, self._files.stored_bytes(name) // shape[0]))
+        self._note(values, self._files.stored_bytes(name) // shape[0])
         return values[0]
 
-    def stored(self, *parts: Tensor) -> StoredWeight:
-        """A stored weight of views that `stacked` returned."""
-        return StoredWeight(parts, self.dtype, self._device, self._copy)
+    def stored(self, *parts: Tensor | QuantizedTensor) -> StoredWeight:
+        """A stored weight of what `stacked` and `stacked_codes` returned."""
+        found = tuple(self._made_of(part) if isinstance(part, Tensor) else part for part in parts)
+        return StoredWeight(found, self.dtype, self._device, self._copy)
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
         """The rank's rows of the vocabulary, [ceil(vocab_size / world_size), hidden_size]; zeros past the last id."""
-        share = -(-vocab_size // self._world_size)
-        start = min(self._rank * share, vocab_size)
-        end = min(start + share, vocab_size)
+        share, start, end = self._vocabulary_span(vocab_size)
         out = self._new(share, hidden_size)
-        self._fill(out[: end - start], name, (vocab_size, hidden_size), (start, end))
+        stored = self._codes(name, vocab_size, hidden_size, (start, end))
+        if stored is not None:
+            out[: end - start] = stored.copied()
+            self.release()
+        else:
+            self._fill(out[: end - start], name, (vocab_size, hidden_size), (start, end))
         out[end - start :] = 0
         return out
+
+    def head(self, name: str, vocab_size: int, hidden_size: int) -> StoredWeight:
+        """The same rows for an output head; they may be quantised. Valid until `release`."""
+        share, start, end = self._vocabulary_span(vocab_size)
+        stored = self._codes(name, vocab_size, hidden_size, (start, end))
+        if stored is None:
+            return self.made_head(self.vocabulary(name, vocab_size, hidden_size))
+        if end - start == share:
+            return stored
+        rest = torch.zeros(share - (end - start), hidden_size, dtype=self.dtype)
+        return replace(stored, parts=(*stored.parts, rest))
+
+    def made_head(self, weight: Tensor) -> StoredWeight:
+        """An output head that is not quantised in the files, quantised if the head is to be."""
+        if self._made is None or self._made.head is None:
+            return StoredWeight.of(weight)
+        part = quantized(weight, self._made.head)
+        return StoredWeight((part,), self.dtype, self._device, self._copy)
 
     def release(self) -> None:
         """Release the pages of all stored weights, which must have been packed or copied."""
@@ -177,19 +200,66 @@ class Weights:
             self._files.release(values)
         self._count(self._files.stored_bytes(name))
 
-    def _view(
-        self, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
-    ) -> Tensor:
-        self._check(name, shape)
+    def _linear(self, name: str, cut: Cut) -> Tensor | QuantizedTensor:
+        """A rank's part of a weight [out, in]."""
+        codes = None if self._read_codes is None else self._read_codes(name, cut)
+        if codes is not None:
+            return codes
+        self._check(name, (cut.outputs, cut.inputs))
+        dim, span = (0, cut.rows) if cut.has_all_inputs else (1, cut.columns)
         values = self._files.read(name, dim=dim, span=span)
-        self._views.append((values, self._files.stored_bytes(name)))
-        return values
+        self._note(values, self._files.stored_bytes(name))
+        return self._made_of(values, name)
+
+    def _made_of(self, values: Tensor, name: str = "of the experts") -> Tensor | QuantizedTensor:
+        """A part of the tensor `name`, quantised if the weights are to be."""
+        if self._made is None:
+            return values
+        made = quantized(values, self._made.linear)
+        if not made.scales.isfinite().all():
+            raise WeightsError(f"tensor {name} has values that are not finite numbers")
+        return made
+
+    def _gguf_codes(self, name: str, cut: Cut) -> QuantizedTensor | None:
+        """A part of a tensor in a GGUF file; None if its blocks are plain numbers."""
+        assert isinstance(self._files, GgufFiles)
+        found = self._files.codes(name, cut)
+        if found is not None:
+            self._count(self._files.stored_bytes(name))
+        return found
+
+    def _codes(self, name: str, outputs: int, inputs: int, rows: Span) -> StoredWeight | None:
+        """Rows of a weight that is quantised in the files; None if it is not."""
+        if self._read_codes is None:
+            return None
+        cut = Cut(outputs=outputs, inputs=inputs, rows=rows, columns=(0, inputs))
+        found = self._read_codes(name, cut)
+        if found is None:
+            return None
+        return StoredWeight((found,), self.dtype, self._device, self._copy)
+
+    def _column_cut(self, part: Columns, inputs: int) -> Cut:
+        return Cut(outputs=part.rows, inputs=inputs, rows=self._span(part), columns=(0, inputs))
+
+    def _vocabulary_span(self, vocab_size: int) -> tuple[int, int, int]:
+        """The rows of each rank, and where those of this one begin and end."""
+        share = -(-vocab_size // self._world_size)
+        start = min(self._rank * share, vocab_size)
+        return share, start, min(start + share, vocab_size)
+
+    def _note(self, values: Tensor, num_bytes: int) -> None:
+        """Remember a view, whose pages `release` returns."""
+        self._views.append((values, num_bytes))
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         found = self._files.shape(name)
         if found != shape:
             raise WeightsError(
                 f"tensor {name} has shape {list(found)}, its config says {list(shape)}"
+            )
+        if not self._files.is_plain(name):
+            raise WeightsError(
+                f"tensor {name} does not hold floating-point numbers, and config.json does not say how it is quantised"
             )
 
     def _count(self, num_bytes: int) -> None:

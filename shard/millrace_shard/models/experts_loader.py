@@ -18,6 +18,8 @@ from millrace_shard.kernels.experts.expert_weights import (
 )
 from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.layer.norm_weights import NormWeights
+from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.linear_loader import LinearLoader, Part
 from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec, RouterSpec, SharedExpertSpec
@@ -96,7 +98,8 @@ class ExpertsLoader:
         """One expert after the other; the pages of the last one are released before the next one is read."""
         own = f"{prefix}{names.experts}."
         read: Callable[[int], ExpertWeights]
-        if own + names.stacked_gate_up in self._weights:
+        stacked = own + names.stacked_gate_up
+        if stacked in self._weights or self._weights.has_stacked_codes(stacked):
             read = _StackedExperts(self._weights, self._group, own, self._hidden, spec, names)
         else:
             read = partial(self._expert, own, spec, names)
@@ -145,18 +148,39 @@ class _StackedExperts:
 
     def __call__(self, index: int) -> ExpertWeights:
         """The rank's part of an expert."""
-        gate_up = self._matrix(self._gate_up, 2 * self._inter, self._hidden, index)
-        down = self._matrix(self._down, self._hidden, self._inter, index)
         gate_up_bias = down_bias = None
         if self._biases is not None:
-            gate_up_bias = torch.cat(self._gates_and_ups(self._biases[0][index]))
+            gate_up_bias = torch.cat([self._biases[0][index][rows] for rows in self._gates_and_ups])
             down_bias = None if self._biases[1] is None else self._biases[1][index].contiguous()
         return ExpertWeights(
-            gate_up=LinearWeights(
-                self._weights.stored(*self._gates_and_ups(gate_up)), gate_up_bias
-            ),
-            down=LinearWeights(self._weights.stored(down[:, self._channels]), down_bias),
+            gate_up=LinearWeights(self._gate_up_of(index), gate_up_bias),
+            down=LinearWeights(self._down_of(index), down_bias),
         )
+
+    def _gate_up_of(self, index: int) -> StoredWeight:
+        whole = slice(0, self._hidden)
+        return self._weights.stored(
+            *(
+                self._part(self._gate_up, 2 * self._inter, self._hidden, index, rows, whole)
+                for rows in self._gates_and_ups
+            )
+        )
+
+    def _down_of(self, index: int) -> StoredWeight:
+        rows = slice(0, self._hidden)
+        return self._weights.stored(
+            self._part(self._down, self._hidden, self._inter, index, rows, self._channels)
+        )
+
+    def _part(
+        self, name: str, outputs: int, inputs: int, index: int, rows: slice, columns: slice
+    ) -> Tensor | QuantizedTensor:
+        """Rows and columns of one expert's weight [outputs, inputs]."""
+        shape, span = (self._count, outputs, inputs), (columns.start, columns.stop)
+        codes = self._weights.stacked_codes(name, shape, index, rows=rows, columns=span)
+        if codes is not None:
+            return codes
+        return self._matrix(name, outputs, inputs, index)[rows, columns]
 
     def _matrix(self, name: str, outputs: int, inputs: int, index: int) -> Tensor:
         """One expert's weight [outputs, inputs]."""
@@ -164,8 +188,10 @@ class _StackedExperts:
             return self._weights.stacked(name, (self._count, outputs, inputs), index)
         return self._weights.stacked(name, (self._count, inputs, outputs), index).t()
 
-    def _gates_and_ups(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def _gates_and_ups(self) -> tuple[slice, slice]:
         """The rank's rows of gates and of ups."""
+        first, end = self._channels.start, self._channels.stop
         if self._transposed:
-            return rows[0::2][self._channels], rows[1::2][self._channels]
-        return rows[: self._inter][self._channels], rows[self._inter :][self._channels]
+            return slice(2 * first, 2 * end, 2), slice(2 * first + 1, 2 * end, 2)
+        return slice(first, end), slice(self._inter + first, self._inter + end)

@@ -32,6 +32,8 @@ class ModelInfo:
     """The attention window of all layers, if they have the same one."""
     batch_invariant: bool = True
     """Whether, with deterministic kernels, a row's bits do not depend on the composition of the batch."""
+    quantization: str | None = None
+    """The method of quantised weights, as `--quantize` names it; None for plain ones."""
     capturable: bool = True
     """Whether a step of single queries may be captured in a graph: the model's own code reads no values on the host."""
 

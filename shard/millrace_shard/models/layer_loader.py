@@ -51,10 +51,15 @@ class LayerLoader:
     def head(self, embedding: Tensor) -> Linear:
         """The output head, which is the embedding if the config ties them."""
         spec = self._spec
-        weight = embedding if spec.tied_head else self._vocabulary(spec.names.head)
-        site = self._linears.head_site(
-            spec.names.head, spec.vocab_size, spec.hidden_size, len(weight)
-        )
+        sizes = spec.vocab_size, spec.hidden_size
+        if spec.tied_head:
+            stored = self._weights.made_head(embedding)
+        else:
+            stored = self._weights.head(f"{spec.names.head}.weight", *sizes)
+        site = self._linears.head_site(spec.names.head, *sizes, stored.shape[0])
+        parts = stored.tensors
+        weight = parts[0] if parts is not None and len(parts) == 1 else stored.copied()
+        self._weights.release()
         return self._kernels.head(weight, site)
 
     def last_norm(self) -> NormWeights:

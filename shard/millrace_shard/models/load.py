@@ -11,8 +11,10 @@ import torch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
+from millrace_shard.model_loader.gguf.files import MODEL
+from millrace_shard.model_loader.quantized.made_at_load import MadeAtLoad
+from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.description import ModelDescription
@@ -20,6 +22,7 @@ from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.layer_loader import LayerLoader
 from millrace_shard.models.operations import uses_plain_torch
+from millrace_shard.models.quantization import quantization_of
 from millrace_shard.models.rope_override import RopeOverride
 from millrace_shard.models.rope_tables import RopeTables
 from millrace_shard.models.split import check_split
@@ -35,35 +38,36 @@ def load_model(  # noqa: PLR0913
     rope_override: RopeOverride | None = None,
     max_total_tokens: int | None = None,
     adapters: AdapterTable | None = None,
+    quantize: str | None = None,
 ) -> CausalModel:
-    """Read this rank's part of the checkpoint in `folder` (config.json and safetensors) onto `device`.
+    """Read this rank's part of the checkpoint in `folder` onto `device`; `quantize` is the value of --quantize.
 
     `max_total_tokens` is the length of the longest sequence, if known: it bounds the RoPE tables and selects longrope's
-    factors. The linears of the model become sites of `adapters`.
-
-    Raises UnsupportedModel, WeightsError or, for a folder without a readable config, ModelError.
+    factors. The linears of the model become sites of `adapters`. Raises ModelError.
     """
     model = ModelDescription.read(folder)
     if rope_override is not None:
         model = model.with_rope(rope_override)
     if model.spec is not None:
         check_split(model.spec, group.world_size)
+        found = quantization_of(folder, quantize, model.spec, group.world_size)
+        is_invariant = device.type == "cpu" or not uses_plain_torch(model.spec)
+        method = _method(folder, found, quantize)
+        info = replace(model.info(), quantization=method, batch_invariant=is_invariant)
         ropes = RopeTables(max_total_tokens, device)
-        with closing(Weights(folder, dtype=dtype, device=device, group=group)) as weights:
-            own = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
-            info = model.info()
-            if device.type != "cpu" and uses_plain_torch(model.spec):
-                info = replace(info, batch_invariant=False)
-            return Decoder(model.spec, info, own, kernels, group, adapters)
-    # The import takes a second, and models of our own decoder do not need it.
+        weights = Weights(folder, dtype=dtype, device=device, group=group, quantization=found)
+        with closing(weights):
+            loader = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
+            return Decoder(model.spec, info, loader, kernels, group, adapters)
+    # The import takes a second.
     from millrace_shard.models.transformers_backend.transformers_model import (  # noqa: PLC0415
         TransformersModel,
         check_supported,
     )
 
     assert model.config is not None
+    _check_alone(model.model_type, quantize, group)
     check_supported(model.config)
-    _check_alone(model.model_type, kernels, group)
     return TransformersModel.load(
         folder,
         model.config,
@@ -76,11 +80,18 @@ def load_model(  # noqa: PLR0913
     )
 
 
-def _check_alone(model_type: str, kernels: Kernels, group: ProcessGroup) -> None:
+def _method(folder: Path, found: Quantization | MadeAtLoad | None, flag: str | None) -> str | None:
+    """The method of the weights, for /info."""
+    if found is not None:
+        return found.method
+    return "gguf" if (folder / MODEL).is_file() else flag
+
+
+def _check_alone(model_type: str, quantize: str | None, group: ProcessGroup) -> None:
     """Raise UnsupportedModel for what only our own decoder has."""
     own = ", ".join(FAMILIES)
-    if isinstance(kernels, Int8Kernels):
-        raise UnsupportedModel(f"{model_type} runs without --quantize; int8 is for {own}")
+    if quantize is not None:
+        raise UnsupportedModel(f"{model_type} runs without --quantize; {quantize} is for {own}")
     if group.world_size > 1:
         raise UnsupportedModel(
             f"{model_type} runs on one shard only; split over several are: {own}"

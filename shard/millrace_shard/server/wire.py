@@ -89,6 +89,7 @@ def info_to_pb(
         max_draft_tokens=loaded.max_draft_tokens,
         grammars=loaded.grammars is not None and loaded.grammars.compiler is not None,
         adapter_modules=_adapter_modules(loaded.adapters),
+        quantization=info.quantization,
     )
 
 

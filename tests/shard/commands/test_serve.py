@@ -259,7 +259,7 @@ def test_int8_is_for_bfloat16_on_cpu(folder: Path) -> None:
     cpu = torch.device("cpu")
     config = ShardConfig.from_args([str(folder), "--quantize=int8", "--dtype=bfloat16"])
     assert isinstance(load(config, cpu).kernels, Int8Kernels)
-    for flag in ("--quantize=int8 --dtype=float32", "--quantize=fp8 --dtype=bfloat16"):
+    for flag in ("--quantize=int8 --dtype=float32", "--quantize=gptq --dtype=bfloat16"):
         with pytest.raises(UnsupportedModel, match=flag.split()[0].replace("=", " ")):
             load(ShardConfig.from_args([str(folder), *flag.split()]), cpu)
 

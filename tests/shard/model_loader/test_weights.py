@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import WeightsError
+from millrace_shard.model_loader.columns import Columns
 from millrace_shard.model_loader.safetensor_files import SafetensorFiles
-from millrace_shard.model_loader.weights import Columns, Weights
+from millrace_shard.model_loader.weights import Weights
 
 CPU = torch.device("cpu")
 MATRIX = torch.arange(48.0).view(8, 6)
@@ -87,6 +88,7 @@ def test_what_is_kept_is_a_copy_in_the_dtype_asked_for(folder: Path) -> None:
     assert kept.dtype == stored.dtype == torch.bfloat16
     assert torch.equal(kept, torch.cat([MATRIX, -MATRIX]).bfloat16())
     one = read.rows("model.a.weight", 8, 6)
+    assert isinstance(one.parts[0], torch.Tensor)
     assert one.copied().data_ptr() != one.parts[0].data_ptr()
 
 

@@ -135,7 +135,6 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "initializer_range": st.sampled_from([0.02, 7.0]),
     "original_max_position_embeddings": st.just(16),
     "pretraining_tp": st.sampled_from([1, 2]),
-    "quantization_config": st.sampled_from([None, {"quant_method": "gptq", "bits": 4}]),
     "temperature": st.just(0.7),
     "num_experts": st.just(4),
 }

@@ -122,11 +122,6 @@ def test_windows(
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp=2"),
-        (
-            "llama",
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quantization_config",
-        ),
         ("llama", {"rope_interleaved": True}, "rope_interleaved=True"),
         ("llama", {"logit_scale": 0.1}, "logit_scale=0.1"),
         (

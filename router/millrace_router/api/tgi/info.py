@@ -32,6 +32,8 @@ class LimitsJson(TypedDict):
     model_id: str
     model_sha: str | None
     model_dtype: str
+    quantize: str | None
+    """How the weights are quantised, in the file or as they were loaded; not in TGI."""
     model_device_type: str
     model_pipeline_tag: str | None
     max_concurrent_requests: int
@@ -126,6 +128,7 @@ def _limits(services: Services) -> LimitsJson:
         "model_id": config.model_id,
         "model_sha": config.revision,
         "model_dtype": shard.dtype,
+        "quantize": shard.quantization,
         "model_device_type": shard.device_type,
         "model_pipeline_tag": "text-generation",
         "max_concurrent_requests": limits.max_concurrent_requests,

@@ -273,8 +273,9 @@ def _packed(weights: LinearWeights, *, gated: bool = False) -> tuple[Tensor, Ten
 
 def unpacked_parts(weight: StoredWeight) -> Sequence[Tensor]:
     """The parts of a weight as panels are packed of them: as they lie in the file, if they need no conversion."""
-    if all(part.dtype == torch.bfloat16 and part.stride(1) == 1 for part in weight.parts):
-        return weight.parts
+    parts = weight.tensors
+    if parts is not None and all(part.stride(1) == 1 for part in parts):
+        return parts
     return (weight.copied(),)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,12 +46,29 @@ class QuantizedTensor:
         """Bits of a code."""
         return len(self.values).bit_length() - 1
 
+    def rows(self, start: int, end: int) -> QuantizedTensor:
+        """The outputs from `start` to `end`, as views."""
+        offsets = None if self.offsets is None else self.offsets[start:end]
+        return replace(
+            self, codes=self.codes[start:end], scales=self.scales[start:end], offsets=offsets
+        )
+
     def dequantized(self) -> Tensor:
         """The matrix [out, in] in float32."""
-        group = torch.arange(self.codes.shape[1]) // self.group_size
-        weight = self.values[self.codes.int()] * self.scales[:, group]
-        if self.offsets is not None:
-            weight = weight + self.offsets[:, group]
+        outputs, inputs = self.shape
+        # This is several times as fast as an index of two axes.
+        weight = self.values.index_select(0, self.codes.flatten().int())
+        grouped = inputs % self.group_size == 0
+        weight = weight.view(outputs, -1, self.group_size if grouped else 1)
+        scales, offsets = self.scales, self.offsets
+        if not grouped:
+            group = torch.arange(inputs) // self.group_size
+            scales = scales[:, group]
+            offsets = None if offsets is None else offsets[:, group]
+        weight *= scales.unsqueeze(-1)
+        if offsets is not None:
+            weight += offsets.unsqueeze(-1)
+        weight = weight.view(outputs, inputs)
         if self.input_order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.input_order, weight)

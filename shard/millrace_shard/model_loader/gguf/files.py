@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from millrace_shard.errors import WeightsError
+from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.model_loader.gguf.header import GgufHeader, StoredTensor
 from millrace_shard.model_loader.gguf.metadata import Metadata
-from millrace_shard.model_loader.gguf.tensor_data import read_part
+from millrace_shard.model_loader.gguf.tensor_data import read_codes, read_part
 from millrace_shard.model_loader.gguf.tensor_names import is_rotated, stored_name
+from millrace_shard.model_loader.quantized.cut import Cut
 
 MODEL = "model.gguf"
 PREFIX = "model."
@@ -39,6 +42,10 @@ class GgufFiles:
     def __contains__(self, name: str) -> bool:
         return stored_name(_full(name)) in self._header.tensors
 
+    def is_plain(self, name: str) -> bool:
+        """Whether there is such a tensor: `read` gives floating-point numbers for every format."""
+        return name in self
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the whole tensor."""
         return self._tensor(name).shape
@@ -58,6 +65,29 @@ class GgufFiles:
         start, end = span[0] // size * size, -(-span[1] // size) * size
         whole_heads = _unrotated(self._part(tensor, 0, (start, end)), size)
         return whole_heads[span[0] - start : span[1] - start]
+
+    def codes(self, name: str, cut: Cut) -> QuantizedTensor | None:
+        """A part of a matrix as codes; None if its blocks are plain numbers."""
+        tensor = self._tensor(name)
+        if tensor.format.split is None:
+            return None
+        if tensor.shape != (cut.outputs, cut.inputs):
+            raise WeightsError(
+                f"tensor {name} has shape {list(tensor.shape)}, its config says {[cut.outputs, cut.inputs]}"
+            )
+        if not is_rotated(tensor.name) or not self._num_heads:
+            return read_codes(self._file, tensor, cut.rows, cut.columns)
+        size, (start, end) = self._head_dim(tensor), cut.rows
+        whole = start // size * size, -(-end // size) * size
+        found = read_codes(self._file, tensor, whole, cut.columns)
+        offsets = None if found.offsets is None else _unrotated(found.offsets, size)
+        heads = replace(
+            found,
+            codes=_unrotated(found.codes, size),
+            scales=_unrotated(found.scales, size),
+            offsets=offsets,
+        )
+        return heads.rows(start - whole[0], end - whole[0])
 
     def release(self, values: Tensor) -> None:
         """Do nothing: `values` are a copy, whose memory ends with it."""
@@ -101,5 +131,5 @@ def _full(name: str) -> str:
 
 def _unrotated(values: Tensor, head_dim: int) -> Tensor:
     """`values` [heads * head_dim, …] with the rows of each head in the order of transformers."""
-    heads = values.view(-1, head_dim // 2, 2, *values.shape[1:])
+    heads = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])
     return heads.transpose(1, 2).reshape(values.shape)

@@ -26,7 +26,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logits_scaling": (1,),
     "no_rope_layers": ([],),
     "pretraining_tp": (1,),
-    "quantization_config": (),
     "residual_multiplier": (1,),
     "rope_interleaved": (False,),
     "use_bidirectional_attention": (False,),

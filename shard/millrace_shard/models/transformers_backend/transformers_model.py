@@ -206,7 +206,9 @@ def check_supported(config: PretrainedConfig) -> None:
             f"{', '.join(SUPPORTED)}"
         )
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(f"quantization_config is not supported for {config.model_type}")
+        raise UnsupportedModel(
+            f"quantization_config is not supported for {config.model_type}, only for the families of our own decoder"
+        )
 
 
 def _check_windows(model: PreTrainedModel, windows: dict[int, int | None]) -> None:

@@ -274,6 +274,7 @@ def _shard_info(limits: Limits) -> ShardInfo:
         deterministic=True,
         prefill_logprobs=limits.prefill_logprobs,
         window_size=None,
+        quantization=None,
         max_draft_tokens=2,
         grammars=limits.grammars,
     )

@@ -61,6 +61,7 @@ def info_of(shard: HashShard, *, deterministic: bool = True) -> ShardInfo:
         deterministic=deterministic,
         prefill_logprobs=True,
         window_size=None,
+        quantization=None,
         max_draft_tokens=shard.max_draft_tokens,
         adapter_modules=(MODULE,) if shard.adapters.max_adapters else (),
     )

@@ -1,0 +1,43 @@
+"""How a model's weights are quantised, checked before any is read."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from millrace_shard.model_loader.quantized.made_at_load import MadeAtLoad, made_at_load
+from millrace_shard.model_loader.quantized.quantization import Quantization
+from millrace_shard.model_loader.quantized.quantization_config import read_quantization
+from millrace_shard.models.spec.decoder_spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+
+def quantization_of(
+    folder: Path, flag: str | None, spec: DecoderSpec, world_size: int
+) -> Quantization | MadeAtLoad | None:
+    """The quantisation of the checkpoint, or the one that --quantize asks for; None for plain weights.
+
+    Raises UnsupportedModel, also for ranks that cannot share the groups of inputs.
+    """
+    found = read_quantization(folder, flag)
+    if found is None:
+        made = made_at_load(flag)
+        if made is not None:
+            logger.info("--quantize %s: %s", made.method, made.summary)
+        return made
+    found.check_ranks(_row_parallel(spec), world_size)
+    logger.info("quantised weights: %s", found.summary)
+    for note in found.notes:
+        logger.info("quantised weights: %s", note)
+    return found
+
+
+def _row_parallel(spec: DecoderSpec) -> list[tuple[str, int]]:
+    """The linears whose inputs the ranks share."""
+    names, found = spec.names, []
+    for index, layer in enumerate(spec.layers):
+        prefix, attention = f"{names.layers}.{index}.", layer.attention
+        found.append((prefix + names.layer.out, attention.num_heads * attention.head_dim))
+        found.append((prefix + names.layer.down, layer.feed_forward.intermediate_size))
+    return found

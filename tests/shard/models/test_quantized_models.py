@@ -1,0 +1,176 @@
+"""Models with quantised linears, against those of transformers with the numbers that the codes stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.models.load import load_model
+from millrace_testing.engines.kernels import make_kernels
+from millrace_testing.models.models import Driver, Run, edit_json, logprobs, prompt_of
+from millrace_testing.quantized.checkpoints import save_mixed, save_quantized
+from millrace_testing.quantized.linears import FORMATS
+from millrace_testing.shards.rank_processes import run_ranks
+
+PROMPTS = [prompt_of(length, seed=length) for length in (5, 40)]
+NUM_TOKENS = 3
+SCATTERED = ("gptq-desc-act", "pack-quantized-actorder")
+SHARED = [name for name in FORMATS if name not in SCATTERED]
+
+
+def generate(
+    folder: Path,
+    group: ProcessGroup | None = None,
+    dtype: torch.dtype = torch.float32,
+    kernels: Kernels | None = None,
+) -> list[Run]:
+    kernels = kernels or PlainKernels(deterministic=True)
+    with torch.inference_mode():
+        model = load_model(
+            folder,
+            dtype=dtype,
+            kernels=kernels,
+            group=group or ProcessGroup.single(),
+            device=torch.device("cpu"),
+        )
+        return Driver(model, kernels, dtype=dtype).generate(PROMPTS, NUM_TOKENS, chunk=16)
+
+
+def generate_on_a_rank(group: ProcessGroup, folders: list[Path]) -> list[list[Run]]:
+    torch.set_num_threads(1)
+    return [generate(folder, group) for folder in folders]
+
+
+def assert_same(reference: PreTrainedModel, runs: list[Run]) -> None:
+    for run, prompt in zip(runs, PROMPTS, strict=True):
+        with torch.no_grad():
+            logits = reference(input_ids=torch.tensor([run.ids[:-1]])).logits[0]
+        expected = logits[len(prompt) - 1 :].log_softmax(-1)
+        torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    assert_same(save_quantized(tmp_path, "llama", name), generate(tmp_path))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bfloat16_rounds_each_number_once(name: str, tmp_path: Path) -> None:
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    save_quantized(quantized, "qwen3", name).save_pretrained(plain)
+    found, expected = (
+        [logprobs(run) for run in generate(folder, dtype=torch.bfloat16)]
+        for folder in (quantized, plain)
+    )
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "float-quantized-block", "nf4", "int-quantized"])
+def test_compiled_kernels_compute_the_same_weights(name: str, tmp_path: Path) -> None:
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    save_quantized(quantized, "llama", name).save_pretrained(plain)
+    kernels = make_kernels("cpu", deterministic=True, dtype=torch.bfloat16)
+    found, expected = (
+        logprobs(generate(folder, dtype=torch.bfloat16, kernels=kernels)[1])[0]
+        for folder in (quantized, plain)
+    )
+    # Codes may be multiplied without being rounded to bfloat16 first.
+    torch.testing.assert_close(found, expected, atol=0.3, rtol=0)
+    assert (found - expected).square().mean().sqrt() < 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3_text"])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    assert_same(save_quantized(tmp_path, family, "gptq"), generate(tmp_path))
+
+
+def test_ranks_share_every_format(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in SHARED]
+    references = [
+        save_quantized(folder, "phi3" if index % 3 == 0 else "llama", folder.name)
+        for index, folder in enumerate(folders)
+    ]
+    for runs in run_ranks(tmp_path, 2, generate_on_a_rank, folders):
+        for reference, each in zip(references, runs, strict=True):
+            assert_same(reference, each)
+
+
+def test_groups_of_modules_have_their_own_formats(tmp_path: Path) -> None:
+    four, eight = (FORMATS[name] for name in ("pack-quantized", "float-quantized"))
+    config = {
+        **four.config,
+        "format": "mixed-precision",
+        "config_groups": {
+            "rest": {**four.config["config_groups"]["group_0"], "format": "pack-quantized"},
+            "down": {
+                **eight.config["config_groups"]["group_0"],
+                "format": "float-quantized",
+                "targets": ["re:.*down_proj$"],
+            },
+        },
+        "ignore": ["lm_head", "re:.*layers.0.self_attn.*", "model.layers.1.mlp.up_proj"],
+    }
+    formats = {"layers.0.self_attn": None, "1.mlp.up_proj": None, "down_proj": eight, "": four}
+    assert_same(save_mixed(tmp_path, "llama", formats, config), generate(tmp_path))
+
+
+def test_overrides_of_gptq(tmp_path: Path) -> None:
+    config = {
+        **FORMATS["gptq"].config,
+        "dynamic": {"-:.*self_attn.*": {}, r"+:.*\.down_proj": {"bits": 8}},
+    }
+    formats = {"self_attn": None, "down_proj": FORMATS["gptq-8-bits"], "": FORMATS["gptq"]}
+    assert_same(save_mixed(tmp_path, "llama", formats, config), generate(tmp_path))
+
+
+def test_overrides_of_auto_round(tmp_path: Path) -> None:
+    config = {
+        **FORMATS["auto-round-gptq"].config,
+        "extra_config": {
+            "model.layers.1.self_attn.q_proj": {"bits": 16},
+            "model.layers.0.mlp.down_proj": {"bits": 8},
+        },
+    }
+    formats = {
+        "1.self_attn.q_proj": None,
+        "0.mlp.down_proj": FORMATS["gptq-8-bits"],
+        "": FORMATS["gptq"],
+    }
+    assert_same(save_mixed(tmp_path, "llama", formats, config), generate(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "pack-quantized-8-bits", "fp8-block", "nf4"])
+@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
+def test_vocabularies_may_be_quantized(name: str, module: str, tmp_path: Path) -> None:
+    config = {key: value for key, value in FORMATS[name].config.items() if key != "ignore"}
+    found = save_quantized(
+        tmp_path, "llama", name, config={**config, "lm_head": True}, vocab_size=200
+    )
+    quantize_module(tmp_path, found, name, module)
+    if "config_groups" in config:
+        group = {**config["config_groups"]["group_0"], "targets": ["Linear", "Embedding"]}
+        edit_json(
+            tmp_path / "config.json",
+            quantization_config={**config, "config_groups": {"group_0": group}},
+        )
+    assert_same(found, generate(tmp_path))
+    for runs in run_ranks(tmp_path, 2, generate_on_a_rank, [tmp_path]):
+        assert_same(found, runs[0])
+
+
+def quantize_module(folder: Path, reference: PreTrainedModel, name: str, module: str) -> None:
+    path = folder / "model.safetensors"
+    tensors: dict[str, Tensor] = load_file(path)
+    outputs, inputs = tensors.pop(f"{module}.weight").shape
+    packed, values = FORMATS[name].pack(outputs, inputs, torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        reference.get_parameter(f"{module}.weight").copy_(values)
+    save_file(tensors | {f"{module}.{k}": v for k, v in packed.items()}, path, {"format": "pt"})

@@ -1,0 +1,1 @@
+"""Random quantised linears and tiny checkpoints, packed by the definitions of the formats."""
