@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -190,12 +191,16 @@ def filled_cache(
 
 
 def _halves_of_a_layer(kernels: Kernels, random: Random, *, head_dim: int) -> list[Tensor]:
-    """The halves of a layer without and with all optional weights, separately and as a whole layer."""
+    """The halves of a layer without and with all optional weights, and as in gpt-oss, separately and as a layer."""
     rows, outputs = sum(QUERIES), []
     small = LayerShape.small(head_dim)
     batch, cache = _batch(kernels, random), filled_cache(kernels, random, small, CONTEXT)
-    for optional in (False, True):
-        attention = kernels.attention(attention_weights(random, head_dim, optional=optional))
+    usual, full = (attention_weights(random, head_dim, optional=each) for each in (False, True))
+    assert full.norm is not None
+    sinks = random(NUM_HEADS).float()
+    gpt_oss = replace(full, norm=replace(full.norm, wide=True), head_norms=None, sinks=sinks)
+    for optional, weights in ((False, usual), (True, full), (True, gpt_oss)):
+        attention = kernels.attention(weights)
         mlp = kernels.mlp(mlp_weights(random, optional=optional))
         residual = random(rows, HIDDEN)
         outputs.append(

@@ -6,6 +6,8 @@ A row's bits depend on the row alone, since sums run over the whole of K in one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +36,10 @@ def fits_attention(weights: AttentionWeights) -> bool:
         and weight.shape[1] % TILE_DEPTH == 0
         and weights.head_dim % TILE_DEPTH == 0
         and weights.softcap is None
-        and weights.sinks is None
         and weights.has_plain_heads
         and _have_one_eps(weights)
         and weights.norm is not None
-        and weights.norm.is_plain
+        and replace(weights.norm, wide=False).is_plain
         and _fit_sites(weights.qkv, weights.out, ATTENTION_PARTS)
     )
 
@@ -129,6 +130,11 @@ class TiledAttention:
         self.window = weights.window or 0
         self.lora = _site(weights.qkv)
         _site(weights.out)
+        self.is_usual = weights.sinks is None and not weights.norm.wide
+        """Whether the operator over all layers takes this half."""
+        self._options: dict[str, Any] = (
+            {} if self.is_usual else {"sinks": weights.sinks, "wide": weights.norm.wide}
+        )
         self._nothing = _or_empty(None)
 
     def __call__(
@@ -156,6 +162,7 @@ class TiledAttention:
             self.scale,
             self.window,
             *_adapters(self.lora),
+            **self._options,
         )
         return y
 
@@ -226,6 +233,7 @@ def tiled_halves(layers: Sequence[Layer]) -> list[tuple[TiledAttention, TiledMlp
         for layer in layers
         if layer.is_plain
         and isinstance(layer.attention, TiledAttention)
+        and layer.attention.is_usual
         and isinstance(layer.mlp, TiledMlp)
     ]
     if len(halves) < len(layers) or len({_kind(*pair) for pair in halves}) > 1:

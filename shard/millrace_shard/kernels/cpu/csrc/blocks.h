@@ -31,6 +31,7 @@ struct NormInput {
   Rows residual;
   const BFloat16* weight;
   float eps;
+  bool wide = false;  // whether the weight is multiplied before the result is rounded
 
   NormInput(const at::Tensor& x, const at::Tensor& residual_rows, const at::Tensor& norm, double epsilon)
       : added(x.numel() == 0 ? nullptr : x.const_data_ptr<BFloat16>()),
@@ -51,7 +52,8 @@ struct NormInput {
       const Vec inverses(1.f / std::sqrt(squares / static_cast<float>(width) + eps));
       for (int64_t i = 0; i < width; i += kLanes) {
         BFloat16* to = tiled.at(row - first, i);
-        save(to, save(to, load(x + i) * inverses) * load(weight + i));
+        const Vec normed = load(x + i) * inverses;
+        save(to, (wide ? normed : save(to, normed)) * load(weight + i));
       }
     }
   }
@@ -203,6 +205,14 @@ class AttentionHalf {
     outs_ = LoraSite(adapters, lora_first + 3, {0}, second_, result_.width);
   }
 
+  // Sinks [heads] float32 of the queries, if any, and whether the weight of the norm is multiplied before rounding.
+  void set_options(const std::optional<at::Tensor>& sinks, bool wide) {
+    input_.wide = wide;
+    if (!sinks) return;
+    TORCH_CHECK(sinks->is_contiguous() && sinks->numel() == heads_.queries);
+    attention_.sinks = sinks->const_data_ptr<float>();
+  }
+
   // Plans the tiles of queries, which are the same for every layer whose cache has the same size.
   void plan(std::vector<Tile>& tiles) const { plan_tiles(attention_, tiles); }
 
@@ -289,12 +299,14 @@ void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residu
                      const at::Tensor& keys, const at::Tensor& values, const at::Tensor& tables,
                      const at::Tensor& starts, const at::Tensor& contexts, int64_t num_heads, double scale,
                      int64_t window, const std::optional<at::Tensor>& lora_rows,
-                     const std::optional<at::Tensor>& lora_table, int64_t lora_first) {
+                     const std::optional<at::Tensor>& lora_table, int64_t lora_first,
+                     const std::optional<at::Tensor>& sinks, bool wide) {
   Adapters adapters(lora_rows, lora_table, lora_first, kAttentionModules, y.size(0));
   const Places places{rope, positions, cache_rows, tables, starts, contexts};
-  const AttentionHalf half(y, x, residual, norm, eps, qkv, qkv_bias, query_norm, key_norm, out, out_bias, places, keys,
+  AttentionHalf half(y, x, residual, norm, eps, qkv, qkv_bias, query_norm, key_norm, out, out_bias, places, keys,
                            values, num_heads, scale, window, adapters, lora_first);
   static thread_local std::vector<Tile> planned;
+  half.set_options(sinks, wide);
   half.plan(planned);
   const std::vector<Tile>& tiles = planned;
   if (y.size(0) != 0) run_team([&](Team& team) { half(team, tiles); });

@@ -48,7 +48,7 @@ TORCH_LIBRARY(millrace, library) {
       "Tensor qkv_bias, Tensor query_norm, Tensor key_norm, Tensor out, Tensor out_bias, Tensor rope, "
       "Tensor positions, Tensor cache_rows, Tensor(c!) keys, Tensor(d!) values, Tensor tables, Tensor starts, "
       "Tensor contexts, int num_heads, float scale, int window, Tensor? lora_rows=None, Tensor? lora_table=None, "
-      "int lora_first=0) -> ()");
+      "int lora_first=0, Tensor? sinks=None, bool wide=False) -> ()");
   library.def(
       "decoder_layers(Tensor(a!) y, Tensor(b!) residual, Tensor[] weights, Tensor(c!)[] caches, float eps, "
       "Tensor rope, Tensor positions, Tensor cache_rows, Tensor tables, Tensor starts, Tensor contexts, "
