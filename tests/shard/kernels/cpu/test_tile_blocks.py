@@ -64,12 +64,14 @@ class Shape:
     bias: bool = False
     qk_norm: bool = False
     window: int | None = None
+    gpt_oss: bool = False
+    """With sinks, and a norm whose weight is multiplied before the result is rounded."""
 
     def weights(self) -> AttentionWeights:
         width = (self.heads + 2 * self.kv_heads) * self.dim
         angles = torch.arange(512).unsqueeze(1) / 100 ** (torch.arange(self.dim // 2) / self.dim)
         return AttentionWeights(
-            norm=norm_of(self.hidden),
+            norm=replace(norm_of(self.hidden), wide=self.gpt_oss),
             qkv=linear(width, self.hidden, bias=self.bias),
             head_norms=HeadNorms(query=norm_of(self.dim), key=norm_of(self.dim))
             if self.qk_norm
@@ -81,6 +83,7 @@ class Shape:
             num_kv_heads=self.kv_heads,
             head_dim=self.dim,
             window=self.window,
+            sinks=3 * torch.randn(self.heads) if self.gpt_oss else None,
         )
 
     def mlp(self) -> MlpWeights:
@@ -109,6 +112,7 @@ SHAPES = [
     Shape(dim=128, heads=8, kv_heads=1, qk_norm=True, window=70),
     Shape(dim=96, heads=71, kv_heads=1, hidden=160, bias=True, window=1),
     Shape(hidden=1600, inter=2064, heads=3, kv_heads=3),
+    Shape(bias=True, window=70, gpt_oss=True),
 ]
 
 
@@ -152,7 +156,11 @@ def attention_of_one(weights: AttentionWeights, residual: Tensor) -> Tensor:
     seen = at[None] <= at[:, None]
     if weights.window is not None:
         seen &= at[None] > at[:, None] - weights.window
-    probabilities = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if weights.sinks is not None:
+        sinks = weights.sinks.double().view(-1, 1, 1).expand(-1, len(residual), 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    probabilities = scores.softmax(-1)[..., : len(residual)]
     attended = torch.einsum("hqk,khd->qhd", probabilities, v).flatten(1)
     return apply(weights.out, attended)
 
