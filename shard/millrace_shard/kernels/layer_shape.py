@@ -19,6 +19,8 @@ class LayerShape:
     """The kinds of attention of the layers, each once."""
     has_sinks: bool = False
     """Whether heads have sinks."""
+    experts: tuple[tuple[int, int, int], ...] = ()
+    """Hidden and intermediate channels of the experts, and how many a token has."""
     linears: tuple[tuple[int, int], ...] = ()
     """Outputs and inputs of the linears of a layer, as far as they are known."""
     head: tuple[int, int] | None = None

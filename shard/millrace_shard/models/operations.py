@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millrace_shard.kernels.layer.activation import Activation
 from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
-from millrace_shard.models.spec.feed_forward_spec import GatedSpec
+from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec
 from millrace_shard.models.spec.norm_spec import NormSpec
 
 
@@ -24,7 +24,12 @@ def _is_plain_layer(layer: LayerSpec) -> bool:
         and not (head_norm.whole_width or head_norm.weight_per_head or head_norm.after_rope)
     )
     mlp = layer.feed_forward
-    is_silu = isinstance(mlp, GatedSpec) and mlp.activation is Activation.SILU
+    if isinstance(mlp, ExpertsSpec):
+        is_silu = mlp.activation is not Activation.GELU_TANH
+        if mlp.shared is not None:
+            is_silu &= mlp.shared.mlp.activation is Activation.SILU and not mlp.shared.gated
+    else:
+        is_silu = mlp.activation is Activation.SILU
     is_plain = rotates and attention.query_scaling is None and is_silu
     return is_plain and heads_are and _is_plain_norm(layer.norm)
 

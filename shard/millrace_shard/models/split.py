@@ -24,9 +24,11 @@ def layer_shape(spec: DecoderSpec, world_size: int) -> LayerShape:
         attention.num_heads // world_size,
         kv_heads_per_rank(attention, world_size),
     )
+    feed_forwards = {layer.feed_forward for layer in spec.layers}
     rows = (num_heads + 2 * num_kv_heads) * attention.head_dim
+    mixtures = (each for each in feed_forwards if isinstance(each, ExpertsSpec))
     linears = {(rows, spec.hidden_size), (spec.hidden_size, num_heads * attention.head_dim)}
-    for feed_forward in {layer.feed_forward for layer in spec.layers}:
+    for feed_forward in feed_forwards:
         linears |= _linears(feed_forward, spec.hidden_size, world_size)
     kinds = ((layer.attention.window, layer.attention.softcap) for layer in spec.layers)
     return LayerShape(
@@ -35,6 +37,10 @@ def layer_shape(spec: DecoderSpec, world_size: int) -> LayerShape:
         head_dim=attention.head_dim,
         kinds=tuple(dict.fromkeys(kinds)),
         has_sinks=any(layer.attention.sinks for layer in spec.layers),
+        experts=tuple(
+            (spec.hidden_size, each.intermediate_size // world_size, each.router.rule.top_k)
+            for each in mixtures
+        ),
         linears=tuple(sorted(linears)),
         head=(-(-spec.vocab_size // world_size), spec.hidden_size),
     )

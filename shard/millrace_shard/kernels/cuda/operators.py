@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from millrace_shard.kernels.base import LayerCache, Linear
+from millrace_shard.kernels.base import Experts, LayerCache, Linear
 from millrace_shard.kernels.cuda import triton_rope, triton_rows
 from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
+from millrace_shard.kernels.cuda.experts.grouped_experts import GroupedExperts
 from millrace_shard.kernels.cuda.triton_linear import FixedOrderLinear
 from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
+from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
+from millrace_shard.kernels.layer.activation import Activation
 from millrace_shard.kernels.layer.blocks import ComposedBlocks
 from millrace_shard.kernels.layer.norm_weights import HeadNorms
 from millrace_shard.kernels.lora.lora_site import LoraSite
@@ -74,6 +77,12 @@ class CudaKernels(ComposedBlocks):
         else:
             head = Float32Head(weight)
         return self.adapted(head, lora)
+
+    def experts(self, weights: ExpertsWeights) -> Experts:
+        """The experts of a layer, grouped by expert."""
+        if weights.activation is Activation.GELU_TANH:
+            return super().experts(weights)
+        return GroupedExperts(self, weights)
 
     def new_cache(
         self,

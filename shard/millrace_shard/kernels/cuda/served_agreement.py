@@ -23,6 +23,8 @@ from millrace_shard.kernels.agreement import (
 )
 from millrace_shard.kernels.base import Kernels, Linear
 from millrace_shard.kernels.cuda import sampling_agreement
+from millrace_shard.kernels.experts.experts_agreement import experts_weights
+from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
 from millrace_shard.kernels.layer_shape import AttentionKind, LayerShape
 
 PROMPT = 70
@@ -81,6 +83,13 @@ def differing_bits(
         linear = _random_linear(build, outputs, inputs, dtype, device)
         if not _is_invariant(linear, random(MANY_ROWS, inputs)):
             return f"a linear of {inputs} inputs and {outputs} outputs"
+    for hidden, inter, top_k in shape.experts:
+        rule = RoutingRule(top_k=top_k, scoring=Scoring.SOFTMAX)
+        weights = experts_weights(
+            random, dtype, rule, hidden=hidden, inter=inter, num_experts=2 * top_k
+        )
+        if not _is_invariant(kernels.experts(weights), random(MANY_ROWS, hidden)):
+            return f"experts of {hidden} and {inter} channels"
     inputs = 2 * shape.num_heads * shape.head_dim
     scales = random(inputs)
     for name, operator in (

@@ -59,6 +59,7 @@ def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     names = {each["name"] for each in compiled}
     assert names >= {"attend_tiles", "attend_spans", "fold_spans", "_multiply", "_add_parts"}
     assert names >= {"_shrink", "_expand"}
+    assert names >= {"choose", "group_pairs", "multiply_experts", "clamped_swiglu", "add_experts"}
     assert [each for each in compiled if not each["fits"]] == []
 
 

@@ -21,15 +21,18 @@ NUM_TOKENS = 3
 
 
 @pytest.mark.parametrize(("deterministic", "chunk"), [(False, None), (True, 7)])
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
 def test_greedy_output_equals_generate(
-    deterministic: bool, chunk: int | None, tmp_path: Path
+    model_type: str, deterministic: bool, chunk: int | None, tmp_path: Path
 ) -> None:
     windows: dict[str, Any] = {
         "use_sliding_window": True,
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"],
     }
-    reference = save_tiny(tmp_path, "qwen3", head_dim=24, **windows)
+    if model_type == "gpt_oss":
+        windows = {"num_hidden_layers": 2}
+    reference = save_tiny(tmp_path, model_type, head_dim=24, **windows)
     kernels = CudaKernels(deterministic=deterministic)
     model = load_model(
         tmp_path,

@@ -29,6 +29,7 @@ from millrace_shard.kernels.cuda.cuda_attention import (
     span_tiling,
     tile_tiling,
 )
+from millrace_shard.kernels.cuda.experts import grouped_experts, triton_choice, triton_experts
 from millrace_shard.kernels.cuda.linear_tilings import RowTiling
 from millrace_shard.kernels.lora import triton_lora
 from millrace_testing.engines.triton_compiler import SHARED_BYTES, Compiled, compile_kernel
@@ -112,6 +113,40 @@ def adapters(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
             )
 
 
+def experts(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
+    """Compile the products of experts with each tile of rows, and the kernels around them."""
+    tilings: tuple[RowTiling, ...] = linear_tilings.TENSOR_CORES
+    for tiling in (linear_tilings.FLOAT32,) if dtype == FP32 else tilings:
+        for out_dtype, pairs_per_row in ((dtype, 8), (FP32, 1)):
+            yield compile_kernel(
+                triton_experts.multiply_experts,
+                dtype,
+                capability,
+                out_dtype=out_dtype,
+                pairs_per_row=pairs_per_row,
+                has_bias=pairs_per_row > 1,
+                **dataclasses.asdict(tiling),
+            )
+    columns: dict[str, Any] = {"columns": grouped_experts.COLUMNS}
+    choice: dict[str, Any] = {"experts": 128, "top_k": 8, "renormalise": True, "has_bias": True}
+    for scoring, groups in enumerate((1, 1, 8)):
+        rule: dict[str, Any] = {"scoring": scoring, "groups": groups, "top_groups": -(-groups // 2)}
+        has_correction = groups > 1
+        yield compile_kernel(
+            triton_choice.choose,
+            FP32,
+            capability,
+            num_warps=1,
+            has_correction=has_correction,
+            **choice,
+            **rule,
+        )
+    yield compile_kernel(triton_choice.group_pairs, dtype, capability, num_warps=4)
+    yield compile_kernel(triton_experts.clamped_swiglu, dtype, capability, num_warps=4, **columns)
+    add = triton_experts.add_experts
+    yield compile_kernel(add, dtype, capability, num_warps=4, top_k=8, **columns)
+
+
 def rows(capability: int) -> Iterator[Compiled]:
     """Compile the kernels without matrix products at the widths of a common model."""
     rule = {"has_window": True, "has_sinks": True}
@@ -136,6 +171,8 @@ def a_few() -> Iterator[Compiled]:
     yield from rows(90)
     yield from linear(BF16, 90)
     yield from linear(FP32, 90)
+    yield from experts(BF16, 90)
+    yield from experts(FP32, 80)
     yield from adapters(BF16, 90)
     yield from adapters(FP32, 80)
     for heads, dtype, capability in (((4, 128), BF16, 90), ((3, 64), FP32, 90), ((2, 256), BF16, 86)):  # fmt: skip
@@ -164,7 +201,7 @@ def served(first: int, step: int) -> Iterator[tuple[dict[str, object], Compiled]
     for capability, dtype in itertools.islice(dtypes, first, None, step):
         for compiled in linear(dtype, capability):
             yield {"dtype": str(dtype)}, compiled
-        for compiled in adapters(dtype, capability):
+        for compiled in (*adapters(dtype, capability), *experts(dtype, capability)):
             yield {"dtype": str(dtype)}, compiled
     shapes = itertools.product(CAPABILITIES, served_attention(), (True, False))
     for capability, shape, fixed in itertools.islice(shapes, first, None, step):

@@ -17,15 +17,27 @@ from triton.compiler import ASTSource
 SHARED_BYTES = {80: 166912, 86: 101376, 90: 232448}
 """The maximal shared memory of a thread block by compute capability."""
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FLOATS = ("scale", "softcap", "eps")
+FLOATS = ("scale", "softcap", "eps", "alpha", "limit")
 INTEGERS = {"tables": "i32", "starts": "i32", "contexts": "i32"} | {
     "positions": "i64",
     "cache_rows": "i64",
     "blocks": "i32",
     "spans": "i32",
     "table": "i64",
+    "order": "i32",
+    "chosen": "i32",
 }
-ALWAYS_FLOAT32 = ("partials", "tops", "totals", "rope", "sinks")
+ALWAYS_FLOAT32 = (
+    "partials",
+    "tops",
+    "totals",
+    "rope",
+    "sinks",
+    "logits",
+    "correction",
+    "shares",
+    "results",
+)
 POINTERS = (
     *("attended", "queries", "key_pages", "value_pages", "out", "x", "residual", "weight"),
     *("gate_up", "qkv", "keys", "values", "new_keys", "new_values", "bias"),

@@ -1,0 +1,4 @@
+"""Mixtures of experts by Triton, without waits of the host.
+
+Entry point: `grouped_experts.GroupedExperts`.
+"""
