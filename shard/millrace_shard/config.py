@@ -156,6 +156,11 @@ class ShardConfig(BaseSettings):
         description="Let `decoder_input_details` tell the log probabilities of a prompt, as it does in TGI.",
     )
 
+    allow_unlisted_model: bool = Field(
+        default=False,
+        description="Start classes of transformers that no test knows, after a check of their logits;"
+        " the output of such a model may depend on its batch.",
+    )
     trust_remote_code: bool = Field(
         default=False, description="No effect: code from a model repository is never run."
     )

@@ -15,6 +15,7 @@ from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.models.description import ModelDescription
+from millrace_shard.models.load import check_model
 from millrace_shard.speculation.medusa_config import is_medusa
 
 logger = logging.getLogger(__name__)
@@ -49,4 +50,7 @@ def _layer_shapes(config: ShardConfig) -> tuple[LayerShape, ...]:
     folders = [config.model_folder]
     if config.draft_model is not None and not is_medusa(Path(config.draft_model)):
         folders.append(Path(config.draft_model))
-    return tuple(ModelDescription.read(folder).layer_shape(config.world_size) for folder in folders)
+    models = [ModelDescription.read(folder) for folder in folders]
+    for model in models:
+        check_model(model, allow_unlisted=config.allow_unlisted_model)
+    return tuple(model.layer_shape(config.world_size) for model in models)

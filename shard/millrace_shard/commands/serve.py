@@ -197,6 +197,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         max_total_tokens=config.max_total_tokens,
         adapters=adapters,
         quantize=config.quantize,
+        allow_unlisted=config.allow_unlisted_model,
     )
     draft_folder = None if config.draft_model is None else Path(config.draft_model)
     loader = SpeculationLoader(
@@ -206,6 +207,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         group=group,
         device=device,
         max_total_tokens=config.max_total_tokens,
+        allow_unlisted=config.allow_unlisted_model,
     )
     model, speculation = loader.load(
         model, draft_folder=draft_folder, max_draft_tokens=config.speculate

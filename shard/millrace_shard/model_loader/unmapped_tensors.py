@@ -24,9 +24,16 @@ class TensorUnmapper:
     """
 
     def __init__(
-        self, model: nn.Module, files: Sequence[Path], device: torch.device, ahead: ReadAhead
+        self,
+        model: nn.Module,
+        files: Sequence[Path],
+        device: torch.device,
+        ahead: ReadAhead,
+        casts: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None:
+        """With `casts`, parameters of the first dtype are converted to the second as they are copied."""
         self.device = device
+        self._casts = casts
         self.copy = copy_to(device)
         """Copies a tensor from the host to the device."""
         self._model = model
@@ -40,6 +47,12 @@ class TensorUnmapper:
         """Whether `tensor` is on the device and outside the mapped files."""
         return tensor.device.type == self.device.type and not self._mapped.contains(tensor)
 
+    def dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """The dtype of `parameter` on the device."""
+        if self._casts is not None and parameter.dtype == self._casts[0]:
+            return self._casts[1]
+        return parameter.dtype
+
     @contextmanager
     def releasing(self, tensor: Tensor) -> Iterator[None]:
         """Read `tensor` inside; afterwards its pages are released, and another read costs as much as the first."""
@@ -51,13 +64,20 @@ class TensorUnmapper:
             self._ahead.used(tensor.nbytes)
             self._progress.add(tensor.nbytes)
 
+    def release_mapped(self) -> None:
+        """Release the pages of all mapped tensors, which were read for another purpose and are not counted."""
+        for tensor in self._tensors():
+            if self._mapped.contains(tensor):
+                release_pages(tensor.detach())
+
     def unmap_rest(self) -> None:
         """Copy all tensors that are still mapped or elsewhere into memory of the device."""
         for tensor in self._tensors():
             found = tensor.data
+            dtype = self.dtype_of(found) if isinstance(tensor, nn.Parameter) else found.dtype
             with self.releasing(found):
-                if not self.is_unmapped(found):
-                    tensor.data = torch.empty_like(found, device=self.device)
+                if not self.is_unmapped(found) or found.dtype != dtype:
+                    tensor.data = torch.empty_like(found, device=self.device, dtype=dtype)
                     self.copy(tensor.data, found)
             self._used.add(tensor.data_ptr())
 

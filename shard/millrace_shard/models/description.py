@@ -97,17 +97,13 @@ class ModelDescription:
         """The shape of a rank's layers. Raises as `check_split`."""
         if self.spec is not None:
             return split.layer_shape(self.spec, world_size)
-        assert self.config is not None
-        text = self.config.get_text_config()
-        num_heads = int(text.num_attention_heads)
-        without_groups = 1 if getattr(text, "multi_query", False) else num_heads
-        softcap = getattr(text, "attn_logit_softcapping", None)
-        return LayerShape(
-            num_heads=num_heads,
-            num_kv_heads=int(getattr(text, "num_key_value_heads", None) or without_groups),
-            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // num_heads),
-            kinds=tuple((window, softcap) for window in _windows(text)),
+        # The classes of transformers are imported only where one of them runs.
+        from millrace_shard.models.transformers_backend.tensor_parallel.class_split import (  # noqa: PLC0415
+            layer_shape,
         )
+
+        assert self.config is not None
+        return layer_shape(self.config, world_size)
 
 
 def read_any_config(folder: Path) -> PretrainedConfig:
@@ -139,13 +135,6 @@ def read_any_config(folder: Path) -> PretrainedConfig:
             f"{folder / 'config.json'} is not a valid {kind} config: {error}"
         ) from error
     return config
-
-
-def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """The attention windows that layers of a class may have, each once."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
-    return tuple(dict.fromkeys(window if kind == "sliding_attention" else None for kind in kinds))
 
 
 def _longest_sequence(spec: DecoderSpec) -> int:

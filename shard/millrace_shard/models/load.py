@@ -39,11 +39,13 @@ def load_model(  # noqa: PLR0913
     max_total_tokens: int | None = None,
     adapters: AdapterTable | None = None,
     quantize: str | None = None,
+    allow_unlisted: bool = False,
 ) -> CausalModel:
     """Read this rank's part of the checkpoint in `folder` onto `device`; `quantize` is the value of --quantize.
 
     `max_total_tokens` is the length of the longest sequence, if known: it bounds the RoPE tables and selects longrope's
-    factors. The linears of the model become sites of `adapters`. Raises ModelError.
+    factors. The linears of the model become sites of `adapters`. With `allow_unlisted`, a class of `transformers` that
+    is not listed is loaded too, if its logits agree with those of its own attention. Raises ModelError.
     """
     model = ModelDescription.read(folder)
     if rope_override is not None:
@@ -59,25 +61,26 @@ def load_model(  # noqa: PLR0913
         with closing(weights):
             loader = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
             return Decoder(model.spec, info, loader, kernels, group, adapters)
-    # The import takes a second.
-    from millrace_shard.models.transformers_backend.transformers_model import (  # noqa: PLC0415
-        TransformersModel,
-        check_supported,
+    _check_method(model.model_type, quantize)
+    check_model(model, allow_unlisted=allow_unlisted)
+    # The import takes a second, and models of our own decoder do not need it.
+    from millrace_shard.models.transformers_backend.transformers_loader import (  # noqa: PLC0415
+        TransformersLoader,
     )
 
     assert model.config is not None
-    _check_alone(model.model_type, quantize, group)
-    check_supported(model.config)
-    return TransformersModel.load(
-        folder,
-        model.config,
-        model.info(),
+    return TransformersLoader(
+        folder=folder,
+        config=model.config,
+        info=replace(model.info(), quantization=quantize),
         dtype=dtype,
         kernels=kernels,
+        group=group,
         device=device,
         max_total_tokens=max_total_tokens,
         adapters=adapters,
-    )
+        allow_unlisted=allow_unlisted,
+    ).load()
 
 
 def _method(folder: Path, found: Quantization | MadeAtLoad | None, flag: str | None) -> str | None:
@@ -87,12 +90,17 @@ def _method(folder: Path, found: Quantization | MadeAtLoad | None, flag: str | N
     return "gguf" if (folder / MODEL).is_file() else flag
 
 
-def _check_alone(model_type: str, quantize: str | None, group: ProcessGroup) -> None:
-    """Raise UnsupportedModel for what only our own decoder has."""
-    own = ", ".join(FAMILIES)
-    if quantize is not None:
-        raise UnsupportedModel(f"{model_type} runs without --quantize; {quantize} is for {own}")
-    if group.world_size > 1:
+def _check_method(model_type: str, quantize: str | None) -> None:
+    """Raise UnsupportedModel for a method that only our own decoder has."""
+    if quantize not in {None, "int8"}:
         raise UnsupportedModel(
-            f"{model_type} runs on one shard only; split over several are: {own}"
+            f"{model_type} runs without --quantize {quantize}, which is for: {', '.join(FAMILIES)}"
         )
+
+
+def check_model(model: ModelDescription, *, allow_unlisted: bool) -> None:
+    """Raise UnsupportedModel for a class of `transformers` that is not supported."""
+    if model.config is not None:
+        from millrace_shard.models.transformers_backend.supported import check_supported  # noqa: PLC0415
+
+        check_supported(model.config, allow_unlisted=allow_unlisted)

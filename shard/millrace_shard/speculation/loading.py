@@ -36,6 +36,7 @@ class SpeculationLoader:
     group: ProcessGroup
     device: torch.device
     max_total_tokens: int | None = None
+    allow_unlisted: bool = False
 
     def load(
         self, model: CausalModel, *, draft_folder: Path | None, max_draft_tokens: int | None
@@ -99,6 +100,7 @@ class SpeculationLoader:
             group=self.group,
             device=self.device,
             max_total_tokens=self.max_total_tokens,
+            allow_unlisted=self.allow_unlisted,
         )
         num_ours, num_theirs = model.info.vocab_size, draft.info.vocab_size
         # Models with the same tokenizer may have embedding tables with different padding.

@@ -77,6 +77,7 @@ PATH_FLAGS = [
     ("--adapter-cache", "shard"),
 ]
 OURS = [
+    ("--allow-unlisted-model", "", "shard", True),
     ("--tokenizer-name", "org/tokenizer", "launcher", "org/tokenizer"),
     ("--draft-model", "org/draft", "shard", "org/draft"),
     ("--device", "cpu", "shard", "cpu"),

@@ -27,6 +27,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "fused-projections": ("phi3", {}, FUSED),
     "fused-one-kv-head": ("phi3", {"num_key_value_heads": 1}, FUSED),
     "fused-gates": ("glm4", {}, [*ALL[:4], *FUSED[2:]]),
+    "a-class-of-transformers": ("starcoder2", {}, [*ALL[:4], "c_fc", "c_proj", "lm_head"]),
 }
 
 

@@ -264,11 +264,10 @@ def test_int8_is_for_bfloat16_on_cpu(folder: Path) -> None:
             load(ShardConfig.from_args([str(folder), *flag.split()]), cpu)
 
 
-def test_int8_is_for_the_own_decoder(tmp_path: Path) -> None:
+def test_int8_is_for_classes_of_transformers_too(tmp_path: Path) -> None:
     save_tiny(tmp_path, "gpt2")
     config = ShardConfig.from_args([str(tmp_path), "--quantize=int8", "--dtype=bfloat16"])
-    with pytest.raises(UnsupportedModel, match="gpt2 runs without --quantize"):
-        load(config, torch.device("cpu"))
+    assert isinstance(load(config, torch.device("cpu")).kernels, Int8Kernels)
 
 
 def test_defaults_by_device(folder: Path) -> None:

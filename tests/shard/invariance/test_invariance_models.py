@@ -22,7 +22,7 @@ from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
 from millrace_shard.models.transformers_backend import batch_invariant
-from millrace_shard.models.transformers_backend.transformers_model import SUPPORTED
+from millrace_shard.models.transformers_backend.supported import SUPPORTED
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.models import CONFIGS, Driver, Run, prompt_of, save_tiny
 

@@ -22,7 +22,8 @@ from millrace_shard.model_runner.graph_settings import GraphSettings
 from millrace_shard.model_runner.trial_sequence import TrialSequence
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
-from millrace_shard.models.transformers_backend.transformers_model import CAPTURED, SUPPORTED
+from millrace_shard.models.transformers_backend.supported import SUPPORTED
+from millrace_shard.models.transformers_backend.transformers_model import CAPTURED
 from millrace_testing.engines.graphs import Recorder, out_of_memory
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.engines.steps import (

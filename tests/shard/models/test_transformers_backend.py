@@ -13,14 +13,13 @@ from transformers import AttentionInterface, AutoConfig, GPT2LMHeadModel
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel, WeightsError
-from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
-from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.load import load_model
-from millrace_shard.models.transformers_backend import batch_invariant, transformers_model
-from millrace_shard.models.transformers_backend.paged_attention import NAME, ShapeProbe, attending
-from millrace_shard.models.transformers_backend.transformers_model import SUPPORTED, check_supported
+from millrace_shard.models.transformers_backend import supported, transformers_model
+from millrace_shard.models.transformers_backend.paged_attention import NAME, attending
+from millrace_shard.models.transformers_backend.shape_probe import ShapeProbe
+from millrace_shard.models.transformers_backend.supported import SUPPORTED, check_supported
 from millrace_testing.engines.kernels import KERNELS, make_kernels
 from millrace_testing.models.models import (
     VOCAB,
@@ -159,12 +158,11 @@ def test_invariance_is_not_claimed_without_deterministic_kernels(tmp_path: Path)
 def test_invariance_is_not_claimed_for_a_class_that_multiplies_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_tiny(tmp_path, "mixtral")
-    monkeypatch.delitem(FAMILIES, "mixtral")
-    monkeypatch.setattr(transformers_model, "SUPPORTED", (*SUPPORTED, "mixtral"))
-    assert load(tmp_path, deterministic=True).model.info.batch_invariant
-    monkeypatch.setattr(batch_invariant, "_MIXTURES", ())
-    assert not load(tmp_path, deterministic=True).model.info.batch_invariant
+    for model_type, is_invariant in {"arcee": True, "olmoe": False}.items():
+        save_tiny(tmp_path / model_type, model_type)
+        monkeypatch.setattr(supported, "SUPPORTED", (model_type,))
+        model = load(tmp_path / model_type, deterministic=True).model
+        assert model.info.batch_invariant is is_invariant
 
 
 LONGROPE = {
@@ -228,20 +226,6 @@ def test_classes_run_eagerly_until_a_gpu_has_shown_that_they_are_captured(
     assert not load(tmp_path).model.info.capturable
     monkeypatch.setattr(transformers_model, "CAPTURED", ("opt", "gpt2"))
     assert load(tmp_path).model.info.capturable
-
-
-def test_several_ranks_are_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "gpt2")
-    with pytest.raises(
-        UnsupportedModel, match="gpt2 runs on one shard only; split over several are: llama"
-    ):
-        load_model(
-            tmp_path,
-            dtype=torch.float32,
-            kernels=PlainKernels(deterministic=False),
-            group=ProcessGroup(0, 2, CPU),
-            device=CPU,
-        )
 
 
 def test_the_progress_of_loading_is_logged(

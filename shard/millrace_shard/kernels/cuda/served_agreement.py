@@ -83,13 +83,9 @@ def differing_bits(
         linear = _random_linear(build, outputs, inputs, dtype, device)
         if not _is_invariant(linear, random(MANY_ROWS, inputs)):
             return f"a linear of {inputs} inputs and {outputs} outputs"
-    for hidden, inter, top_k in shape.experts:
-        rule = RoutingRule(top_k=top_k, scoring=Scoring.SOFTMAX)
-        weights = experts_weights(
-            random, dtype, rule, hidden=hidden, inter=inter, num_experts=2 * top_k
-        )
-        if not _is_invariant(kernels.experts(weights), random(MANY_ROWS, hidden)):
-            return f"experts of {hidden} and {inter} channels"
+    experts = _differing_experts(kernels, random, dtype, shape)
+    if experts is not None:
+        return experts
     inputs = 2 * shape.num_heads * shape.head_dim
     scales = random(inputs)
     for name, operator in (
@@ -98,6 +94,20 @@ def differing_bits(
     ):
         if not _is_invariant(operator, random(MANY_ROWS, inputs)):
             return name
+    return None
+
+
+def _differing_experts(
+    kernels: Kernels, random: Random, dtype: torch.dtype, shape: LayerShape
+) -> str | None:
+    """The first experts whose bits in a row depend on the rest of the step; None if there are none."""
+    for hidden, inter, top_k in shape.experts:
+        rule = RoutingRule(top_k=top_k, scoring=Scoring.SOFTMAX)
+        weights = experts_weights(
+            random, dtype, rule, hidden=hidden, inter=inter, num_experts=2 * top_k
+        )
+        if not _is_invariant(kernels.experts(weights), random(MANY_ROWS, hidden)):
+            return f"experts of {hidden} and {inter} channels"
     return None
 
 

@@ -1,4 +1,4 @@
 """Runs classes of `transformers` on our paged KV cache.
 
-Entry point: `transformers_model.TransformersModel`.
+Entry points: `transformers_loader.TransformersLoader`, `transformers_model.TransformersModel`.
 """

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -79,29 +78,6 @@ class PagedAttention:
         )
 
 
-@dataclass(slots=True)
-class ShapeProbe:
-    """Records the key-value heads and windows of every layer; its outputs are zeros."""
-
-    layers: dict[int, tuple[int, int]] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)
-
-    def __call__(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule
-    ) -> Tensor:
-        """See Attention. Raises UnsupportedModel for shapes that the paged cache cannot hold."""
-        if keys.shape != values.shape or queries.shape[1] % keys.shape[1]:
-            shapes = ", ".join(str(list(t.shape[1:])) for t in (queries, keys, values))
-            raise UnsupportedModel(
-                f"attention with queries, keys and values of {shapes} is not supported"
-            )
-        if layer in self.layers:
-            raise UnsupportedModel(f"layer {layer} attends more than once")
-        self.layers[layer] = (keys.shape[1], keys.shape[2])
-        self.windows[layer] = rule.window
-        return torch.zeros_like(queries).flatten(1)
-
-
 _current: ContextVar[Attention] = ContextVar("millrace_attention")
 
 
@@ -124,7 +100,8 @@ def _attend(
     **arguments: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
-    _refuse_unknown(arguments | {"attention_mask": attention_mask})
+    is_causal = arguments.get("is_causal", getattr(module, "is_causal", None))
+    _refuse_unknown(arguments | {"attention_mask": attention_mask}, is_causal=is_causal)
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise UnsupportedModel(f"{type(module).__name__} does not number its layers")
@@ -140,13 +117,13 @@ def _attend(
     return attended.view(1, *queries.shape), None
 
 
-def _refuse_unknown(arguments: dict[str, object]) -> None:
+def _refuse_unknown(arguments: dict[str, object], *, is_causal: bool | None) -> None:
     """Raise UnsupportedModel for arguments that the kernels do not support, such as attention sinks (`s_aux`)."""
     known = _WITHOUT_EFFECT | _HONOURED
     unknown = sorted(
         name for name, value in arguments.items() if value is not None and name not in known
     )
-    if arguments.get("is_causal") is False:
+    if is_causal is False:
         unknown.append("is_causal=False")
     if unknown:
         raise UnsupportedModel(f"attention with {', '.join(unknown)} is not supported")

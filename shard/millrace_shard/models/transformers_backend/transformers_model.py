@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-from transformers.utils.logging import disable_progress_bar
 
-from millrace_shard.errors import UnsupportedModel, WeightsError
+from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_loader.read_ahead import ReadAhead
-from millrace_shard.model_loader.safetensor_files import SafetensorFiles
-from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
 from millrace_shard.models.interface import KVGeometry, MakeLayers, ModelInfo
 from millrace_shard.models.transformers_backend.batch_invariant import (
     has_own_products,
-    make_batch_invariant,
+    wants_invariance,
 )
-from millrace_shard.models.transformers_backend.kernel_linear import ProjectionReplacement
 from millrace_shard.models.transformers_backend.paged_attention import (
-    NAME,
     PagedAttention,
-    ShapeProbe,
     attending,
 )
-from millrace_shard.models.transformers_backend.table_rotary import use_rotary_table
-
-SUPPORTED = (
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neox",
-    "opt",
-    "stablelm",
-    "starcoder2",
-)
-"""Tests compare the logits of each with eager attention, since a class that ignores the hook is silently wrong."""
+from millrace_shard.models.transformers_backend.shape_probe import ShapeProbe, probed
+from millrace_shard.models.transformers_backend.tensor_parallel.class_split import layer_shape
 
 CAPTURED: tuple[str, ...] = ()
 """The types of SUPPORTED whose decodes a test on a GPU has captured in graphs with the results of eager steps.
@@ -68,56 +49,32 @@ class TransformersModel:
         info: ModelInfo,
         kernels: Kernels,
         adapters: AdapterTable | None = None,
+        *,
+        ranks: int,
+        is_listed: bool,
     ) -> None:
-        """Take over `model`, which must have been built with attention implementation NAME. Raises UnsupportedModel.
+        """Take over `model`, whose attention implementation must be `paged_attention.NAME`. Raises UnsupportedModel.
 
-        Its projections are sites of `adapters`.
+        Its projections are sites of `adapters`, and it is one of `ranks` parts. Nothing is known of the operators of a
+        class that is not listed, so that it is not batch invariant.
         """
         self._model = model.eval().requires_grad_(requires_grad=False)
         self._kernels = kernels
         self._adapters = adapters
-        shapes = self._probe()
+        shapes = probed(self._model)
         _check_windows(model, shapes.windows)
+        if ranks > 1:
+            _check_heads(model, shapes, ranks)
         windows = set(shapes.windows.values())
         self.info = replace(
             info,
             window_size=windows.pop() if len(windows) == 1 else None,
             capturable=info.model_type in CAPTURED,
-            batch_invariant=_wants_invariance(kernels, model.device)
+            batch_invariant=is_listed
+            and wants_invariance(kernels, model.device)
             and not has_own_products(model),
         )
         self.geometry = KVGeometry(tuple(shapes.layers[i] for i in range(len(shapes.layers))))
-
-    @classmethod
-    def load(  # noqa: PLR0913
-        cls,
-        folder: Path,
-        config: PretrainedConfig,
-        info: ModelInfo,
-        *,
-        dtype: torch.dtype,
-        kernels: Kernels,
-        device: torch.device,
-        max_total_tokens: int | None = None,
-        adapters: AdapterTable | None = None,
-    ) -> TransformersModel:
-        """Read the checkpoint in `folder` tensor by tensor. Raises UnsupportedModel or WeightsError."""
-        check_supported(config)
-        files = SafetensorFiles(folder)
-        files.close()
-        with ReadAhead(files.paths()) as ahead:
-            model = _read(folder, config, dtype)
-            unmapper = TensorUnmapper(model, files.paths(), device, ahead)
-            if device.type != "cpu":
-                # Only CPU packs weights; elsewhere a tied head shares memory with the embeddings.
-                unmapper.unmap_rest()
-            head = model.get_output_embeddings()
-            ProjectionReplacement(kernels, unmapper, adapters, head).apply(model)
-            unmapper.unmap_rest()
-        use_rotary_table(model, info.max_position_embeddings, max_total_tokens)
-        if _wants_invariance(kernels, device):
-            make_batch_invariant(model, kernels)
-        return cls(model, info, kernels, adapters)
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
@@ -162,17 +119,6 @@ class TransformersModel:
         """The same model, for the same reason."""
         return self
 
-    @torch.inference_mode()
-    def _probe(self) -> ShapeProbe:
-        """Run two tokens to find the shapes, since a class may differ from its config."""
-        probe = ShapeProbe()
-        tokens = torch.arange(2, device=self._model.device)
-        with attending(probe):
-            self._run(tokens, tokens, tokens)
-        if not probe.layers or sorted(probe.layers) != list(range(len(probe.layers))):
-            raise UnsupportedModel(f"{type(self._model).__name__} does not attend in every layer")
-        return probe
-
     def _run(self, ids: Tensor, positions: Tensor, logit_rows: Tensor | int) -> Tensor:
         """Logits of `logit_rows`, or of all tokens if it is 0."""
         output = self._model(
@@ -198,19 +144,6 @@ def _bypassing(decoder: nn.Module, states: Tensor) -> Iterator[None]:
         del decoder.forward
 
 
-def check_supported(config: PretrainedConfig) -> None:
-    """Raise UnsupportedModel for architectures and quantised weights that are not supported."""
-    if config.model_type not in SUPPORTED:
-        raise UnsupportedModel(
-            f"model_type {config.model_type!r} is not supported; beside the families of our own decoder these are: "
-            f"{', '.join(SUPPORTED)}"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(
-            f"quantization_config is not supported for {config.model_type}, only for the families of our own decoder"
-        )
-
-
 def _check_windows(model: PreTrainedModel, windows: dict[int, int | None]) -> None:
     """Raise UnsupportedModel if a class does not pass the windows of its config to the attention function."""
     for layer, kind in enumerate(getattr(model.config, "layer_types", None) or ()):
@@ -220,33 +153,13 @@ def _check_windows(model: PreTrainedModel, windows: dict[int, int | None]) -> No
             )
 
 
-def _wants_invariance(kernels: Kernels, device: torch.device) -> bool:
-    """Only on CPU: on CUDA the order of a class's own sums depends on the number of rows."""
-    return kernels.deterministic and device.type == "cpu"
-
-
-def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The class with its weights, which stay in the mapped file unless they need conversion."""
-    disable_progress_bar()
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=copy.deepcopy(config),
-            dtype=dtype,
-            attn_implementation=NAME,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise WeightsError(f"the weights in {folder} cannot be read: {error}") from error
-    for name, found, expected in sorted(report["mismatched_keys"]):
-        raise WeightsError(
-            f"tensor {name} has shape {list(found)}, its config says {list(expected)}"
-        )
-    for name in sorted(report["missing_keys"]):
-        raise WeightsError(f"tensor {name} is missing from the checkpoint")
-    found_model: PreTrainedModel = model
-    return found_model
+def _check_heads(model: PreTrainedModel, shapes: ShapeProbe, ranks: int) -> None:
+    """Raise UnsupportedModel unless each layer attends with the heads that this rank ought to have."""
+    expected = layer_shape(model.config, ranks)
+    for layer, (num_kv_heads, _) in shapes.layers.items():
+        found = shapes.num_heads[layer], num_kv_heads
+        if found != (expected.num_heads, expected.num_kv_heads):
+            raise UnsupportedModel(
+                f"on one of {ranks} shards, layer {layer} of {type(model).__name__} attends with {found[0]} heads and "
+                f"{found[1]} key-value heads, not {expected.num_heads} and {expected.num_kv_heads}"
+            )

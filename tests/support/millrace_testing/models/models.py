@@ -124,6 +124,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": _FAMILY | {"sliding_window": 12},
 }
 
+_MIXTURE = {
+    "moe_intermediate_size": 24,
+    "moe_num_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+}
+UNLISTED: dict[str, dict[str, Any]] = {
+    "arcee": _FAMILY,
+    "aria_text": _FAMILY | _MIXTURE,
+    "camembert": _FAMILY | {"is_decoder": True},
+    "diffllama": _FAMILY,
+    "doge": _FAMILY | _MIXTURE,
+    "glm": _FAMILY | {"head_dim": 16},
+    "granitemoe": _FAMILY | _MIXTURE,
+    "nemotron": _FAMILY,
+    "olmo": _FAMILY,
+    "olmoe": _FAMILY | _MIXTURE,
+    "persimmon": _FAMILY,
+    "phi": _FAMILY,
+}
+"""Classes that start with --allow-unlisted-model, or that it refuses."""
+
 
 def save_tiny(
     folder: Path, model_type: str, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
@@ -134,7 +157,9 @@ def save_tiny(
     a parameter left out shows.
     """
     raw = (
-        CONFIGS[model_type] | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | overrides
+        (CONFIGS | UNLISTED)[model_type]
+        | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+        | overrides
     )
     config = AutoConfig.for_model(model_type, **raw)
     model = AutoModelForCausalLM.from_config(

@@ -1,0 +1,132 @@
+"""Loads a class of transformers: its weights, our modules in place of some of its own, and the check of its logits."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
+from millrace_shard.kernels.lora.adapter_table import AdapterTable
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.model_loader.read_ahead import ReadAhead
+from millrace_shard.model_loader.safetensor_files import SafetensorFiles
+from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
+from millrace_shard.models.interface import ModelInfo
+from millrace_shard.models.transformers_backend.batch_invariant import (
+    make_batch_invariant,
+    wants_invariance,
+)
+from millrace_shard.models.transformers_backend.checkpoint_reading import mapped_dtype, read_class
+from millrace_shard.models.transformers_backend.kernel_linear import ProjectionReplacement
+from millrace_shard.models.transformers_backend.self_check import (
+    QUANTIZED_TOLERANCE,
+    TOLERANCES,
+    SelfCheck,
+    eager_logits,
+)
+from millrace_shard.models.transformers_backend.supported import check_supported, is_listed
+from millrace_shard.models.transformers_backend.table_rotary import use_rotary_table
+from millrace_shard.models.transformers_backend.tensor_parallel.class_split import plan_for
+from millrace_shard.models.transformers_backend.tensor_parallel.plan import TensorParallelPlan
+from millrace_shard.models.transformers_backend.tensor_parallel.split_modules import split_modules
+from millrace_shard.models.transformers_backend.transformers_model import TransformersModel
+
+SMALL_BYTES = 128 << 20
+"""Size of a checkpoint that is loaded in float32 too for its check."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersLoader:
+    """What a rank needs to read its part of the checkpoint in `folder`."""
+
+    folder: Path
+    config: PretrainedConfig
+    info: ModelInfo
+    dtype: torch.dtype
+    kernels: Kernels
+    group: ProcessGroup
+    device: torch.device
+    max_total_tokens: int | None = None
+    adapters: AdapterTable | None = None
+    """Of which the projections become sites."""
+    allow_unlisted: bool = False
+    """Load a class that is not listed too, and compare its logits with those of its own eager attention."""
+
+    def load(self) -> TransformersModel:
+        """Load the model. Raises UnsupportedModel, also for a class that fails the comparison, or WeightsError."""
+        check_supported(self.config, allow_unlisted=self.allow_unlisted)
+        plan = plan_for(self.config, self.group.world_size)
+        if is_listed(self.config):
+            return self._loaded(plan)[0]
+        files = SafetensorFiles(self.folder)
+        files.close()
+        if self.dtype != torch.float32 and files.num_bytes() <= SMALL_BYTES:
+            plain = PlainKernels(deterministic=False)
+            copy = replace(self, dtype=torch.float32, kernels=plain, adapters=None)
+            copy._checked(plan)  # noqa: SLF001
+        return self._checked(plan)
+
+    def _checked(self, plan: TensorParallelPlan) -> TransformersModel:
+        is_quantized = isinstance(self.kernels, Int8Kernels)
+        model, expected = self._loaded(plan)
+        check = SelfCheck(
+            kernels=self.kernels,
+            group=self.group,
+            dtype=self.dtype,
+            device=self.device,
+            tolerance=QUANTIZED_TOLERANCE if is_quantized else TOLERANCES[self.dtype],
+        )
+        distances = check.run(model, expected)
+        told = ", ".join(f"{name} {distance:.2g}" for name, distance in distances.items())
+        logger.info("%s passes the self-check in %s: %s", self.config.model_type, self.dtype, told)
+        return model
+
+    def _loaded(self, plan: TensorParallelPlan) -> tuple[TransformersModel, Tensor | None]:
+        """The model and, on rank 0, the logits for the check of a class that is not listed."""
+        is_split = self.group.world_size > 1
+        files = SafetensorFiles(self.folder)
+        files.close()
+        with ReadAhead(files.paths()) as ahead:
+            stored = mapped_dtype(self.config, self.dtype) if is_split else self.dtype
+            model = read_class(self.folder, self.config, stored)
+            unmapper = TensorUnmapper(
+                model, files.paths(), self.device, ahead, casts=(stored, self.dtype)
+            )
+            expected = self._expected(model, unmapper)
+            if self.device.type != "cpu" and not is_split:
+                # Only CPU packs weights; elsewhere a tied head shares memory with the embeddings.
+                unmapper.unmap_rest()
+            head = model.get_output_embeddings()
+            ProjectionReplacement(
+                self.kernels, unmapper, self.adapters, head, plan, self.group
+            ).apply(model)
+            split_modules(model, plan, self.group, unmapper)
+            unmapper.unmap_rest()
+        use_rotary_table(model, self.info.max_position_embeddings, self.max_total_tokens)
+        if wants_invariance(self.kernels, self.device):
+            make_batch_invariant(model)
+        loaded = TransformersModel(
+            model,
+            self.info,
+            self.kernels,
+            self.adapters,
+            ranks=self.group.world_size,
+            is_listed=is_listed(self.config),
+        )
+        return loaded, expected
+
+    def _expected(self, model: PreTrainedModel, unmapper: TensorUnmapper) -> Tensor | None:
+        if is_listed(self.config) or self.group.rank:
+            return None
+        logits = eager_logits(model)
+        unmapper.release_mapped()
+        return logits
