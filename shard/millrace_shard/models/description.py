@@ -63,8 +63,10 @@ class ModelDescription:
             config=config,
         )
 
-    def with_rope(self, override: RopeOverride) -> ModelDescription:
-        """The same model with another scaling of its rotary embeddings. Raises UnsupportedModel."""
+    def with_rope(self, override: RopeOverride | None) -> ModelDescription:
+        """The same model, with another scaling of its rotary embeddings if there is one. Raises UnsupportedModel."""
+        if override is None:
+            return self
         if self.spec is not None:
             return replace(self, spec=override_spec(self.spec, override))
         assert self.config is not None

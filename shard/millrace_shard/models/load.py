@@ -47,19 +47,17 @@ def load_model(  # noqa: PLR0913
     factors. The linears of the model become sites of `adapters`. With `allow_unlisted`, a class of `transformers` that
     is not listed is loaded too, if its logits agree with those of its own attention. Raises ModelError.
     """
-    model = ModelDescription.read(folder)
-    if rope_override is not None:
-        model = model.with_rope(rope_override)
+    model = ModelDescription.read(folder).with_rope(rope_override)
     if model.spec is not None:
         check_split(model.spec, group.world_size)
         found = quantization_of(folder, quantize, model.spec, group.world_size)
         is_invariant = device.type == "cpu" or not uses_plain_torch(model.spec)
         method = _method(folder, found, quantize)
-        info = replace(model.info(), quantization=method, batch_invariant=is_invariant)
         ropes = RopeTables(max_total_tokens, device)
         weights = Weights(folder, dtype=dtype, device=device, group=group, quantization=found)
         with closing(weights):
             loader = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
+            info = replace(model.info(), quantization=method, batch_invariant=is_invariant)
             return Decoder(model.spec, info, loader, kernels, group, adapters)
     _check_method(model.model_type, quantize)
     check_model(model, allow_unlisted=allow_unlisted)

@@ -16,6 +16,7 @@ from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.transformers_backend.paged_attention import NAME
+from millrace_shard.models.transformers_backend.shape_probe import refusing_errors_of
 
 NUM_TOKENS = 24
 IN_PARTS = "as states and then logits"
@@ -40,12 +41,16 @@ def tokens_of(vocab_size: int, seed: int = 0) -> Tensor:
 
 @torch.inference_mode()
 def eager_logits(model: PreTrainedModel) -> Tensor:
-    """Logits [NUM_TOKENS, vocab] float32 by the class's own code alone, which must not have been changed yet."""
+    """Logits [NUM_TOKENS, vocab] float32 by the class's own code alone, which must not have been changed yet.
+
+    Raises UnsupportedModel if that code fails.
+    """
     model.set_attn_implementation("eager")
     try:
-        output = model.eval()(
-            input_ids=tokens_of(model.config.vocab_size).unsqueeze(0), use_cache=False
-        )
+        with refusing_errors_of(f"{type(model).__name__} does not run by itself"):
+            output = model.eval()(
+                input_ids=tokens_of(model.config.vocab_size).unsqueeze(0), use_cache=False
+            )
     finally:
         model.set_attn_implementation(NAME)
     logits: Tensor = output.logits[0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -47,12 +48,8 @@ class ShapeProbe:
 def probed(model: PreTrainedModel) -> ShapeProbe:
     """The shapes of a loaded model. Raises UnsupportedModel, and GroupError if another rank is gone."""
     probe, kind = ShapeProbe(), type(model).__name__
-    try:
+    with refusing_errors_of(f"{kind} does not run on paged attention"):
         _run(model, probe)
-    except (ModelError, GroupError):
-        raise
-    except _OF_CLASSES as error:
-        raise UnsupportedModel(f"{kind} does not run on paged attention: {error}") from error
     if not probe.layers or sorted(probe.layers) != list(range(len(probe.layers))):
         raise UnsupportedModel(f"{kind} does not attend in every layer")
     return probe
@@ -62,8 +59,22 @@ def probe_skeleton(config: PretrainedConfig) -> None:
     """Raise UnsupportedModel for attention that is not supported, as far as a class without weights shows it."""
     model = skeleton(config)
     # Code that reads values, such as a mixture's routing, fails without them: the loaded model is probed again.
-    with suppress(NotImplementedError, RuntimeError):
+    with (
+        refusing_errors_of(f"{type(model).__name__} does not run on paged attention"),
+        suppress(RuntimeError),
+    ):
         _run(model, ShapeProbe())
+
+
+@contextmanager
+def refusing_errors_of(failure: str) -> Iterator[None]:
+    """Turn errors of a class's code into UnsupportedModel with a text that begins with `failure`."""
+    try:
+        yield
+    except (ModelError, GroupError):
+        raise
+    except _OF_CLASSES as error:
+        raise UnsupportedModel(f"{failure}: {error}") from error
 
 
 @torch.inference_mode()
