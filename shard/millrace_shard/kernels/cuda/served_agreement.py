@@ -75,26 +75,33 @@ def differing_bits(
             way = _SequenceInSteps(kernels, random, shape, context).differing_step(kind)
             if way is not None:
                 return f"attention with window {kind[0]} and context {context}, {way}"
+    for name, operator, inputs in _row_operators(kernels, random, shape):
+        if not _is_invariant(operator, random(MANY_ROWS, inputs)):
+            return name
+    return None
+
+
+def _row_operators(
+    kernels: Kernels, random: Random, shape: LayerShape
+) -> Iterator[tuple[str, Callable[[Tensor], Tensor], int]]:
+    """The operators over rows, with their names and the widths of their rows."""
     sizes: list[tuple[tuple[int, int], Callable[[Tensor], Linear]]]
     sizes = [(size, kernels.linear) for size in dict.fromkeys(shape.linears)]
     if shape.head is not None:
         sizes.append((shape.head, kernels.head))
     for (outputs, inputs), build in sizes:
-        linear = _random_linear(build, outputs, inputs, dtype, device)
-        if not _is_invariant(linear, random(MANY_ROWS, inputs)):
-            return f"a linear of {inputs} inputs and {outputs} outputs"
-    experts = _differing_experts(kernels, random, dtype, shape)
-    if experts is not None:
-        return experts
+        linear = _random_linear(build, outputs, inputs, random.dtype, random.device)
+        yield f"a linear of {inputs} inputs and {outputs} outputs", linear, inputs
+    for hidden, inter, top_k in shape.experts:
+        rule = RoutingRule(top_k=top_k, scoring=Scoring.SOFTMAX)
+        weights = experts_weights(
+            random, random.dtype, rule, hidden=hidden, inter=inter, num_experts=2 * top_k
+        )
+        yield f"experts of {hidden} and {inter} channels", kernels.experts(weights), hidden
     inputs = 2 * shape.num_heads * shape.head_dim
     scales = random(inputs)
-    for name, operator in (
-        ("the norm", lambda x: kernels.rms_norm(x, scales, EPS)),
-        ("the activation", kernels.silu_mul),
-    ):
-        if not _is_invariant(operator, random(MANY_ROWS, inputs)):
-            return name
-    return None
+    yield "the norm", lambda x: kernels.rms_norm(x, scales, EPS), inputs
+    yield "the activation", kernels.silu_mul, inputs
 
 
 def _differing_experts(

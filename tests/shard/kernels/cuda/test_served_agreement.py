@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.agreement import TOLERANCE
-from millrace_shard.kernels.base import LayerCache, Linear
+from millrace_shard.kernels.base import Experts, LayerCache, Linear
 from millrace_shard.kernels.cuda import served_agreement
 from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_difference
+from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
@@ -23,6 +24,7 @@ SHAPE = LayerShape(
     num_kv_heads=1,
     head_dim=16,
     kinds=((None, None), (40, 5.0)),
+    experts=((16, 8, 2),),
     linears=((40, 600), (24, 16)),
     head=(50, 16),
 )
@@ -93,6 +95,10 @@ class Nudged(PlainKernels):
 
         return run
 
+    def experts(self, weights: ExpertsWeights) -> Experts:
+        experts = super().experts(weights)
+        return lambda x: self._nudged("experts", experts(x))
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._nudged("norm", super().rms_norm(x, weight, eps))
 
@@ -120,6 +126,7 @@ def company(count: int) -> tuple[int, ...]:
         ("linear 40", {1}, "600 inputs and 40 outputs"),
         ("linear 24", {70}, "16 inputs and 24 outputs"),
         ("linear 50", {41}, "16 inputs and 50 outputs"),
+        ("experts", {41}, "experts of 16 and 8 channels"),
         ("norm", {9}, "the norm"),
         ("silu", {300}, "the activation"),
     ],
