@@ -59,14 +59,13 @@ def load_model(  # noqa: PLR0913
             loader = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
             info = replace(model.info(), quantization=method, batch_invariant=is_invariant)
             return Decoder(model.spec, info, loader, kernels, group, adapters)
-    _check_method(model.model_type, quantize)
-    check_model(model, allow_unlisted=allow_unlisted)
+    _check_class(model, quantize, allow_unlisted=allow_unlisted)
+    assert model.config is not None
     # The import takes a second, and models of our own decoder do not need it.
     from millrace_shard.models.transformers_backend.transformers_loader import (  # noqa: PLC0415
         TransformersLoader,
     )
 
-    assert model.config is not None
     return TransformersLoader(
         folder=folder,
         config=model.config,
@@ -88,12 +87,14 @@ def _method(folder: Path, found: Quantization | MadeAtLoad | None, flag: str | N
     return "gguf" if (folder / MODEL).is_file() else flag
 
 
-def _check_method(model_type: str, quantize: str | None) -> None:
-    """Raise UnsupportedModel for a method that only our own decoder has."""
+def _check_class(model: ModelDescription, quantize: str | None, *, allow_unlisted: bool) -> None:
+    """Raise UnsupportedModel for a class that is not supported, and a method that only our own decoder has."""
     if quantize not in {None, "int8"}:
+        own = ", ".join(FAMILIES)
         raise UnsupportedModel(
-            f"{model_type} runs without --quantize {quantize}, which is for: {', '.join(FAMILIES)}"
+            f"{model.model_type} runs without --quantize {quantize}, which is for: {own}"
         )
+    check_model(model, allow_unlisted=allow_unlisted)
 
 
 def check_model(model: ModelDescription, *, allow_unlisted: bool) -> None:

@@ -104,20 +104,6 @@ def _row_operators(
     yield "the activation", kernels.silu_mul, inputs
 
 
-def _differing_experts(
-    kernels: Kernels, random: Random, dtype: torch.dtype, shape: LayerShape
-) -> str | None:
-    """The first experts whose bits in a row depend on the rest of the step; None if there are none."""
-    for hidden, inter, top_k in shape.experts:
-        rule = RoutingRule(top_k=top_k, scoring=Scoring.SOFTMAX)
-        weights = experts_weights(
-            random, dtype, rule, hidden=hidden, inter=inter, num_experts=2 * top_k
-        )
-        if not _is_invariant(kernels.experts(weights), random(MANY_ROWS, hidden)):
-            return f"experts of {hidden} and {inter} channels"
-    return None
-
-
 def _attended(
     kernels: Kernels,
     random: Random,
