@@ -180,6 +180,12 @@ class ShardConfig(BaseSettings):
         " fp8, int4, eetq (int8) and bitsandbytes (int8, nf4, fp4) quantize weights as they are loaded, and int8"
         " weights and activations of bfloat16 models on CPU. exl2 is refused.",
     )
+    quantize_activations: Literal["auto", "exact", "int8"] = Field(
+        default="auto",
+        description="What quantized weights are multiplied with on CPU in bfloat16 models: exact keeps the activations;"
+        " int8 rounds each row to int8, which is faster with many rows, where the weights are integers. auto is int8"
+        " with --quantize int8, else exact.",
+    )
     speculate: int | None = Field(
         default=None,
         ge=0,

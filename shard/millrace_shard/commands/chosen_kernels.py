@@ -30,11 +30,14 @@ def chosen_kernels(config: ShardConfig, device: torch.device, dtype: torch.dtype
         shapes=_layer_shapes(config),
         custom=not config.disable_custom_kernels,
         adapters=config.enable_lora,
+        integer=config.quantize_activations == "int8",
     )
-    return _int8(kernels, device, dtype) if config.quantize == "int8" else kernels
+    return _int8(kernels, config, device, dtype) if config.quantize == "int8" else kernels
 
 
-def _int8(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Kernels:
+def _int8(
+    kernels: Kernels, config: ShardConfig, device: torch.device, dtype: torch.dtype
+) -> Kernels:
     if device.type != "cpu" or dtype != torch.bfloat16:
         raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
     logger.info("all linears but the output head run in int8")
@@ -42,7 +45,7 @@ def _int8(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Kernels
         logger.warning(
             "int8 is slower than bfloat16 here: its operator needs x86 with AVX2, and a compiler"
         )
-    return with_int8(kernels)
+    return with_int8(kernels, integer=config.quantize_activations != "exact")
 
 
 def _layer_shapes(config: ShardConfig) -> tuple[LayerShape, ...]:

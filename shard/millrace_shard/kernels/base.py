@@ -127,6 +127,9 @@ class Kernels(Protocol):
     def head(self, weight: Tensor, lora: LoraSite | None = None) -> Linear:
         """An output head that takes over `weight` [vocab, hidden]; its logits are float32."""
 
+    def head_from(self, weights: LinearWeights) -> Linear:
+        """An output head over a packed or copied weight without a bias, with its adapters."""
+
     def attention(self, weights: AttentionWeights) -> AttentionBlock:
         """The first half of a layer, over packed or copied weights."""
 

@@ -36,13 +36,15 @@ def choose_kernels(
     shapes: Sequence[LayerShape],
     custom: bool = True,
     adapters: bool = False,
+    integer: bool = False,
 ) -> Kernels:
     """Compiled kernels, if they build, fit and agree with plain torch on this machine; plain torch if not `custom`.
 
     Where they cannot be used, plain torch runs on CPU, with a warning, and UnsupportedModel is raised on CUDA: there a
     server on plain torch is several times slower and has no CUDA graphs, which the operator has to choose. The first
     call on a machine compiles, which takes up to a minute. Out-of-memory errors are raised, since they do not mean that
-    the kernels are wrong. With `adapters`, kernels must apply LoRA adapters as plain torch does, too.
+    the kernels are wrong. With `adapters`, kernels must apply LoRA adapters as plain torch does, too. With `integer`,
+    kernels on CPU multiply quantised weights with activations in int8.
     """
     if device.type == "cuda":
         _sum_in_float32()
@@ -54,6 +56,8 @@ def choose_kernels(
         kernels = candidate(device, dtype, shapes, deterministic=deterministic)
         if adapters:
             _check_adapters(kernels, device, dtype, shapes)
+        if integer and isinstance(kernels, CpuKernels):
+            kernels.integer = True
     except _UnfitError as reason:
         if device.type == "cuda":
             raise UnsupportedModel(

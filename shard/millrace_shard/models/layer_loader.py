@@ -9,7 +9,7 @@ from torch import Tensor
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import AttentionBlock, Finish, Kernels, Layer, Linear, MlpBlock
 from millrace_shard.kernels.layer.blocks import ResultNorm
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, MlpWeights
+from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.layer.rotation import Rotation
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
@@ -58,9 +58,12 @@ class LayerLoader:
             stored = self._weights.head(f"{spec.names.head}.weight", *sizes)
         site = self._linears.head_site(spec.names.head, *sizes, stored.shape[0])
         parts = stored.tensors
-        weight = parts[0] if parts is not None and len(parts) == 1 else stored.copied()
+        if parts is not None and len(parts) == 1:
+            head = self._kernels.head(parts[0], site)
+        else:
+            head = self._kernels.head_from(LinearWeights(stored, None, site))
         self._weights.release()
-        return self._kernels.head(weight, site)
+        return head
 
     def last_norm(self) -> NormWeights:
         """The norm before the head."""

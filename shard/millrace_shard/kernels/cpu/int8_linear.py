@@ -7,43 +7,63 @@ would affect the probabilities directly.
 
 from __future__ import annotations
 
-import functools
-import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.base import Kernels, Linear
+from millrace_shard.kernels.base import (
+    AttentionBlock,
+    Kernels,
+    Layer,
+    Layers,
+    Linear,
+    MlpBlock,
+    Reduce,
+)
 from millrace_shard.kernels.build import operators_loaded
+from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.layer.blocks import ComposedBlocks
+from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.lora_site import LoraSite
+from millrace_shard.kernels.quantized.plain_linear import quantize_rows
+from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.stored_weight import StoredWeight
 
-LARGEST = 127.0
-SMALLEST = 1e-30
-"""A row without a larger value is quantised to zeros: its scale would have no reciprocal in float32."""
-
-logger = logging.getLogger(__name__)
+ZERO = 128
+"""The code of 0."""
 
 
-def with_int8(kernels: Kernels) -> Kernels:
-    """`kernels` with every linear in int8 but the head."""
-    return cast("Kernels", Int8Kernels(kernels))
+def with_int8(kernels: Kernels, *, integer: bool = True) -> Kernels:
+    """`kernels` with every linear in int8 but the head; without `integer`, activations keep their dtype."""
+    kind = Int8Kernels
+    if isinstance(kernels, CpuKernels) and kernels.tiles:
+        kind = TiledInt8Kernels
+    return cast("Kernels", kind(kernels, integer=integer))
+
+
+def is_fast() -> bool:
+    """Whether the operators are available; if not, int8 is slower than bfloat16."""
+    return operators_loaded()
 
 
 class Int8Kernels(ComposedBlocks):
     """Kernels whose linears are int8; everything else is delegated to the wrapped kernels."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, *, integer: bool) -> None:
         self._kernels = kernels
+        self._integer = integer
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         return getattr(self._kernels, name)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Quantize `weight` [out, in] and keep `bias` [out]."""
-        kind = TiledInt8Linear if is_fast() else PlainInt8Linear
-        return kind(weight, bias)
+        if self._integer:
+            return PlainInt8Linear(weight, bias)
+        return self._kernels.linear(int8_weight(weight).dequantized().to(weight.dtype), bias)
 
     def router(self, weight: Tensor) -> Linear:
         """The router of the wrapped kernels, over `weight` [E, hidden] float32."""
@@ -53,67 +73,73 @@ class Int8Kernels(ComposedBlocks):
         """The head of the wrapped kernels, over `weight` [vocab, hidden]."""
         return self._kernels.head(weight, lora)
 
-
-def is_fast() -> bool:
-    """Whether the int8 operator is available and correct; if not, int8 is slower than bfloat16."""
-    return operators_loaded() and _agrees_with_plain()
-
-
-@functools.cache
-def _agrees_with_plain() -> bool:
-    """Compare operator and plain torch, over one row, and over enough long rows for sums that are taken in parts."""
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(n, 1700, generator=generator).bfloat16() for n in (70, 40))
-    fast, plain = (kind(weight, None) for kind in (TiledInt8Linear, PlainInt8Linear))
-    agrees = all(torch.equal(fast(rows), plain(rows)) for rows in (x, x[:1]))
-    if not agrees:
-        logger.warning("int8 linears in plain torch: the operator differs from it on this CPU")
-    return agrees
+    def head_from(self, weights: LinearWeights) -> Linear:
+        """The head of the wrapped kernels."""
+        return self._kernels.head_from(weights)
 
 
-def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`rows` [R, n] as int8 [R, n], and the scale of each row, float32 [R, 1], NaN for rows that are not finite."""
-    wide = rows.float()
-    largest = wide.abs().amax(-1, keepdim=True)
-    # A Python number divided by a tensor is computed as a product with the reciprocal, which rounds twice.
-    inverse = torch.where(largest > SMALLEST, torch.full_like(largest, LARGEST) / largest, 0.0)
-    quantized = (wide * inverse).round().clamp(-128, 127).nan_to_num(0.0).to(torch.int8)
-    worth = largest / LARGEST
-    return quantized, torch.where(worth.isfinite(), worth, torch.nan)
+class TiledInt8Kernels(Int8Kernels):
+    """int8 linears by the operators over tiles, in halves of a layer and in whole layers."""
+
+    def __init__(self, kernels: Kernels, *, integer: bool) -> None:
+        super().__init__(kernels, integer=integer)
+        self._tiled = CpuKernels(deterministic=kernels.deterministic, integer=integer)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Quantize `weight` [out, in] and keep `bias` [out]."""
+        return self.linear_from(LinearWeights(StoredWeight.of(weight), bias))
+
+    def linear_from(self, weights: LinearWeights) -> Linear:
+        """Quantize the weight, unless it is quantised."""
+        return self._tiled.linear_from(_in_int8(weights))
+
+    def attention(self, weights: AttentionWeights) -> AttentionBlock:
+        """The first half of a layer, with its linears in int8."""
+        qkv, out = _in_int8(weights.qkv), _in_int8(weights.out)
+        return self._tiled.attention(replace(weights, qkv=qkv, out=out))
+
+    def mlp(self, weights: MlpWeights) -> MlpBlock:
+        """The second half of a layer, with its linears in int8."""
+        gate_up, down = _in_int8(weights.gate_up), _in_int8(weights.down)
+        return self._tiled.mlp(replace(weights, gate_up=gate_up, down=down))
+
+    def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
+        """One operator for all layers, where there is one."""
+        return self._tiled.layers(layers, reduce)
 
 
-class TiledInt8Linear:
-    """An int8 linear over bfloat16 rows, by the compiled operator."""
+def _in_int8(weights: LinearWeights) -> LinearWeights:
+    """The weights with codes of 8 bits; those that have codes keep them."""
+    stored = weights.weight
+    if any(isinstance(part, QuantizedTensor) for part in stored.parts):
+        return weights
+    return replace(weights, weight=replace(stored, parts=(int8_weight(stored.copied()),)))
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        quantized, scales = quantize(weight)
-        self._packed = torch.ops.millrace.pack_int8(quantized.contiguous())
-        self._scales = scales.flatten()
-        self._bias = torch.empty(0) if bias is None else bias.float().contiguous()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] to [T, out]."""
-        y = x.new_empty(*x.shape[:-1], len(self._scales))
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        torch.ops.millrace.int8_linear(
-            y.view(-1, len(self._scales)), rows, self._packed, self._scales, self._bias
-        )
-        return y
+def int8_weight(weight: Tensor) -> QuantizedTensor:
+    """`weight` [out, in], symmetric with one scale per output."""
+    quantized, scales = quantize_rows(weight)
+    return QuantizedTensor(
+        codes=(quantized.short() + ZERO).to(torch.uint8),
+        values=torch.arange(256.0) - ZERO,
+        scales=scales,
+        group_size=weight.shape[1],
+    )
 
 
 class PlainInt8Linear:
     """The int8 linear in plain torch: products of int8 are exact in float64, but slow."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, scales = quantize(weight)
+        self._weight, scales = quantize_rows(weight)
         self._scales = scales.flatten()
         self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
-        rows, worth = quantize(x.reshape(-1, x.shape[-1]))
+        rows, worth = quantize_rows(x.reshape(-1, x.shape[-1]))
         sums = (rows.double() @ self._weight.double().T).float()
-        y = sums * (worth * self._scales)
+        y = sums * self._scales * worth
         if self._bias is not None:
             y = y + self._bias
         return y.to(x.dtype).view(*x.shape[:-1], len(self._scales))

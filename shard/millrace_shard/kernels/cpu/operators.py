@@ -51,10 +51,14 @@ class CpuKernels(ComposedBlocks):
     block_size = 64
     capturable = True
 
-    def __init__(self, *, deterministic: bool, tiles: bool = True) -> None:
-        """With `tiles`, bfloat16 uses the operators over tiles. Operators must be loaded before the first use."""
+    def __init__(self, *, deterministic: bool, tiles: bool = True, integer: bool = False) -> None:
+        """With `tiles`, bfloat16 uses the operators over tiles. Operators must be loaded before the first use.
+
+        With `integer`, activations of linears with quantised weights are int8 where the codes stand for integers.
+        """
         self.deterministic = deterministic
         self.tiles = tiles
+        self.integer = integer
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack `weight` [out, in] and keep `bias` [out]."""
@@ -65,31 +69,37 @@ class CpuKernels(ComposedBlocks):
     def linear_from(self, weights: LinearWeights) -> Linear:
         """Pack the weight, directly from the mapped file if tiles take it."""
         if self.tiles and weights.weight.dtype == torch.bfloat16:
-            return self._panels(weights, torch.bfloat16)
+            return self._panels(weights, torch.bfloat16, integer=self.integer)
         return super().linear_from(weights)
 
     def head(self, weight: Tensor, lora: LoraSite | None = None) -> Linear:
         """Pack `weight` [vocab, hidden]; with tiles, the logits are not rounded to bfloat16."""
         if self.tiles and weight.dtype == torch.bfloat16:
-            return self._panels(replace(_stored(weight, None), lora=lora), torch.float32)
+            return self.head_from(replace(_stored(weight, None), lora=lora))
         return super().head(weight, lora)
 
-    def _panels(self, weights: LinearWeights, dtype: torch.dtype) -> Linear:
+    def head_from(self, weights: LinearWeights) -> Linear:
+        """Pack the weight as `head` does; products with codes are exact."""
+        if self.tiles and weights.weight.dtype == torch.bfloat16:
+            return self._panels(weights, torch.float32, integer=False)
+        return super().head_from(weights)
+
+    def _panels(self, weights: LinearWeights, dtype: torch.dtype, *, integer: bool) -> Linear:
         if tile_blocks.fits_site(weights):
-            return PanelLinear(weights, dtype=dtype)
-        linear = PanelLinear(replace(weights, lora=None), dtype=dtype)
+            return PanelLinear(weights, dtype=dtype, integer=integer)
+        linear = PanelLinear(replace(weights, lora=None), dtype=dtype, integer=integer)
         return self.adapted(linear, weights.lora)
 
     def attention(self, weights: AttentionWeights) -> AttentionBlock:
         """Pack the weights of the first half of a layer."""
         if self.tiles and tile_blocks.fits_attention(weights):
-            return TiledAttention(weights)
+            return TiledAttention(weights, integer=self.integer)
         return super().attention(weights)
 
     def mlp(self, weights: MlpWeights) -> MlpBlock:
         """Pack the weights of the second half of a layer."""
         if self.tiles and tile_blocks.fits_mlp(weights):
-            return TiledMlp(weights)
+            return TiledMlp(weights, integer=self.integer)
         return super().mlp(weights)
 
     def experts(self, weights: ExpertsWeights) -> Experts:

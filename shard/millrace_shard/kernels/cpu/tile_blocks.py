@@ -1,6 +1,7 @@
-"""Linears, halves of a layer and all layers as single operators over tiles, for bfloat16 weights.
+"""Linears, halves of a layer and all layers as single operators over tiles, for bfloat16 models.
 
-A row's bits depend on the row alone, since sums run over the whole of K in one order.
+Weights are bfloat16, or codes of 4 or 8 bits. With `integer`, codes are multiplied with activations in int8, if they
+stand for integers. A row's bits depend on the row alone, since sums run over the whole of K in one order.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.base import Layer, LayerCache
+from millrace_shard.kernels.cpu.packed_weight import or_empty, packed
 from millrace_shard.kernels.layer.activation import Activation
 from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.kernels.stored_weight import StoredWeight
 
 TILE_DEPTH = 32
 """Inputs per tile; widths that are read as tiles are multiples of it."""
@@ -89,10 +90,16 @@ def _fit_sites(first: LinearWeights, second: LinearWeights, num_parts: tuple[int
 class PanelLinear:
     """A linear over a weight in panels of 32 outputs; results are bfloat16 or float32, as `dtype` says."""
 
-    def __init__(self, weights: LinearWeights, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        weights: LinearWeights,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        integer: bool = False,
+    ) -> None:
         self._out = weights.weight.shape[0]
         self._dtype = dtype
-        self._packed, self._bias = _packed(weights)
+        self._packed, self._bias = packed(weights, integer=integer)
         self._lora = _site(weights)
         parts = () if self._lora is None else self._lora.parts
         self._lora_starts = [part.first_output for part in parts]
@@ -114,16 +121,18 @@ class PanelLinear:
 class TiledAttention:
     """Norm, QKV, rope, attention and output projection in one parallel region."""
 
-    def __init__(self, weights: AttentionWeights) -> None:
+    def __init__(self, weights: AttentionWeights, *, integer: bool = False) -> None:
         assert weights.norm is not None
         assert weights.rotation is not None
         self.eps = weights.norm.eps
         norms = weights.head_norms
-        query_norm = _or_empty(None if norms is None else norms.query.weight)
-        key_norm = _or_empty(None if norms is None else norms.key.weight)
-        qkv, out = _packed(weights.qkv), _packed(weights.out)
+        query_norm = or_empty(None if norms is None else norms.query.weight)
+        key_norm = or_empty(None if norms is None else norms.key.weight)
+        qkv = packed(weights.qkv, integer=integer)
+        out = packed(weights.out, integer=integer)
         self.weights = (weights.norm.weight, *qkv, query_norm, key_norm, *out)
         """In the operators' order."""
+        self.shapes = weights.qkv.weight.shape, weights.out.weight.shape, query_norm.shape
         self.rope = weights.rotation.table
         self.num_heads = weights.num_heads
         self.scale = weights.scale
@@ -135,7 +144,7 @@ class TiledAttention:
         self._options: dict[str, Any] = (
             {} if self.is_usual else {"sinks": weights.sinks, "wide": weights.norm.wide}
         )
-        self._nothing = _or_empty(None)
+        self._nothing = or_empty(None)
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
@@ -170,12 +179,14 @@ class TiledAttention:
 class TiledMlp:
     """Norm, gate and up projection, activation and down projection in one parallel region."""
 
-    def __init__(self, weights: MlpWeights) -> None:
+    def __init__(self, weights: MlpWeights, *, integer: bool = False) -> None:
         assert weights.norm is not None
         self.eps = weights.norm.eps
-        gate_up, down = _packed(weights.gate_up, gated=True), _packed(weights.down)
+        gate_up = packed(weights.gate_up, integer=integer, gated=True)
+        down = packed(weights.down, integer=integer)
         self.weights = (weights.norm.weight, *gate_up, *down)
         """In the operators' order."""
+        self.shapes = weights.gate_up.weight.shape, weights.down.weight.shape
         self.lora = _site(weights.gate_up)
         _site(weights.down)
 
@@ -183,7 +194,7 @@ class TiledMlp:
         """[T, hidden], in the memory of `x` if given; `residual` is changed in place."""
         norm, *others = self.weights
         y = torch.empty_like(residual) if x is None else x
-        added = _or_empty(None) if x is None else x
+        added = or_empty(None) if x is None else x
         adapters = _adapters(self.lora)
         torch.ops.millrace.mlp_block(y, added, residual, norm, self.eps, *others, *adapters)
         return y
@@ -256,9 +267,8 @@ def _are_in_order(halves: Sequence[tuple[TiledAttention, TiledMlp]]) -> bool:
 
 def _kind(attention: TiledAttention, mlp: TiledMlp) -> tuple[object, ...]:
     """The properties that must be equal in all layers."""
-    shapes = tuple(weight.shape for half in (attention, mlp) for weight in half.weights)
     settings = attention.num_heads, attention.scale, attention.eps, mlp.eps
-    return *settings, id(attention.rope), shapes
+    return *settings, id(attention.rope), attention.shapes, mlp.shapes
 
 
 def _site(weights: LinearWeights) -> LoraSite | None:
@@ -271,22 +281,3 @@ def _site(weights: LinearWeights) -> LoraSite | None:
 def _adapters(site: LoraSite | None) -> tuple[()] | tuple[Tensor, Tensor, int]:
     """The arguments of operators for the adapters of the running rows; empty without adapters."""
     return () if site is None else (*site.operands, site.first)
-
-
-def _packed(weights: LinearWeights, *, gated: bool = False) -> tuple[Tensor, Tensor]:
-    """Packed weight and bias; the weight is packed directly from the mapped file if it needs no conversion."""
-    packed = torch.ops.millrace.pack_panels(unpacked_parts(weights.weight), gated)
-    return packed, _or_empty(weights.bias)
-
-
-def unpacked_parts(weight: StoredWeight) -> Sequence[Tensor]:
-    """The parts of a weight as panels are packed of them: as they lie in the file, if they need no conversion."""
-    parts = weight.tensors
-    if parts is not None and all(part.stride(1) == 1 for part in parts):
-        return parts
-    return (weight.copied(),)
-
-
-def _or_empty(values: Tensor | None) -> Tensor:
-    """`values`, or an empty tensor for None, as operators take it."""
-    return torch.empty(0, dtype=torch.bfloat16) if values is None else values.contiguous()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.cpu.tile_blocks import TILE_COLUMNS, TILE_DEPTH, unpacked_parts
+from millrace_shard.kernels.cpu.packed_weight import unpacked_parts
+from millrace_shard.kernels.cpu.tile_blocks import TILE_COLUMNS, TILE_DEPTH
 from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
 from millrace_shard.kernels.experts.routing import Scoring
 from millrace_shard.kernels.layer.activation import Activation, ClampedSwiglu

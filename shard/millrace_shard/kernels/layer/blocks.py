@@ -51,6 +51,10 @@ class ComposedBlocks:
         """An output head that takes over `weight` [vocab, hidden]; its logits are float32."""
         return self.adapted(_Head(self.linear(weight)), lora)
 
+    def head_from(self: Kernels, weights: LinearWeights) -> Linear:
+        """An output head over a copy of the weight, without a bias; its logits are float32."""
+        return self.head(weights.weight.copied(), weights.lora)
+
     def attention(self: Kernels, weights: AttentionWeights) -> AttentionBlock:
         """The first half of a layer, of single operators."""
         return ComposedAttention(self, weights)

@@ -18,7 +18,7 @@ from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Layer, LayerCache, Linear
 from millrace_shard.kernels.build import BuildError, load_operators
 from millrace_shard.kernels.cpu import tile_blocks
-from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear, TiledInt8Linear
+from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
@@ -187,7 +187,7 @@ def blocks(weight: Tensor) -> Linear:
 
 
 def int8(weight: Tensor) -> Linear:
-    return TiledInt8Linear(weight, None)
+    return with_int8(CpuKernels(deterministic=True)).linear(weight)
 
 
 def plain_int8(weight: Tensor) -> Linear:

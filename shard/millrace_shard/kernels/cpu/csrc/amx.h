@@ -54,7 +54,7 @@ inline void order_stores() { asm volatile("" ::: "memory"); }
 // sums += left x right. Tiles are given by number, since the number is part of the instruction.
 #define MILLRACE_MULTIPLY(sums, left, right)            \
   if constexpr (kFormat == Format::kInt8) {             \
-    _tile_dpbssd(sums, left, right);                    \
+    _tile_dpbsud(sums, left, right);                    \
   } else {                                              \
     _tile_dpbf16ps(sums, left, right);                  \
   }
@@ -150,6 +150,26 @@ void multiply_column(const BFloat16* left, const BFloat16* right, int64_t steps,
     _tile_dpbf16ps(0, 4, 5);
   }
   _tile_stored(0, sums, kColumns * sizeof(float));
+}
+
+// Loads tiles 0 and 1 from `sums` [4, 16, 16], and for more than 16 rows tiles 2 and 3; `store_sums` stores them.
+inline void load_sums(const float* sums, int64_t rows) {
+  order_stores();
+  _tile_loadd(0, sums, kColumns * sizeof(float));
+  _tile_loadd(1, sums + kSums, kColumns * sizeof(float));
+  if (rows <= kRows) return;
+  _tile_loadd(2, sums + 2 * kSums, kColumns * sizeof(float));
+  _tile_loadd(3, sums + 3 * kSums, kColumns * sizeof(float));
+}
+
+inline void store_sums(float* sums, int64_t rows) {
+  _tile_stored(0, sums, kColumns * sizeof(float));
+  _tile_stored(1, sums + kSums, kColumns * sizeof(float));
+  if (rows > kRows) {
+    _tile_stored(2, sums + 2 * kSums, kColumns * sizeof(float));
+    _tile_stored(3, sums + 3 * kSums, kColumns * sizeof(float));
+  }
+  order_stores();
 }
 
 // Adds left [rows, 16] x right [16, 16] to tile `sums`, 0 to 3; the right operand is stored in pairs, [8, 16, 2].

@@ -21,18 +21,21 @@ constexpr int64_t kMostRows = 6, kFewRows = 3;
 // take one tile after the other.
 inline int64_t passes(int64_t rows) { return rows <= kFewRows ? 1 : 2 * ((rows + kMostRows - 1) / kMostRows); }
 
-// Pairs (bfloat16) or quads (int8) of K are split into their even and their odd values, which are widened, to float32
-// or to pairs of 16 bits, and multiplied separately: 8 bits cannot hold the products of quads.
-template <Format kFormat>
+// Pairs (bfloat16) or quads (8 bits) of K are split into their even and their odd values, which are widened, to float32
+// or to pairs of 16 bits, and multiplied separately: 8 bits cannot hold the products of quads. Only quads of left
+// operands are signed.
+template <Format kFormat, bool kIsLeft>
 __m256 even(__m256i values) {
   if constexpr (kFormat == Format::kInt8)
-    return _mm256_castsi256_ps(_mm256_srai_epi16(_mm256_slli_epi16(values, 8), 8));
+    return _mm256_castsi256_ps(kIsLeft ? _mm256_srai_epi16(_mm256_slli_epi16(values, 8), 8)
+                                       : _mm256_and_si256(values, _mm256_set1_epi16(0xff)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(values, 16));
 }
 
-template <Format kFormat>
+template <Format kFormat, bool kIsLeft>
 __m256 odd(__m256i values) {
-  if constexpr (kFormat == Format::kInt8) return _mm256_castsi256_ps(_mm256_srai_epi16(values, 8));
+  if constexpr (kFormat == Format::kInt8)
+    return _mm256_castsi256_ps(kIsLeft ? _mm256_srai_epi16(values, 8) : _mm256_srli_epi16(values, 8));
   return _mm256_castsi256_ps(_mm256_and_si256(values, _mm256_set1_epi32(0xffff0000)));
 }
 
@@ -86,8 +89,8 @@ void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& 
 #pragma GCC unroll 2
         for (int pair = 0; pair < kPairs; pair += kVectorLanes) {
           const __m256i values = load_values(left + row * kDepth + 2 * pair);
-          _mm256_store_ps(halves[row][0] + pair, even<kFormat>(values));
-          _mm256_store_ps(halves[row][1] + pair, odd<kFormat>(values));
+          _mm256_store_ps(halves[row][0] + pair, even<kFormat, true>(values));
+          _mm256_store_ps(halves[row][1] + pair, odd<kFormat, true>(values));
         }
       const auto add_pair = [&](int tile, int pair) {
         const BFloat16* from = reinterpret_cast<const BFloat16*>(
@@ -98,7 +101,7 @@ void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& 
 #pragma GCC unroll 2
           for (int vector = 0; vector < kVectors; vector++) {
             const __m256i both = load_values(from + 2 * kVectorLanes * vector);
-            values[vector] = half == 0 ? even<kFormat>(both) : odd<kFormat>(both);
+            values[vector] = half == 0 ? even<kFormat, false>(both) : odd<kFormat, false>(both);
           }
 #pragma GCC unroll 6
           for (int row = 0; row < kCount; row++) {

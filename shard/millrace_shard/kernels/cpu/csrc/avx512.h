@@ -26,13 +26,13 @@ template <Format kFormat>
 __m512 add_products(__m512 sums, __m512i left, __m512i right) {
   if constexpr (kFormat == Format::kInt8) {
 #if defined(__AVX512VNNI__)
-    return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sums), left, right));
+    return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sums), right, left));
 #else
     // 16 bits cannot hold the sum of two products, so the even and odd values of the quads are multiplied separately.
-    const __m512i left_even = _mm512_and_si512(left, _mm512_set1_epi16(0xff));
-    const __m512i right_even = _mm512_srai_epi16(_mm512_slli_epi16(right, 8), 8);
+    const __m512i right_even = _mm512_and_si512(right, _mm512_set1_epi16(0xff));
+    const __m512i left_even = _mm512_srai_epi16(_mm512_slli_epi16(left, 8), 8);
     const __m512i even = _mm512_madd_epi16(left_even, right_even);
-    const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(left, 8), _mm512_srai_epi16(right, 8));
+    const __m512i odd = _mm512_madd_epi16(_mm512_srai_epi16(left, 8), _mm512_srli_epi16(right, 8));
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sums), _mm512_add_epi32(even, odd)));
 #endif
   } else {
@@ -47,15 +47,10 @@ __m512 add_products(__m512 sums, __m512i left, __m512i right) {
   }
 }
 
-// 128 is added to each byte of the left operand, since the instruction reads it as unsigned.
-inline __m512i offset() { return _mm512_set1_epi8(static_cast<char>(0x80)); }
-
-template <Format kFormat>
-__m512i load_left(const BFloat16* pair) {
+inline __m512i load_left(const BFloat16* pair) {
   int32_t bits;
   std::memcpy(&bits, pair, sizeof bits);
-  const __m512i left = _mm512_set1_epi32(bits);
-  return kFormat == Format::kInt8 ? _mm512_xor_si512(left, offset()) : left;
+  return _mm512_set1_epi32(bits);
 }
 
 // The number of tiles of 16 columns that products of `rows` rows take at once from a page of more than two tiles.
@@ -66,20 +61,17 @@ template <Format kFormat, int kWidth, int kCount, typename RightOperand, typenam
 void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& sums, bool add,
                    const Meanwhile& meanwhile) {
   constexpr int kPairs = 16, kPairsAtOnce = kPairs / kPauses;
-  constexpr bool kIsOffset = kFormat == Format::kInt8;
   // Tiles are taken in the order of memory where memory bandwidth is the limit.
   constexpr bool kIsTileByTile = kCount <= kFewRows && std::is_same_v<RightOperand, PanelRight>;
   const auto place = [&](int row, int tile) {
     return reinterpret_cast<float*>(reinterpret_cast<char*>(sums.data + tile * sums.second) + row * sums.stride);
   };
-  __m512 totals[kWidth][kCount], excess[kWidth];
+  __m512 totals[kWidth][kCount];
 #pragma GCC unroll 4
-  for (int tile = 0; tile < kWidth; tile++) {
-    excess[tile] = _mm512_setzero_ps();
+  for (int tile = 0; tile < kWidth; tile++)
 #pragma GCC unroll 8
     for (int row = 0; row < kCount; row++)
       totals[tile][row] = add ? _mm512_loadu_ps(place(row, tile)) : _mm512_setzero_ps();
-  }
 
   for (int64_t done = 0; done < right.total; done += right.steps) {
     const BFloat16* r = right.runs[done / right.steps];
@@ -88,14 +80,12 @@ void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& 
       const auto add_pair = [&](int pair, int first, int last) {
         __m512i values[kWidth];
 #pragma GCC unroll 4
-        for (int tile = first; tile < last; tile++) {
+        for (int tile = first; tile < last; tile++)
           values[tile] =
               _mm512_loadu_si512(reinterpret_cast<const char*>(r + tile * right.second) + pair * right.stride);
-          if constexpr (kIsOffset) excess[tile] = add_products<kFormat>(excess[tile], offset(), values[tile]);
-        }
 #pragma GCC unroll 8
         for (int row = 0; row < kCount; row++) {
-          const __m512i shared = load_left<kFormat>(left + row * kDepth + 2 * pair);
+          const __m512i shared = load_left(left + row * kDepth + 2 * pair);
 #pragma GCC unroll 4
           for (int tile = first; tile < last; tile++)
             totals[tile][row] = add_products<kFormat>(totals[tile][row], shared, values[tile]);
@@ -122,13 +112,7 @@ void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& 
 #pragma GCC unroll 4
   for (int tile = 0; tile < kWidth; tile++)
 #pragma GCC unroll 8
-    for (int row = 0; row < kCount; row++) {
-      __m512 total = totals[tile][row];
-      // Arithmetic is modulo 2^32, so a sum that fits is right even if its offset sum overflows.
-      if constexpr (kIsOffset)
-        total = _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_castps_si512(total), _mm512_castps_si512(excess[tile])));
-      _mm512_storeu_ps(place(row, tile), total);
-    }
+    for (int row = 0; row < kCount; row++) _mm512_storeu_ps(place(row, tile), totals[tile][row]);
 }
 
 // `multiply` for 1 to 16 rows of one row of tiles, and two tiles of columns.

@@ -72,14 +72,14 @@ class MlpHalf {
           const at::Tensor& down_bias, Adapters& adapters, int64_t lora_first)
       : input_(x, residual, norm, eps),
         out_(y),
-        inner_(gate_up.size(0) * tiles::kColumns),
-        first_(gate_up, gate_up_bias, input_.residual.width, 2 * inner_),
-        second_(down, down_bias, inner_, out_.width),
+        inner_(PackedWeight::count_of(gate_up) * tiles::kColumns),
+        first_(gate_up, gate_up_bias, input_.residual.width, 2 * inner_, rows_at_once(out_)),
+        second_(down, down_bias, inner_, out_.width, rows_at_once(out_)),
         normed_(nullptr, input_.residual.width),
         gated_(nullptr, inner_) {
     TORCH_CHECK(out_.count == input_.residual.count);
     static thread_local Scratch normed_scratch, gated_scratch;
-    const int64_t at_once = std::min(out_.count, kRowsAtOnce), bytes = tiles::Tiled::bytes(at_once, inner_);
+    const int64_t at_once = rows_at_once(out_), bytes = tiles::Tiled::bytes(at_once, inner_);
     normed_ = {normed_scratch.reserve(tiles::Tiled::bytes(at_once, input_.residual.width)), input_.residual.width};
     gated_ = {gated_scratch.reserve(bytes), inner_};
     if (inner_ % tiles::kDepth != 0) std::memset(gated_.data, 0, bytes);
@@ -115,10 +115,12 @@ class MlpHalf {
   }
 
  private:
+  static int64_t rows_at_once(const Rows& rows) { return std::min(rows.count, kRowsAtOnce); }
+
   NormInput input_;
   Rows out_;
   int64_t inner_;
-  Panels first_, second_;
+  PackedWeight first_, second_;
   tiles::Tiled normed_, gated_;
   LoraSite gates_ups_, downs_;
 };
@@ -181,8 +183,8 @@ class AttentionHalf {
                places.rope.const_data_ptr<float>(),
                places.rope.size(1),
                places.rope.size(0)},
-        first_(qkv, qkv_bias, input_.residual.width, heads_.width()),
-        second_(out, out_bias, num_heads * pages_.dim, result_.width),
+        first_(qkv, qkv_bias, input_.residual.width, heads_.width(), result_.count),
+        second_(out, out_bias, num_heads * pages_.dim, result_.width, result_.count),
         position_(places.positions.const_data_ptr<int64_t>()),
         cache_row_(places.cache_rows.const_data_ptr<int64_t>()),
         key_pages_(keys.mutable_data_ptr<BFloat16>()),
@@ -283,7 +285,7 @@ class AttentionHalf {
   Rows result_;
   Pages pages_;
   Heads heads_;
-  Panels first_, second_;
+  PackedWeight first_, second_;
   const int64_t *position_, *cache_row_;
   BFloat16 *key_pages_, *value_pages_, *projected_ = nullptr;
   tiles::Tiled normed_, attended_;

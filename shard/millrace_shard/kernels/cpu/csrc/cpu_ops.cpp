@@ -4,12 +4,12 @@
 #include "attend.h"
 #include "experts.h"
 #include "greedy.h"
-#include "int8_panels.h"
 #include "layers.h"
 #include "linear.h"
 #include "lora_weights.h"
 #include "masks.h"
 #include "norms.h"
+#include "pack_codes.h"
 #include "pages.h"
 #include "panel_linear.h"
 
@@ -56,8 +56,9 @@ TORCH_LIBRARY(millrace, library) {
       "-> ()");
   library.def("pack_lora_a(Tensor a) -> Tensor");
   library.def("pack_lora_b(Tensor b) -> Tensor");
-  library.def("pack_int8(Tensor weight) -> Tensor");
-  library.def("int8_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor scales, Tensor bias) -> ()");
+  library.def(
+      "pack_codes(Tensor[] codes, Tensor values, Tensor[] scales, Tensor[] offsets, int group, Tensor order, bool gated, "
+      "bool integer) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(millrace, CPU, library) {
@@ -80,6 +81,5 @@ TORCH_LIBRARY_IMPL(millrace, CPU, library) {
   library.impl("decoder_layers", millrace::decoder_layers);
   library.impl("pack_lora_a", millrace::pack_lora_a);
   library.impl("pack_lora_b", millrace::pack_lora_b);
-  library.impl("pack_int8", millrace::pack_int8);
-  library.impl("int8_linear", millrace::int8_linear);
+  library.impl("pack_codes", millrace::pack_codes);
 }

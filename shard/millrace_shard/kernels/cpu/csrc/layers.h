@@ -32,7 +32,8 @@ void decoder_layers(at::Tensor y, const at::Tensor& residual, at::TensorList wei
   for (int64_t layer = 0; layer < count; layer++) {
     const at::Tensor* w = &weights[kLayerWeights * layer];
     const at::Tensor& keys = caches[2 * layer];
-    for (int64_t i : {1, 5, 8, 10}) TORCH_CHECK(w[i].sizes() == weights[i].sizes(), "millrace: layers differ in size");
+    for (int64_t i : {1, 5, 8, 10})
+      TORCH_CHECK(PackedWeight::count_of(w[i]) == PackedWeight::count_of(weights[i]), "millrace: layers differ in size");
     TORCH_CHECK(keys.sizes() == caches[0].sizes(), "millrace: caches differ in size");
     attention.emplace_back(y, layer == 0 ? nothing : y, residual, w[0], eps, w[1], w[2], w[3], w[4], w[5], w[6],
                            places, keys, caches[2 * layer + 1], num_heads, scale, windows[layer],

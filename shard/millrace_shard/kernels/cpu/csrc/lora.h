@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include "panels.h"
+#include "packed_weight.h"
 
 namespace millrace {
 
@@ -205,7 +205,7 @@ inline void shrink_row(float* result, const BFloat16* x, const BFloat16* a, int6
 #pragma GCC unroll 16
     for (int pair = 0; pair < tiles::kDepth / 2; pair++)
       totals[pair % 4] = avx512::add_products<Format::kBFloat16>(
-          totals[pair % 4], avx512::load_left<Format::kBFloat16>(x + 2 * pair),
+          totals[pair % 4], avx512::load_left(x + 2 * pair),
           _mm512_loadu_si512(a + 2 * pair * tiles::kColumns));
   _mm512_storeu_ps(result, _mm512_add_ps(_mm512_add_ps(totals[0], totals[1]), _mm512_add_ps(totals[2], totals[3])));
 #else

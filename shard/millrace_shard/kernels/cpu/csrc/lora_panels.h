@@ -38,7 +38,7 @@ class WithDeltas {
 
 // multiply_panels with the deltas of `site`, for rows [begin, begin + rows); `begin` is a multiple of 16.
 template <typename Emit>
-void multiply_panels(Team& team, const Panels& w, const tiles::Tiled& x, int64_t rows, const LoraSite& site,
+void multiply_panels(Team& team, const PackedWeight& w, const tiles::Tiled& x, int64_t rows, const LoraSite& site,
                      int64_t begin, const Emit& emit) {
   if (!site.any()) return multiply_panels(team, w, x, rows, emit);
   site.shrink(team, x, begin, rows);

@@ -11,12 +11,12 @@ class LoraSite {
  public:
   LoraSite() = default;
   // `starts` are the first outputs of the modules, multiples of 16; the linear has weights `w` and `out` outputs.
-  LoraSite(Adapters& adapters, int64_t first_module, at::IntArrayRef starts, const Panels& w, int64_t out,
+  LoraSite(Adapters& adapters, int64_t first_module, at::IntArrayRef starts, const PackedWeight& w, int64_t out,
            bool gated = false)
       : adapters_(&adapters),
         first_(first_module),
         parts_(static_cast<int64_t>(starts.size())),
-        steps_(w.steps),
+        steps_(w.steps()),
         gated_(gated) {
     TORCH_CHECK(parts_ > 0 && parts_ <= kMostParts && starts[0] == 0, "millrace: bad parts of a linear");
     for (int64_t part = 0; part < parts_; part++) {

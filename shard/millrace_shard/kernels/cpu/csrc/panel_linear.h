@@ -22,7 +22,7 @@ void panel_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, c
                   const std::optional<at::Tensor>& lora_rows, const std::optional<at::Tensor>& lora_table,
                   int64_t lora_first, at::IntArrayRef lora_starts) {
   const int64_t rows = x.size(0), in = x.size(1), out = y.size(1);
-  const Panels w(packed, bias, in, out);
+  const PackedWeight w(packed, bias, in, out, rows);
   TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && y.size(0) == rows && x.scalar_type() == at::kBFloat16);
   Adapters adapters(lora_rows, lora_table, lora_first, static_cast<int64_t>(lora_starts.size()), rows);
   const LoraSite site = adapters.any() ? LoraSite(adapters, lora_first, lora_starts, w, out) : LoraSite();

@@ -130,7 +130,7 @@ inline at::Tensor pack_panels(at::TensorList parts, bool gated) {
 //
 // On AMX the sums of a block of 32 rows are emitted, and the next weights prefetched, between the products of the next
 // block: to read the sums at once would stall both the core and the tile unit.
-template <typename Emit, tiles::Format kFormat = tiles::Format::kBFloat16>
+template <typename Emit>
 class PanelLoop {
  public:
   PanelLoop(const Panels& panels, const tiles::Tiled& x, const Emit& emit)
@@ -214,7 +214,7 @@ class PanelLoop {
     const tiles::PanelRight right{&run, steps, steps};
     const tiles::Sums to{sums, tiles::kSums, tiles::kColumns * sizeof(float)};
     const BFloat16* left = x_.rows(row) + part.begin * tiles::kTile;
-    tiles::multiply<kFormat>(left, left + x_.stride * tiles::kTile, count, right, to, sums + 2 * tiles::kSums,
+    tiles::multiply(left, left + x_.stride * tiles::kTile, count, right, to, sums + 2 * tiles::kSums,
                              part.begin > 0, fetch, [&] { emit_until(done_ + each); },
                              [&] {
                                if constexpr (requires { emit_.expand_block(row, row, count); })
@@ -239,21 +239,25 @@ class PanelLoop {
   Block pending_{0, 0, 0, nullptr};
 };
 
-// Multiplies all panels with `rows` rows of `x` on the team; calls emit(panel, row, left sums, right sums).
-template <tiles::Format kFormat = tiles::Format::kBFloat16, typename Emit>
-void multiply_panels(Team& team, const Panels& w, const tiles::Tiled& x, int64_t rows, const Emit& emit) {
-  PanelLoop<Emit, kFormat> loop(w, x, emit);
-  const int64_t grain = loop.in_parts(w, rows) ? kPanelsAtOnce : w.grain();
+// Lets a loop multiply `count` panels, `grain` at a time, with `rows` rows on the team.
+template <typename Loop>
+void share_panels(Team& team, Loop& loop, int64_t count, int64_t grain, int64_t rows) {
   const int64_t chunks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  const int64_t groups = std::min(w.count, round_up((w.count + grain - 1) / grain, team.size()));
+  const int64_t groups = std::min(count, round_up((count + grain - 1) / grain, team.size()));
   team.share(
       chunks * groups, 1,
       [&](int64_t unit, int64_t) {
         const int64_t first = unit / groups * kRowsAtOnce, group = unit % groups;
-        loop.multiply(w.count * group / groups, w.count * (group + 1) / groups, first,
-                      std::min(kRowsAtOnce, rows - first));
+        loop.multiply(count * group / groups, count * (group + 1) / groups, first, std::min(kRowsAtOnce, rows - first));
       },
       [&] { loop.finish(); });
+}
+
+// Multiplies all panels with `rows` rows of `x` on the team; calls emit(panel, row, left sums, right sums).
+template <typename Emit>
+void multiply_panels(Team& team, const Panels& w, const tiles::Tiled& x, int64_t rows, const Emit& emit) {
+  PanelLoop<Emit> loop(w, x, emit);
+  share_panels(team, loop, w.count, loop.in_parts(w, rows) ? kPanelsAtOnce : w.grain(), rows);
 }
 
 // Stores sums, with the bias added, in columns of y [rows, out], in y's type.

@@ -155,6 +155,9 @@ class Scratch {
     return data_;
   }
 
+  // The memory of the last call of `reserve`.
+  char* data() const { return data_; }
+
  private:
   char* data_ = nullptr;
   int64_t size_ = 0;

@@ -1,0 +1,173 @@
+"""`python -m bench.quantized.steps`: what do weights of 4 and 8 bits bring on CPU, against our own bfloat16?
+
+Whole steps of a decoder with random weights, head included, one kind after the other in each round. Printed are
+milliseconds of bfloat16 and the ratio of each kind to it, both of medians: thread CPU time with one thread, wall time
+with more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from bench.kernels import HEAD_DIM, SHAPES, Shape, new_cache, weight
+from millrace_shard.kernels.agreement import ragged_batch
+from millrace_shard.kernels.base import Kernels, Layer
+from millrace_shard.kernels.build import load_operators
+from millrace_shard.kernels.cpu.int8_linear import int8_weight
+from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.layer.norm_weights import NormWeights
+from millrace_shard.kernels.layer.rotation import Rotation
+from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.stored_weight import StoredWeight
+
+DTYPE = torch.bfloat16
+EPS = 1e-5
+NUM_BLOCKS = 32 * 8 + 40
+STEPS = {
+    "1 row": ([256], [1]),
+    "8 rows": ([256] * 8, [1] * 8),
+    "32 rows": ([256] * 32, [1] * 32),
+    "prompt": ([1024], [1024]),
+}
+Quantize = Callable[[Tensor], Tensor | QuantizedTensor]
+
+
+def as_it_is(dense: Tensor) -> Tensor:
+    """The weight in bfloat16."""
+    return dense
+
+
+def int4(dense: Tensor) -> QuantizedTensor:
+    """Integers of 4 bits in groups of 128 inputs; scales are float16, as in GPTQ's files."""
+    outputs, inputs = dense.shape
+    groups = F.pad(dense.float(), (0, -inputs % 128)).view(outputs, -1, 128)
+    scales = (groups.abs().amax(-1) / 7).half().float()
+    codes = (groups / scales.unsqueeze(-1)).round().clamp(-8, 7) + 8
+    return QuantizedTensor(
+        codes=codes.view(outputs, -1)[:, :inputs].to(torch.uint8).contiguous(),
+        values=torch.arange(16.0) - 8,
+        scales=scales,
+        group_size=128,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How weights are stored and multiplied."""
+
+    layers: Quantize
+    head: Quantize
+    integer: bool
+
+
+KINDS = {
+    "bf16": Kind(as_it_is, as_it_is, integer=False),
+    "int8": Kind(int8_weight, as_it_is, integer=True),
+    "int8 exact": Kind(int8_weight, as_it_is, integer=False),
+    "int4": Kind(int4, int8_weight, integer=False),
+    "int4 int8": Kind(int4, int8_weight, integer=True),
+}
+
+
+class Model:
+    """Random weights of one kind."""
+
+    def __init__(self, shape: Shape, kind: Kind) -> None:
+        self._shape = shape
+        self.kernels: Kernels = CpuKernels(deterministic=True, integer=kind.integer)
+        rotation = Rotation(table=torch.randn(2048, HEAD_DIM))
+        layers = [self._layer(kind, rotation) for _ in range(shape.layers)]
+        self._layers = self.kernels.layers(layers, None)
+        self._caches = [new_cache(self.kernels, shape, NUM_BLOCKS) for _ in range(shape.layers)]
+        self._embedding = weight(shape.vocab, shape.hidden)
+        self._norm = torch.ones(shape.hidden, dtype=DTYPE)
+        self._head = self.kernels.head_from(_stored(kind.head(self._embedding)))
+
+    def _layer(self, kind: Kind, rotation: Rotation) -> Layer:
+        shape = self._shape
+        linears = {
+            name: _stored(kind.layers(weight(*size))) for name, size in shape.linears().items()
+        }
+        norm = NormWeights(weight=torch.ones(shape.hidden, dtype=DTYPE), eps=EPS)
+        attention = AttentionWeights(
+            norm=norm,
+            qkv=linears["qkv"],
+            out=linears["out"],
+            num_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            head_dim=HEAD_DIM,
+            scale=HEAD_DIM**-0.5,
+            rotation=rotation,
+        )
+        mlp = MlpWeights(norm=norm, gate_up=linears["gate_up"], down=linears["down"])
+        return Layer(self.kernels.attention(attention), self.kernels.mlp(mlp))
+
+    def step(self, contexts: list[int], queries: list[int]) -> Callable[[], Tensor]:
+        """One forward pass, ready to call."""
+        batch = ragged_batch(queries, contexts, block_size=self.kernels.block_size)
+
+        def forward() -> Tensor:
+            residual = F.embedding(batch.ids, self._embedding)
+            x = self._layers(residual, batch, self._caches)
+            normed = self.kernels.add_rms_norm(x, residual, self._norm, EPS)
+            return self._head(normed[batch.logit_rows])
+
+        return forward
+
+
+def _stored(part: Tensor | QuantizedTensor) -> LinearWeights:
+    return LinearWeights(StoredWeight((part,), DTYPE, torch.device("cpu")))
+
+
+def medians(calls: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
+    """Median seconds of each call; all are called in each round."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(rounds + 1):
+        for name, call in calls.items():
+            begin = clock()
+            call()
+            if round_ > 0:
+                samples[name].append(clock() - begin)
+    return {name: statistics.median(each) for name, each in samples.items()}
+
+
+def main() -> None:
+    """Print everything."""
+    parser = argparse.ArgumentParser(prog="python -m bench.quantized.steps", description=__doc__)
+    parser.add_argument("threads", type=int, nargs="?", default=1)
+    parser.add_argument("shapes", nargs="?", default="135M,1B", help="separated by commas")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    arguments = parser.parse_args()
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    load_operators()
+    print(f"| shape | step | bf16, ms | {' | '.join(list(KINDS)[1:])} |")
+    print(f"|---|---|{'--:|' * len(KINDS)}")
+    for name in arguments.shapes.split(","):
+        shape = SHAPES[name]
+        if arguments.layers is not None:
+            shape = replace(shape, layers=arguments.layers)
+        models = {kind: Model(shape, each) for kind, each in KINDS.items()}
+        for label, (contexts, queries) in STEPS.items():
+            calls = {kind: model.step(contexts, queries) for kind, model in models.items()}
+            rounds = max(3, arguments.rounds // 3) if label == "prompt" else arguments.rounds
+            seconds = medians(calls, rounds)
+            base = seconds.pop("bf16")
+            ratios = " | ".join(f"{each / base:.2f}" for each in seconds.values())
+            print(f"| {name} | {label} | {1e3 * base:.1f} | {ratios} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

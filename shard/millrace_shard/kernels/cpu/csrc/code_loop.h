@@ -1,0 +1,279 @@
+// One thread's loop over panels of codes.
+//
+// A row's sums run over the inputs of a group in one order, in float32 over exact products or in int32, and are then
+// added to the row's result, scaled, group by group. So a row's bits depend on the row alone.
+#pragma once
+
+#include "few_rows.h"
+
+namespace millrace {
+
+// Calls emit as PanelLoop does. Codes are unpacked into tiles once for all rows.
+//
+// On AMX the sums of a group are added to the results between the products of the next group.
+template <Format kFormat, typename Emit>
+class CodeLoop {
+ public:
+  CodeLoop(const CodePanels& panels, const CodedRows& rows, const tiles::Tiled& x, const Emit& emit)
+      : w_(panels), rows_(rows), x_(x), emit_(emit) {
+    static thread_local Scratch scratch;
+    constexpr int64_t kSumsBytes = kBlocksAtOnce * kBlockSums * sizeof(float);
+    char* memory = scratch.reserve(2 * kSumsBytes + 2 * kBlockSums * sizeof(float) + 4 * kTilesBytes);
+    results_ = reinterpret_cast<float*>(memory);
+    kept_ = reinterpret_cast<float*>(memory + kSumsBytes);
+    turns_ = reinterpret_cast<float*>(memory + 2 * kSumsBytes);
+    tiles_ = memory + 2 * kSumsBytes + 2 * kBlockSums * sizeof(float);
+  }
+
+  // Multiplies panels [begin, end), at most kPanelsAtOnce with more than a block of rows, with at most kRowsAtOnce rows
+  // from `first` on.
+  void multiply(int64_t begin, int64_t end, int64_t first, int64_t rows) {
+    if (multiplies_in_registers(rows)) return multiply_in_registers(begin, end, first, rows);
+    place_ = 0;
+    if (rows <= kBlock) {
+      for (int64_t panel = begin; panel < end; panel++)
+        for (int64_t step = 0; step < w_.steps; step += part_steps(kFewSteps))
+          multiply_part(panel, first, rows, step, kFewSteps);
+      return;
+    }
+    // With tables in two parts, a row's sums depend on how a group is divided.
+    const int64_t most = w_.header->parts == 1 ? tiles::kPart : kFewSteps;
+    for (int64_t step = 0; step < w_.steps; step += part_steps(most))
+      for (int64_t panel = begin; panel < end; panel++) {
+        place_ = (panel - begin) * kRowsAtOnce / kBlock;
+        multiply_part(panel, first, rows, step, most);
+      }
+  }
+
+  void finish() { work_until(pending_.count); }  // adds and emits the remaining sums
+
+ private:
+  static constexpr int64_t kBlock = 2 * tiles::kRows;
+  static constexpr int64_t kBlockSums = 4 * tiles::kSums;
+  static constexpr int64_t kBlocksAtOnce = kPanelsAtOnce * kRowsAtOnce / kBlock;
+  static constexpr int64_t kTilesBytes = tiles::kPart * kPanelTile * sizeof(BFloat16);
+  static constexpr int64_t kAhead = 4096;
+  static constexpr bool kExpands = requires(const Emit& emit) { emit.expand_block(0, 0, 0); };
+
+  // Steps of one group, or half a step; the sums of a group begin and end with one of its runs.
+  struct Run {
+    int64_t step, steps, group;
+    bool begins, ends;
+    const BFloat16* tiles[2];  // by the parts of the table
+  };
+  // The sums of a group of a block of rows, which are to be added to the results.
+  struct Block {
+    int64_t panel, row, count, group;
+    const float* sums;
+    float* results;
+  };
+
+  // How many steps are unpacked at once: at most `most`, and whole groups if one fits.
+  int64_t part_steps(int64_t most) const {
+    if (w_.is_half) return most / 2;
+    return w_.group_steps >= most ? most : most / w_.group_steps * w_.group_steps;
+  }
+
+  // Whether codes become operands in registers, anew for every few rows. Otherwise tiles of operands are stored first, for
+  // all rows. That pays with many rows, with slow lookups earlier, and with small groups, whose sums would go through
+  // memory, later.
+  bool multiplies_in_registers([[maybe_unused]] int64_t rows) const {
+#if defined(CPU_CAPABILITY_AVX512)
+    if (kFormat != Format::kBFloat16 || tiles::on_amx()) return false;
+    return rows <= kMostFewRows || (w_.header->codes != Codes::kTable8 && (rows <= kBlock || w_.group_steps == 1));
+#else
+    return false;
+#endif
+  }
+
+  // Multiplies a few rows at a time: with few rows panel by panel, and with many the panels one after the other for
+  // the same rows, which stay in the caches.
+  void multiply_in_registers([[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end,
+                             [[maybe_unused]] int64_t first, [[maybe_unused]] int64_t rows) const {
+#if defined(CPU_CAPABILITY_AVX512)
+    const int64_t tiles_of_rows = (rows + tiles::kRows - 1) / tiles::kRows;
+    const auto multiply_tile = [&](int64_t panel, int64_t tile) {
+      const int64_t row = first + tile * tiles::kRows, count = std::min(tiles::kRows, rows - tile * tiles::kRows);
+      const int64_t passes = (count + kMostFewRows - 1) / kMostFewRows;
+      for (int64_t pass = 0; pass < passes; pass++)
+        multiply_pass(panel, row, {count * pass / passes, count * (pass + 1) / passes});
+    };
+    if (rows <= kBlock) {
+      for (int64_t panel = begin; panel < end; panel++)
+        for (int64_t tile = 0; tile < tiles_of_rows; tile++) multiply_tile(panel, tile);
+    } else {
+      for (int64_t tile = 0; tile < tiles_of_rows; tile++)
+        for (int64_t panel = begin; panel < end; panel++) multiply_tile(panel, tile);
+    }
+#endif
+  }
+
+#if defined(CPU_CAPABILITY_AVX512)
+  // Multiplies some rows of the tile whose first row is `row`.
+  void multiply_pass(int64_t panel, int64_t row, Range of_tile) const {
+    const int64_t first = row + of_tile.low, count = of_tile.high - of_tile.low;
+    multiply_few(w_, rows_, panel, x_.rows(row) + of_tile.low * tiles::kDepth, first, count, results_);
+    for (int64_t i = 0; i < count; i++) {
+      const float* sums = results_ + i * kPanelColumns;
+      emit_(panel, first + i, sums, sums + tiles::kColumns);
+    }
+  }
+#endif
+
+  void multiply_part(int64_t panel, int64_t first, int64_t rows, int64_t step, int64_t most) {
+    const int64_t end = std::min(w_.steps, step + part_steps(most)), blocks = (rows + kBlock - 1) / kBlock;
+    // Where the sums of a group go on in the next part, each block keeps its own.
+    const bool keeps = blocks > 1 && !w_.is_half && w_.group_steps > part_steps(most);
+    static thread_local std::vector<Run> runs;
+    unpack(runs, panel, step, end, blocks > 1);
+    for (int64_t block = 0; block < blocks; block++) {
+      const int64_t row = first + block * kBlock, count = std::min(kBlock, rows - block * kBlock);
+      for (const Run& run : runs) {
+        float* sums = keeps ? kept_ + (place_ + block) * kBlockSums : turns_ + turn_ * kBlockSums;
+        multiply_run(run, row, count, sums);
+        if (!run.ends) continue;
+        turn_ = 1 - turn_;
+        done_ = 0;
+        pending_ = {panel, row, count, run.group, sums, results_ + (place_ + block) * kBlockSums};
+        const bool waits = tiles::on_amx() && !(kExpands && is_last(run.group));
+        if (!waits) finish();
+      }
+    }
+  }
+
+  bool is_last(int64_t group) const { return group + 1 == w_.groups; }
+
+  // Unpacks steps [begin, end) of a panel and divides them into runs.
+  void unpack(std::vector<Run>& runs, int64_t panel, int64_t begin, int64_t end, bool shares) {
+    runs.clear();
+    const int64_t parts = kFormat == Format::kBFloat16 ? w_.header->parts : 1;
+    if (tiles::on_amx()) side_ = 1 - side_;  // its products may not have read the last part's tiles yet
+    char* to = tiles_ + side_ * 2 * kTilesBytes;
+    for (int64_t step = begin; step < end;) {
+      const uint8_t* codes = w_.codes(panel, step);
+      Run run{step, 1, step / w_.group_steps, true, true, {nullptr, nullptr}};
+      if (w_.is_half) {
+        for (int64_t half = 0; half < 2 && 2 * step + half < w_.groups; half++, to += kStepBytes) {
+          run.group = 2 * step + half;
+          for (int64_t part = 0; part < parts; part++) {
+            unpack_half_step<kFormat>(*w_.header, part, codes, half, to + part * kTilesBytes);
+            run.tiles[part] = reinterpret_cast<const BFloat16*>(to + part * kTilesBytes);
+          }
+          runs.push_back(run);
+        }
+        step++;
+        continue;
+      }
+      const int64_t last = std::min({end, w_.steps, (run.group + 1) * w_.group_steps});
+      run.steps = last - step;
+      run.begins = step % w_.group_steps == 0;
+      run.ends = last % w_.group_steps == 0 || last == w_.steps;
+      for (int64_t part = 0; part < parts; part++) {
+        run.tiles[part] = reinterpret_cast<const BFloat16*>(w_.is_direct() ? codes : reinterpret_cast<uint8_t*>(to) + part * kTilesBytes);
+        const uint8_t* ahead = codes + (shares ? w_.panel_bytes : kAhead);
+        if (!w_.is_direct()) unpack_steps<kFormat>(*w_.header, part, codes, run.steps, to + part * kTilesBytes, ahead);
+      }
+      runs.push_back(run);
+      to += run.steps * kStepBytes;
+      step = last;
+    }
+  }
+
+  void multiply_run(const Run& run, int64_t row, int64_t count, float* sums) {
+    const int64_t pauses = run.steps * tiles::kPauses, each = (pending_.count - done_ + pauses - 1) / pauses;
+    const tiles::Sums to{sums, tiles::kSums, tiles::kColumns * sizeof(float)};
+    const BFloat16* left = x_.rows(row) + run.step * tiles::kTile;
+    const int64_t parts = kFormat == Format::kBFloat16 ? w_.header->parts : 1;
+    // Codes that are operands are fetched here, since nothing unpacks them.
+    const char* ahead = reinterpret_cast<const char*>(run.tiles[0]) + kAhead;
+    const int64_t lines = w_.is_direct() && count <= kBlock ? 2 * tiles::kRows / tiles::kPauses : 0;
+    for (int64_t part = 0; part < parts; part++) {
+      const tiles::PanelRight right{&run.tiles[part], run.steps, run.steps};
+      tiles::multiply<kFormat>(
+          left, left + x_.stride * tiles::kTile, count, right, to, sums + 2 * tiles::kSums, part > 0 || !run.begins,
+          [&] {
+            for (int64_t line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
+          },
+          [&] { work_until(done_ + each); }, [] {});
+    }
+    finish();
+  }
+
+  // Adds the pending sums of rows [done_, end) to their results; emits these after the last group.
+  void work_until(int64_t end) {
+    end = std::min(end, pending_.count);
+    if (done_ >= end) return;
+    const int64_t first = done_;
+    done_ = end;
+    const uint8_t* scales = w_.scales(pending_.panel, pending_.group);
+    for (int64_t i = 0; i < kPanelColumns; i += kLanes) add_sums(scales, i, first, end);
+    if (!is_last(pending_.group)) return;
+    if constexpr (kExpands) expand();
+    for (int64_t row = first; row < end; row++) {
+      const float* sums = pending_.results + place_of(row, 0);
+      emit_(pending_.panel, pending_.row + row, sums, sums + tiles::kSums);
+    }
+  }
+
+  // Where the sums of a row of a block are, from the i-th of 32 outputs on.
+  static int64_t place_of(int64_t row, int64_t i) {
+    return row / tiles::kRows * 2 * tiles::kSums + i / tiles::kColumns * tiles::kSums +
+           row % tiles::kRows * tiles::kColumns + i % tiles::kColumns;
+  }
+
+  // results += scales * sums + offsets * (sums of the rows over the group), for kLanes outputs of rows [begin, end).
+  void add_sums(const uint8_t* scales, int64_t i, int64_t begin, int64_t end) {
+    const int64_t group = pending_.group;
+    const Vec scale = load_scales(scales, w_.header->scales, i);
+    const bool has_offsets = w_.offset_size > 0;
+    const Vec offset = has_offsets ? load_scales(scales + w_.scale_size, w_.header->offsets, i) : Vec(0.f);
+    for (int64_t row = begin; row < end; row++) {
+      const int64_t place = place_of(row, i), number = pending_.row + row;
+      Vec total = group == 0 ? Vec(0.f) : load(pending_.results + place);
+      if constexpr (kFormat == Format::kInt8) {
+        const int64_t sum = rows_.has_sums() ? rows_.integer_sums(number)[group] : 0;
+        const Vec value = load_integers(pending_.sums + place, static_cast<int32_t>(w_.header->zero * sum));
+        total = at::vec::fmadd(scale, value, total);
+        if (has_offsets) total = at::vec::fmadd(offset, Vec(static_cast<float>(sum)), total);
+        if (is_last(group)) total = total * Vec(rows_.scale(number));
+      } else {
+        total = at::vec::fmadd(scale, load(pending_.sums + place), total);
+        if (has_offsets) total = at::vec::fmadd(offset, Vec(rows_.sums(number)[group]), total);
+      }
+      save(pending_.results + place, total);
+    }
+  }
+
+  // Integers less `subtracted`, as floats. Arithmetic is modulo 2^32, so only the difference has to fit.
+  static Vec load_integers(const float* from, int32_t subtracted) {
+#if defined(CPU_CAPABILITY_AVX512)
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(from), _mm512_set1_epi32(subtracted)));
+#else
+    const __m256i sums = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(sums, _mm256_set1_epi32(subtracted)));
+#endif
+  }
+
+  // Lets the tile unit add deltas to the results of a block, all of whose rows are complete.
+  void expand() const {
+#ifdef MILLRACE_AMX
+    if (!tiles::on_amx()) return;
+    amx::load_sums(pending_.results, pending_.count);
+    emit_.expand_block(pending_.panel, pending_.row, pending_.count);
+    amx::store_sums(pending_.results, pending_.count);
+#endif
+  }
+
+  static constexpr int64_t kStepBytes = kPanelTile * sizeof(BFloat16);
+
+  const CodePanels& w_;
+  const CodedRows& rows_;
+  const tiles::Tiled& x_;
+  const Emit& emit_;
+  float *results_, *kept_, *turns_;
+  char* tiles_;
+  int64_t place_ = 0, done_ = 0, turn_ = 0, side_ = 0;
+  Block pending_{0, 0, 0, 0, nullptr, nullptr};
+};
+
+}  // namespace millrace

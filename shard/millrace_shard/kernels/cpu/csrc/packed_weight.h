@@ -1,0 +1,60 @@
+// A weight in one of its packed forms, and its products on a team.
+#pragma once
+
+#include "code_loop.h"
+
+namespace millrace {
+
+// The weight of a linear in bfloat16 panels or in panels of codes. It makes room for products of up to `rows` rows.
+struct PackedWeight {
+  std::optional<Panels> plain;
+  CodePanels coded;
+  std::optional<CodedRows> coded_rows;
+  const BFloat16* bias;  // of all outputs in order, or null
+
+  PackedWeight(const at::Tensor& packed, const at::Tensor& given, int64_t in, int64_t out, int64_t rows)
+      : bias(given.numel() == 0 ? nullptr : given.const_data_ptr<BFloat16>()) {
+    if (packed.scalar_type() == at::kBFloat16) {
+      plain.emplace(packed, given, in, out);
+      return;
+    }
+    TORCH_CHECK(given.is_contiguous() && (given.numel() == 0 || given.numel() == out));
+    coded = CodePanels(packed, in, out);
+    coded_rows.emplace(coded, rows);
+  }
+
+  // The steps of 32 inputs.
+  int64_t steps() const { return plain ? plain->steps : (coded.header->in + tiles::kDepth - 1) / tiles::kDepth; }
+
+  // The number of panels of a packed weight.
+  static int64_t count_of(const at::Tensor& packed) {
+    return packed.scalar_type() == at::kBFloat16 ? packed.size(0) : CodePanels::header_of(packed).panels;
+  }
+};
+
+template <Format kFormat, typename Emit>
+void multiply_codes(Team& team, const CodePanels& w, const CodedRows& prepared, const tiles::Tiled& x, int64_t rows,
+                    const Emit& emit) {
+  CodeLoop<kFormat, Emit> loop(w, prepared, x, emit);
+  const int64_t grain = rows > 2 * tiles::kRows ? kPanelsAtOnce : w.grain();
+  share_panels(team, loop, w.count, grain, rows);
+}
+
+// Multiplies all panels with `rows` rows of `x` on the team; calls emit(panel, row, left sums, right sums).
+template <typename Emit>
+void multiply_panels(Team& team, const PackedWeight& w, const tiles::Tiled& x, int64_t rows, const Emit& emit) {
+  if (w.plain) return multiply_panels(team, *w.plain, x, rows, emit);
+  const CodedRows& prepared = *w.coded_rows;
+  if (prepared.needs_work()) {
+    const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(16, (rows + team.size() - 1) / team.size()));
+    team.share(rows, grain, [&](int64_t begin, int64_t end) { prepared.prepare(x, begin, end); });
+  }
+  const tiles::Tiled operand = prepared.operand(x);
+  if (w.coded.is_integer()) {
+    multiply_codes<Format::kInt8>(team, w.coded, prepared, operand, rows, emit);
+  } else {
+    multiply_codes<Format::kBFloat16>(team, w.coded, prepared, operand, rows, emit);
+  }
+}
+
+}  // namespace millrace
