@@ -43,7 +43,7 @@ def outputs(kernels: Kernels, random: Random, dtype: torch.dtype) -> list[Tensor
     """The results of experts with every rule, without and with biases and clamped gates."""
     found = []
     for rule in RULES:
-        experts = kernels.experts(experts_weights(random, dtype, rule))
+        experts = kernels.experts(experts_weights(random, dtype, rule, inter=INTER))
         found += [experts(random(rows, HIDDEN)) for rows in ROWS]
     return found
 

@@ -11,6 +11,7 @@ from millrace_shard.kernels.agreement import TOLERANCE
 from millrace_shard.kernels.cuda import served_agreement
 from millrace_shard.kernels.cuda.operators import CudaKernels
 from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_difference
+from millrace_shard.kernels.experts import experts_agreement
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 
@@ -34,6 +35,8 @@ def _fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(served_agreement, "LONG", ((70, 1, 9), (80, 500, 600)))
         monkeypatch.setattr(served_agreement, "MANY", (served_agreement.MANY[0], (5,) * 130))
         monkeypatch.setattr(served_agreement, "NUM_OTHERS", 4)
+        monkeypatch.setattr(experts_agreement, "INTER", 24)
+        monkeypatch.setattr(experts_agreement, "ROWS", (1, 20))
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "fixed"])
