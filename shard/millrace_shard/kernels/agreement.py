@@ -57,7 +57,7 @@ def largest_difference(
     if type(kernels).attention is not ComposedBlocks.attention:
         ours += _halves_of_a_layer(kernels, random(), head_dim=shape.head_dim)
         theirs += _halves_of_a_layer(oracle, random(), head_dim=shape.head_dim)
-    if type(kernels).experts is not ComposedBlocks.experts:
+    if shape.experts and type(kernels).experts is not ComposedBlocks.experts:
         ours += experts_agreement.outputs(kernels, random(), dtype)
         theirs += experts_agreement.outputs(oracle, random(), dtype)
     logits = random()(3, 1003).float()

@@ -29,5 +29,11 @@ class LayerShape:
     @classmethod
     def small(cls, head_dim: int) -> LayerShape:
         """A small shape with every feature, for kernels that are compiled once for all models."""
-        kinds = ((None, None), (66, 3.0))
-        return cls(num_heads=4, num_kv_heads=2, head_dim=head_dim, kinds=kinds, has_sinks=True)
+        return cls(
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=head_dim,
+            kinds=((None, None), (66, 3.0)),
+            has_sinks=True,
+            experts=((96, 816, 4),),
+        )

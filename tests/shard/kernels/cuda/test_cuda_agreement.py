@@ -22,6 +22,7 @@ SHAPE = LayerShape(
     num_kv_heads=1,
     head_dim=16,
     kinds=((330, None),),
+    experts=((40, 24, 2),),
     linears=((40, 600),),
     head=(50, 32),
 )
