@@ -1,4 +1,4 @@
-"""`python -m bench.accuracy`: the effect of the dtype and of int8 weights, on the demo model's held-back questions.
+"""`python -m bench.accuracy`: the effect of dtypes of weights and KV, on the demo model's held-back questions.
 
 The answers are given; the figures are the probabilities that the model gives to their tokens. The reference is float32
 by the plain kernels. The demo model is small and confident; a larger model may lose less or more.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from demo import corpus
@@ -23,6 +23,7 @@ from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
+from millrace_shard.kernels.kv.codes import CACHE_DTYPES
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
@@ -37,35 +38,52 @@ def main() -> int:
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     samples = encode(tokenizer, sample(corpus.generate(SEED, size=0).held_back, QUESTIONS))
     fast = choose_kernels(CPU, torch.bfloat16, deterministic=True, shapes=[LayerShape.small(64)])
-    ways: dict[str, tuple[Kernels, torch.dtype]] = {
-        "float32, plain torch": (PlainKernels(deterministic=True), torch.float32),
-        "bfloat16, plain torch": (PlainKernels(deterministic=True), torch.bfloat16),
-        f"bfloat16, {fast.name} kernels": (fast, torch.bfloat16),
-        f"int8, {'cpu' if is_fast() else 'plain'} kernels": (with_int8(fast), torch.bfloat16),
+    plain, half = PlainKernels(deterministic=True), torch.bfloat16
+    ways: dict[str, Way] = {
+        "float32, plain torch": Way(plain, torch.float32),
+        "bfloat16, plain torch": Way(plain, half),
+        f"bfloat16, {fast.name} kernels": Way(fast, half),
+        **{
+            f"bfloat16, {fast.name} kernels, KV in {name}": Way(fast, half, dtype)
+            for name, dtype in CACHE_DTYPES.items()
+        },
+        f"int8, {'cpu' if is_fast() else 'plain'} kernels": Way(with_int8(fast), half),
     }
     truth: Tensor | None = None
     rows = []
-    for name, (kernels, dtype) in ways.items():
-        logprobs, targets = answers(kernels, dtype, samples)
+    for name, way in ways.items():
+        logprobs, targets = answers(way, samples)
         truth = logprobs if truth is None else truth
         rows.append([name, *figures(logprobs, targets, truth)])
-    heads = ["way", "nats a token", "same best token", "mean gap of it", "largest gap of it"]
+    heads = ["way", "nats a token", "KL", "same best token", "mean gap of it", "largest gap of it"]
     tokens = 0 if truth is None else len(truth)
     print(f"{tokens} tokens of {len(samples)} answers\n\n{markdown(heads, rows)}")
     return 0
 
 
 def figures(logprobs: Tensor, targets: Tensor, truth: Tensor) -> list[str]:
-    """Loss, agreement on the best token, and the error of that token's log probability."""
+    """Loss, mean KL from the truth, agreement on the best token, and the error of its log probability."""
     loss = -logprobs.gather(1, targets[:, None]).mean()
     best = truth.argmax(-1)
     same = (logprobs.argmax(-1) == best).double().mean()
     gaps = (logprobs - truth).gather(1, best[:, None]).abs()
-    return [f"{loss:.5f}", f"{same:.3%}", f"{gaps.mean():.5f}", f"{gaps.max():.3f}"]
+    kl = (truth.exp() * (truth - logprobs)).sum(-1).mean()
+    return [f"{loss:.5f}", f"{kl:.2e}", f"{same:.3%}", f"{gaps.mean():.5f}", f"{gaps.max():.3f}"]
 
 
-def answers(kernels: Kernels, dtype: torch.dtype, samples: list[Sample]) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Way:
+    """How the model is computed."""
+
+    kernels: Kernels
+    dtype: torch.dtype
+    cache_dtype: torch.dtype | None = None
+    """None: `dtype`."""
+
+
+def answers(way: Way, samples: list[Sample]) -> tuple[Tensor, Tensor]:
     """Log probabilities [N, vocab] before every token of an answer, and those tokens [N]."""
+    kernels, dtype = way.kernels, way.dtype
     model = load_model(MODEL, dtype=dtype, kernels=kernels, group=ProcessGroup.single(), device=CPU)
     logprobs, targets = [], []
     for each in samples:
@@ -75,12 +93,12 @@ def answers(kernels: Kernels, dtype: torch.dtype, samples: list[Sample]) -> tupl
         cache = [
             kernels.new_cache(
                 num_blocks=int(batch.block_tables.max()) + 1,
-                num_kv_heads=heads,
-                head_dim=dim,
-                dtype=dtype,
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                dtype=way.cache_dtype or dtype,
                 device=CPU,
             )
-            for heads, dim in model.geometry.layers
+            for layer in model.geometry.layers
         ]
         for layer in cache:
             kernels.zero_blocks(layer, torch.arange(len(layer.keys)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,6 +30,7 @@ HEAD_DIM = 64
 ROUNDS = 7
 ROTATED_BYTES = 64e6
 NUM_BLOCKS = 32 * 8 + 40
+MAX_POSITIONS = 8192
 STEPS = (
     ([512], [1]),
     ([512] * 8, [1] * 8),
@@ -82,17 +83,22 @@ class Model:
         self.embedding = weight(shape.vocab, shape.hidden)
         self.head = kernels.linear(self.embedding)
         self.norm = torch.ones(shape.hidden, dtype=DTYPE)
-        self.rope = torch.randn(4096, HEAD_DIM)
+        self.rope = torch.randn(MAX_POSITIONS, HEAD_DIM)
 
-    def step(self, num_context: list[int], num_queries: list[int]) -> Callable[[], Tensor]:
-        """One forward pass, ready to call."""
+    def step(
+        self,
+        num_context: list[int],
+        num_queries: list[int],
+        caches: Sequence[LayerCache] | None = None,
+    ) -> Callable[[], Tensor]:
+        """One forward pass, ready to call, over the model's caches or others."""
         batch = ragged_batch(num_queries, num_context, block_size=self.kernels.block_size)
-        kernels, shape = self.kernels, self.shape
+        kernels, shape, caches = self.kernels, self.shape, caches or self.caches
 
         def forward() -> Tensor:
             residual = F.embedding(batch.ids, self.embedding)
             x = kernels.rms_norm(residual, self.norm, 1e-5)
-            for layer, cache in zip(self.layers, self.caches, strict=True):
+            for layer, cache in zip(self.layers, caches, strict=True):
                 qkv = layer["qkv"](x)
                 queries = kernels.rope_store(
                     qkv, self.rope, batch, cache, num_heads=shape.heads, num_kv_heads=shape.kv_heads
@@ -111,14 +117,16 @@ def weight(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, dtype=DTYPE) * 0.02
 
 
-def new_cache(kernels: Kernels, shape: Shape, num_blocks: int) -> LayerCache:
+def new_cache(
+    kernels: Kernels, shape: Shape, num_blocks: int, dtype: torch.dtype = DTYPE
+) -> LayerCache:
     """A zeroed layer cache of `num_blocks` blocks of 64 positions, for any block size of the kernels."""
     num_blocks = num_blocks * 64 // kernels.block_size
     cache = kernels.new_cache(
         num_blocks=num_blocks,
         num_kv_heads=shape.kv_heads,
         head_dim=HEAD_DIM,
-        dtype=DTYPE,
+        dtype=dtype,
         device=torch.device("cpu"),
     )
     kernels.zero_blocks(cache, torch.arange(num_blocks))

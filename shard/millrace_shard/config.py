@@ -198,8 +198,11 @@ class ShardConfig(BaseSettings):
         description="Smaller model of the same tokens that guesses ahead, or Medusa heads for the model:"
         " a folder or a name on the Hugging Face hub.",
     )
-    kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = Field(
-        default=None, description="Refused until it is supported."
+    kv_cache_dtype: Literal["auto", "fp8_e4m3fn", "fp8_e5m2", "int8"] = Field(
+        default="auto",
+        description="Type of keys and values in the KV cache. int8 has a scale for each token and head, fp8 those of"
+        " the checkpoint, else 1. auto: the model's type, or on CPU fp8_e4m3fn where kv_cache_scheme in config.json"
+        " says so. CUDA has auto alone.",
     )
     rope_scaling: Literal["linear", "dynamic"] | None = Field(
         default=None, description="Scaling of the position encoding, in place of config.json's."

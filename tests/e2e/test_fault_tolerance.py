@@ -49,6 +49,14 @@ def server() -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture
+def server_with_int8() -> Iterator[Server]:
+    with launch("--deterministic=on", "--step-timeout=10", "--kv-cache-dtype=int8") as running:
+        info = httpx.get(f"{running.url}/info", timeout=END_SECONDS).json()
+        assert info["kv_cache_dtype"] == "int8"
+        yield running
+
+
 def ask(server: Server, body: dict[str, Any] = QUESTION) -> dict[str, Any]:
     """The whole answer, but for the number of tokens found cached."""
     response = httpx.post(f"{server.url}/generate", json=body, timeout=END_SECONDS)
@@ -155,6 +163,12 @@ async def test_streams_and_whole_answers_go_on_over_a_kill(
     server: Server, fault_check: FaultCheck
 ) -> None:
     await fault_check.run(server, psutil.Process.kill, "lost")
+
+
+async def test_streams_go_on_over_a_kill_with_keys_and_values_in_int8(
+    server_with_int8: Server, fault_check: FaultCheck
+) -> None:
+    await fault_check.run(server_with_int8, psutil.Process.kill, "lost")
 
 
 async def test_a_shard_that_is_stopped_is_restarted_and_streams_go_on(

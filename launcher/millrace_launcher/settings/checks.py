@@ -9,7 +9,7 @@ from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import Settings
 from millrace_launcher.settings.flags import option_name
 
-UNSUPPORTED = {"quantize": ("exl2",), "kv_cache_dtype": ("fp8_e4m3fn", "fp8_e5m2")}
+UNSUPPORTED = {"quantize": ("exl2",)}
 """Values of flags that are refused."""
 WITHOUT_EFFECT = {
     "usage_stats": "no usage statistics are ever sent",

@@ -210,7 +210,9 @@ class ShardGroup:
         if known is None or not known.deterministic:
             return
         if info.arithmetic != known.arithmetic:
-            raise ShardChanged(f"the shards came back with {info.attention} attention")
+            raise ShardChanged(
+                f"the shards came back with {info.attention} attention over KV in {info.kv_cache_dtype}"
+            )
 
     async def _each(self, calls: Iterable[Awaitable[T]]) -> list[T]:
         """As `_all`, but no call runs any more when one has failed."""

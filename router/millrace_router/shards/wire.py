@@ -42,6 +42,8 @@ class ShardInfo:
     window_size: int | None
     quantization: str | None
     """How the weights are quantised; None for plain weights."""
+    kv_cache_dtype: str = ""
+    """Type of keys and values in the KV cache."""
     max_draft_tokens: Annotated[int, Field(alias="speculate")] = 0
     """The largest number of draft tokens of one sequence in one step; `speculate` in JSON."""
     grammars: bool = False
@@ -59,7 +61,13 @@ class ShardInfo:
     @property
     def arithmetic(self) -> tuple[object, ...]:
         """The fields that determine an answer's last bits."""
-        return (self.dtype, self.attention, self.block_size, self.deterministic)
+        return (
+            self.dtype,
+            self.kv_cache_dtype,
+            self.attention,
+            self.block_size,
+            self.deterministic,
+        )
 
     def difference(self, other: ShardInfo) -> str:
         """The fields that differ from `other`, in words; empty if none do."""
@@ -129,6 +137,7 @@ def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
         prefill_logprobs=message.prefill_logprobs,
         window_size=message.window_size if message.HasField("window_size") else None,
         quantization=message.quantization if message.HasField("quantization") else None,
+        kv_cache_dtype=message.kv_cache_dtype,
         max_draft_tokens=message.max_draft_tokens,
         grammars=message.grammars,
         adapter_modules=tuple(

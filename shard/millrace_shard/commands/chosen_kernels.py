@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from millrace_shard.commands.device_settings import is_deterministic
+from millrace_shard.commands.device_settings import choose_cache_dtype, is_deterministic
 from millrace_shard.config import ShardConfig
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels
@@ -27,7 +28,7 @@ def chosen_kernels(config: ShardConfig, device: torch.device, dtype: torch.dtype
         device,
         dtype,
         deterministic=is_deterministic(config, device),
-        shapes=_layer_shapes(config),
+        shapes=_layer_shapes(config, choose_cache_dtype(config, device, dtype)),
         custom=not config.disable_custom_kernels,
         adapters=config.enable_lora,
         integer=config.quantize_activations == "int8",
@@ -48,7 +49,7 @@ def _int8(
     return with_int8(kernels, integer=config.quantize_activations != "exact")
 
 
-def _layer_shapes(config: ShardConfig) -> tuple[LayerShape, ...]:
+def _layer_shapes(config: ShardConfig, cache_dtype: torch.dtype) -> tuple[LayerShape, ...]:
     """The shapes of the model and of the draft model, which share the kernels."""
     folders = [config.model_folder]
     if config.draft_model is not None and not is_medusa(Path(config.draft_model)):
@@ -56,4 +57,5 @@ def _layer_shapes(config: ShardConfig) -> tuple[LayerShape, ...]:
     models = [ModelDescription.read(folder) for folder in folders]
     for model in models:
         check_model(model, allow_unlisted=config.allow_unlisted_model)
-    return tuple(model.layer_shape(config.world_size) for model in models)
+    shapes = (model.layer_shape(config.world_size) for model in models)
+    return tuple(replace(shape, cache_dtype=cache_dtype) for shape in shapes)

@@ -8,6 +8,7 @@ import torch
 
 from millrace_shard.config import ShardConfig
 from millrace_shard.errors import ModelError
+from millrace_shard.kernels.kv.codes import CACHE_DTYPES
 from millrace_shard.model_runner.graph_capture import CudaCapture
 from millrace_shard.model_runner.graph_settings import GraphSettings, ends_failed_captures
 from millrace_shard.models.description import ModelDescription
@@ -45,6 +46,21 @@ def choose_dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
                 model_type,
             )
     return dtype
+
+
+def choose_cache_dtype(
+    config: ShardConfig, device: torch.device, dtype: torch.dtype
+) -> torch.dtype:
+    """The configured dtype of the KV cache, else that of the checkpoint's scheme, else `dtype`, the model's.
+
+    Raises UnsupportedModel for a scheme that is not supported.
+    """
+    if config.kv_cache_dtype != "auto":
+        return CACHE_DTYPES[config.kv_cache_dtype]
+    if device.type != "cpu":
+        # The CUDA kernels have no codes yet, and the model's own type is exact.
+        return dtype
+    return ModelDescription.read(config.model_folder).cache_dtype() or dtype
 
 
 def _dtype(config: ShardConfig, device: torch.device) -> torch.dtype:

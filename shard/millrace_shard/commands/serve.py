@@ -19,12 +19,13 @@ import torch
 from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.commands.chosen_kernels import chosen_kernels
 from millrace_shard.commands.device_settings import (
+    choose_cache_dtype,
     choose_device,
     choose_dtype,
     graph_settings,
     is_deterministic,
 )
-from millrace_shard.commands.tgi_flags import notices, refuse_unsupported
+from millrace_shard.commands.tgi_flags import notices
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.one_shot import SymmetricMemory
 from millrace_shard.device.process_group import GroupError, ProcessGroup
@@ -34,6 +35,7 @@ from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.errors import EngineEnded, ModelError, UnsupportedModel
+from millrace_shard.kernels.kv.codes import cache_dtype_name, is_coded
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.logs import configure
 from millrace_shard.model_loader.hub import HubSettings
@@ -93,10 +95,8 @@ def end_process(status: int) -> NoReturn:
 def serve(config: ShardConfig) -> None:
     """Load the model, then listen, wait for a signal, and stop.
 
-    Raises EngineEnded if the engine ends by itself, UnsupportedModel for flags that are not supported, and the errors
-    of loading.
+    Raises EngineEnded if the engine ends by itself, and the errors of loading.
     """
-    refuse_unsupported(config)
     for notice in notices(config):
         logger.info("%s", notice)
     credentials = server_credentials(config)
@@ -184,6 +184,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
     config = with_folders(config)
     group = _connect(config, device)
     dtype = choose_dtype(config, device)
+    cache_dtype = choose_cache_dtype(config, device, dtype)
     kernels = chosen_kernels(config, device, dtype)
     adapters = AdapterTable(device) if config.enable_lora else None
     started = time.monotonic()
@@ -212,15 +213,17 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
     model, speculation = loader.load(
         model, draft_folder=draft_folder, max_draft_tokens=config.speculate
     )
-    seconds = time.monotonic() - started
     size = readable_size(checkpoint_bytes(config.model_folder))
-    logger.info("weights loaded in %.2f s, %s", seconds, size)
+    logger.info("weights loaded in %.2f s, %s", time.monotonic() - started, size)
+    if is_coded(cache_dtype):
+        logger.info("keys and values are kept in %s", cache_dtype_name(cache_dtype))
     return LoadedModel(
         model=model,
         kernels=kernels,
         group=group,
         device=device,
         dtype=dtype,
+        cache_dtype=cache_dtype,
         grammars=_grammars(config, model.info, device),
         speculation=speculation,
         watermark=Watermark(config.watermark_gamma, config.watermark_delta),

@@ -1,26 +1,17 @@
-"""Flags of TGI's `text-generation-server` that are refused, or accepted without effect."""
+"""Flags of TGI's `text-generation-server` that are accepted without effect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from millrace_shard.config import ShardConfig
-from millrace_shard.errors import UnsupportedModel
 
-UNSUPPORTED = ("kv_cache_dtype",)
 WITHOUT_EFFECT = {
     "trust_remote_code": "code from a model repository is never run",
     "max_input_tokens": "the router limits prompts",
     "otlp_endpoint": "traces are not exported yet",
     "otlp_service_name": "traces are not exported yet",
 }
-
-
-def refuse_unsupported(config: ShardConfig) -> None:
-    """Raise UnsupportedModel for a flag that would change answers."""
-    for name in UNSUPPORTED:
-        if (value := getattr(config, name)) is not None:
-            raise UnsupportedModel(f"{_option(name)} {value} is not supported yet")
 
 
 def notices(config: ShardConfig) -> Iterator[str]:

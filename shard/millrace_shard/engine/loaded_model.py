@@ -10,7 +10,8 @@ from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import CacheShape
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.models.interface import CausalModel
+from millrace_shard.kernels.kv.codes import head_bytes
+from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.speculation.factory import Speculation
 from millrace_shard.structured_output.manager import GrammarManager
@@ -25,6 +26,8 @@ class LoadedModel:
     group: ProcessGroup
     device: torch.device
     dtype: torch.dtype
+    cache_dtype: torch.dtype | None = None
+    """The dtype of keys and values in the cache; None: `dtype`."""
     speculation: Speculation | None = None
     """None: there are no draft tokens."""
     grammars: GrammarManager | None = None
@@ -39,8 +42,13 @@ class LoadedModel:
         return 0 if self.speculation is None else self.speculation.max_draft_tokens
 
     @property
-    def layers(self) -> tuple[tuple[int, int], ...]:
-        """(num_kv_heads, head_dim) of each layer with a KV cache, those of the draft model last."""
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of keys and values in the cache."""
+        return self.cache_dtype or self.dtype
+
+    @property
+    def layers(self) -> tuple[KVLayer, ...]:
+        """Each layer with a KV cache, those of the draft model last."""
         drafts = () if self.speculation is None else self.speculation.layers
         return (*self.model.geometry.layers, *drafts)
 
@@ -53,10 +61,13 @@ class LoadedModel:
 
     def cache_shape(self) -> CacheShape:
         """The cost of a block of this rank's KV caches."""
-        elements = sum(2 * num_heads * head_dim for num_heads, head_dim in self.layers)
+        num_bytes = sum(
+            2 * layer.num_kv_heads * head_bytes(layer.head_dim, self.kv_dtype)
+            for layer in self.layers
+        )
         return CacheShape(
             block_size=self.kernels.block_size,
-            bytes_per_token=elements * self.dtype.itemsize,
+            bytes_per_token=num_bytes,
             max_position_embeddings=self.model.info.max_position_embeddings,
         )
 

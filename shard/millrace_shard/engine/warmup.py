@@ -277,14 +277,15 @@ def _new_cache(loaded: LoadedModel, *, num_blocks: int, unowned: list[int]) -> l
     cache = [
         loaded.kernels.new_cache(
             num_blocks=num_blocks,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=loaded.dtype,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            dtype=loaded.kv_dtype,
             device=loaded.device,
+            scales=layer.scales,
         )
-        for num_kv_heads, head_dim in loaded.layers
+        for layer in loaded.layers
     ]
     reserved = torch.tensor(unowned, dtype=torch.int64, device=loaded.device)
-    for layer in cache:
-        loaded.kernels.zero_blocks(layer, reserved)
+    for each in cache:
+        loaded.kernels.zero_blocks(each, reserved)
     return cache

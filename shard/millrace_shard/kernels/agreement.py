@@ -37,6 +37,8 @@ EPS = 1e-5
 EVEN_IDS = 0x55555555
 """A word of a mask."""
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004, torch.float32: 1e-4}
+SCALES = (0.03, 0.02)
+"""Of keys and values in fp8, whose largest codes are used then, and some saturate."""
 CPU = torch.device("cpu")
 
 
@@ -55,8 +57,8 @@ def largest_difference(
         for each in (kernels, oracle)
     )
     if type(kernels).attention is not ComposedBlocks.attention:
-        ours += _halves_of_a_layer(kernels, random(), head_dim=shape.head_dim)
-        theirs += _halves_of_a_layer(oracle, random(), head_dim=shape.head_dim)
+        ours += _halves_of_a_layer(kernels, random(), shape)
+        theirs += _halves_of_a_layer(oracle, random(), shape)
     if shape.experts and type(kernels).experts is not ComposedBlocks.experts:
         ours += experts_agreement.outputs(kernels, random(), dtype)
         theirs += experts_agreement.outputs(oracle, random(), dtype)
@@ -181,8 +183,9 @@ def filled_cache(
         num_blocks=int(blocks.max()) + 1,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        dtype=random.dtype,
+        dtype=shape.cache_dtype or random.dtype,
         device=random.device,
+        scales=SCALES,
     )
     kernels.zero_blocks(cache, blocks)
     keys, values = (random(sum(contexts), shape.num_kv_heads, shape.head_dim) for _ in range(2))
@@ -190,10 +193,11 @@ def filled_cache(
     return cache
 
 
-def _halves_of_a_layer(kernels: Kernels, random: Random, *, head_dim: int) -> list[Tensor]:
+def _halves_of_a_layer(kernels: Kernels, random: Random, shape: LayerShape) -> list[Tensor]:
     """The halves of a layer without and with all optional weights, and as in gpt-oss, separately and as a layer."""
     rows, outputs = sum(QUERIES), []
-    small = LayerShape.small(head_dim)
+    head_dim = shape.head_dim
+    small = LayerShape.small(head_dim, shape.cache_dtype)
     batch, cache = _batch(kernels, random), filled_cache(kernels, random, small, CONTEXT)
     usual, full = (attention_weights(random, head_dim, optional=each) for each in (False, True))
     assert full.norm is not None

@@ -19,10 +19,31 @@ from millrace_shard.kernels.sampling_kernels import SamplingKernels
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Keys and values of one layer, with `num_blocks` as the first axis; the kernels define the rest of the layout."""
+    """Keys and values of one layer, with `num_blocks` as the first axis; the kernels define the rest of the layout.
+
+    They are in the dtype of the model, or codes of int8 or fp8; see `kv.codes`.
+    """
 
     keys: Tensor
     values: Tensor
+    scales: tuple[Tensor, Tensor] | None = None
+    """float32 scales of the codes of keys and of values: one of each for fp8, one per position and head for int8."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys, values and the scales of both, if there are any, as compiled operators take them."""
+        return (self.keys, self.values, *(self.scales or ()))
+
+    @property
+    def by_block(self) -> tuple[Tensor, ...]:
+        """The tensors with `num_blocks` as the first axis."""
+        return self.tensors if self.keys.dtype == torch.int8 else (self.keys, self.values)
+
+    def zero(self, blocks: Tensor) -> None:
+        """Zero `blocks` [n] int64."""
+        for each in self.by_block:
+            # There is no index_fill_ for fp8.
+            (each.view(torch.int8) if each.itemsize == 1 else each).index_fill_(0, blocks, 0)
 
 
 class Linear(Protocol):
@@ -156,8 +177,12 @@ class Kernels(Protocol):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> LayerCache:
-        """The cache of a layer; its memory is uninitialised."""
+        """The cache of a layer; its memory is uninitialised.
+
+        `dtype` is that of the model, or of codes. `scales` are those of keys and values in fp8.
+        """
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
         """Zero `blocks` [n] int64 before their first use: a masked weight of 0 times a stale NaN is NaN."""

@@ -15,6 +15,7 @@ from millrace_shard.kernels.build import BuildError, disable_operators, load_ope
 from millrace_shard.kernels.cpu.operators import DTYPES, HEAD_DIM_STEP, CpuKernels
 from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_difference
 from millrace_shard.kernels.cuda.triton_cache import use_triton_cache
+from millrace_shard.kernels.kv.codes import cache_dtype_name
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.lora.lora_agreement import adapter_difference
 from millrace_shard.kernels.plain import PlainKernels
@@ -81,14 +82,14 @@ def _cpu_kernels(
     """The compiled kernels for CPU. Raises _UnfitError."""
     if dtype not in DTYPES:
         raise _UnfitError(f"they have no {dtype} on CPU; --dtype bfloat16 runs on them")
-    head_dims = {shape.head_dim for shape in shapes}
-    if odd := [size for size in head_dims if size % HEAD_DIM_STEP]:
+    small = {LayerShape.small(shape.head_dim, shape.cache_dtype) for shape in shapes}
+    if odd := [shape.head_dim for shape in small if shape.head_dim % HEAD_DIM_STEP]:
         raise _UnfitError(f"they take head_dim in multiples of {HEAD_DIM_STEP}, not {odd}")
     try:
         load_operators()
         kernels = CpuKernels(deterministic=deterministic)
-        for size in head_dims:
-            _check_small_shape(kernels, device, dtype, size)
+        for shape in small:
+            _check_small_shape(kernels, device, dtype, shape)
     except BuildError as error:
         raise _UnfitError(str(error)) from error
     except RuntimeError as error:
@@ -116,6 +117,9 @@ def _cuda_kernels(
         raise _UnfitError(f"they need Triton: {error}") from error
     if dtype not in operators.DTYPES:
         raise _UnfitError(f"they have no {dtype}")
+    coded = {shape.cache_dtype or dtype for shape in shapes} - {dtype}
+    if coded:
+        raise _UnfitError(f"they have no KV cache in {', '.join(map(cache_dtype_name, coded))} yet")
     head_dims = {shape.head_dim for shape in shapes}
     if odd := [size for size in head_dims if size not in operators.HEAD_DIMS]:
         raise _UnfitError(
@@ -155,13 +159,13 @@ def _flash_kernels(
 
 
 def _check_small_shape(
-    kernels: Kernels, device: torch.device, dtype: torch.dtype, head_dim: int
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, shape: LayerShape
 ) -> None:
     """Raise _UnfitError if `kernels` differ from plain torch. Errors of the kernels propagate."""
-    oracle, shape = PlainKernels(deterministic=False), LayerShape.small(head_dim)
+    oracle = PlainKernels(deterministic=False)
     difference = largest_difference(kernels, oracle, dtype=dtype, shape=shape, device=device)
     if difference > TOLERANCE[dtype]:
-        raise _UnfitError(f"they differ by {difference:.2g} here with head_dim {head_dim}")
+        raise _UnfitError(f"they differ by {difference:.2g} here with head_dim {shape.head_dim}")
 
 
 def _check_adapters(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 AttentionKind = tuple[int | None, float | None]
 """Window and soft cap of a layer's attention."""
 
@@ -25,9 +27,11 @@ class LayerShape:
     """Outputs and inputs of the linears of a layer, as far as they are known."""
     head: tuple[int, int] | None = None
     """Outputs and inputs of the output head, if known."""
+    cache_dtype: torch.dtype | None = None
+    """The dtype of keys and values in the cache; None: that of the model."""
 
     @classmethod
-    def small(cls, head_dim: int) -> LayerShape:
+    def small(cls, head_dim: int, cache_dtype: torch.dtype | None = None) -> LayerShape:
         """A small shape with every feature, for kernels that are compiled once for all models."""
         return cls(
             num_heads=4,
@@ -36,4 +40,5 @@ class LayerShape:
             kinds=((None, None), (66, 3.0)),
             has_sinks=True,
             experts=((96, 816, 4),),
+            cache_dtype=cache_dtype,
         )

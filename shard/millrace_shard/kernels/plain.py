@@ -12,6 +12,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache, Linear
 from millrace_shard.kernels.elementwise import elementwise
+from millrace_shard.kernels.kv.rows import new_layer_cache, store_rows
 from millrace_shard.kernels.layer.blocks import ComposedBlocks, normalise_heads
 from millrace_shard.kernels.layer.norm_weights import HeadNorms
 from millrace_shard.kernels.plain_attention import ScoreRule, attend_fast, attend_fixed
@@ -76,18 +77,15 @@ class PlainKernels(ComposedBlocks):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> LayerCache:
         """Uninitialised memory: no position is read before it is stored."""
         shape = (num_blocks, self.block_size, num_kv_heads, head_dim)
-        return LayerCache(
-            keys=torch.empty(shape, dtype=dtype, device=device),
-            values=torch.empty(shape, dtype=dtype, device=device),
-        )
+        return new_layer_cache(shape, shape[:-1], dtype=dtype, device=device, scales=scales)
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
         """Zero `blocks`, although `attend` masks stale values and does not need it."""
-        cache.keys[blocks] = 0
-        cache.values[blocks] = 0
+        cache.zero(blocks)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last axis in float32, cast back, then scale."""
@@ -125,8 +123,7 @@ class PlainKernels(ComposedBlocks):
 
     def store(self, keys: Tensor, values: Tensor, batch: RaggedBatch, cache: LayerCache) -> None:
         """Store `keys` and `values` [T, num_kv_heads, head_dim] at `batch.cache_rows`."""
-        cache.keys.view(-1, *cache.keys.shape[2:])[batch.cache_rows] = keys
-        cache.values.view(-1, *cache.values.shape[2:])[batch.cache_rows] = values
+        store_rows(keys, values, batch.cache_rows, cache)
 
     def attend(
         self,

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.kv.rows import read_blocks
 from millrace_shard.kernels.ragged import RaggedBatch
 
 QUERY_TILE = 16
@@ -124,17 +125,17 @@ class _KeyChunks:
     def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
         if start not in self._chunks:
             end = min(start + KEY_CHUNK, self._context)
-            self._chunks[start] = (
-                self._read(self._cache.keys, start, end),
-                self._read(self._cache.values, start, end),
-            )
+            keys, values = self._read(start, end)
+            self._chunks[start] = keys, values
         return self._chunks[start]
 
-    def _read(self, pages: Tensor, start: int, end: int) -> Tensor:
-        block_size = pages.shape[1]
+    def _read(self, start: int, end: int) -> Iterator[Tensor]:
+        block_size = self._cache.keys.shape[1]
         blocks = self._blocks[start // block_size : -(-end // block_size)]
-        rows = pages[blocks].flatten(0, 1)[: end - start].float()
-        return F.pad(rows, (0, 0, 0, 0, 0, KEY_CHUNK - (end - start))).transpose(0, 1).contiguous()
+        padding = (0, 0, 0, 0, 0, KEY_CHUNK - (end - start))
+        for each in read_blocks(self._cache, blocks):
+            rows = each.flatten(0, 1)[: end - start].float()
+            yield F.pad(rows, padding).transpose(0, 1).contiguous()
 
 
 def _attend_tile(queries: Tensor, tile: int, chunks: _KeyChunks, rule: ScoreRule) -> Tensor:
@@ -206,8 +207,9 @@ def _attend_singles(
     positions = (columns.unsqueeze(-1) * block_size + offsets).flatten(1)
     seen = rule.sees(last, positions)
     shape = (len(rows), -1, num_kv_heads, head_dim)
-    keys = cache.keys[blocks].view(shape).permute(0, 2, 3, 1).float()
-    values = cache.values[blocks].view(shape).masked_fill(~seen[:, 0, :, None, None], 0)
+    keys, values = read_blocks(cache, blocks)
+    keys = keys.view(shape).permute(0, 2, 3, 1).float()
+    values = values.view(shape).masked_fill(~seen[:, 0, :, None, None], 0)
     grouped = queries.view(len(rows), num_kv_heads, -1, head_dim).float()
     scores = rule.scores(grouped @ keys).masked_fill(~seen.unsqueeze(1), -torch.inf)
     attended = rule.softmax(scores) @ values.transpose(1, 2).float()
@@ -223,21 +225,20 @@ def _attend_run(
     first = rule.first_key(context - count) // block_size * block_size
     blocks = batch.block_tables[sequence, first // block_size : -(-context // block_size)]
     keys, values = (
-        pages[blocks].flatten(0, 1)[: context - first].transpose(0, 1)
-        for pages in (cache.keys, cache.values)
+        each.flatten(0, 1)[: context - first].transpose(0, 1) for each in read_blocks(cache, blocks)
     )
     positions = torch.arange(context - count, context, device=queries.device)
     seen = rule.sees(positions, torch.arange(first, context, device=queries.device))
     if rule.softcap is None and rule.sinks is None:
         attended = F.scaled_dot_product_attention(
-            queries.transpose(0, 1)[None],
+            queries.to(keys.dtype).transpose(0, 1)[None],
             keys[None],
             values[None],
             attn_mask=seen,
             scale=rule.scale,
             enable_gqa=True,
         )
-        return attended[0].transpose(0, 1)
+        return attended[0].transpose(0, 1).to(queries.dtype)
     tiles = []
     for tile, tile_seen in zip(
         torch.split(queries, SCORE_QUERIES), torch.split(seen, SCORE_QUERIES), strict=True

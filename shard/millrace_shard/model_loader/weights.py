@@ -80,6 +80,12 @@ class Weights:
         self._fill(out, name, shape, (0, shape[0]))
         return out
 
+    def whole(self, name: str) -> Tensor:
+        """The whole tensor of a safetensors file in its own dtype, on the host."""
+        if not isinstance(self._files, SafetensorFiles):
+            raise WeightsError(f"tensor {name} is missing from the checkpoint")
+        return self._files.whole(name)
+
     def columns(self, parts: Sequence[Columns], inputs: int) -> StoredWeight:
         """The rank's outputs of all `parts`, each [rows, inputs]; valid until `release`."""
         found = [self._linear(part.name, self._column_cut(part, inputs)) for part in parts]

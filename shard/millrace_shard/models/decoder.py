@@ -16,7 +16,7 @@ from millrace_shard.kernels.layer.normalised import added_and_normalised
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.models.interface import KVGeometry, MakeLayers, ModelInfo
+from millrace_shard.models.interface import KVGeometry, KVLayer, MakeLayers, ModelInfo
 from millrace_shard.models.layer_loader import LayerLoader
 from millrace_shard.models.spec.decoder_spec import DecoderSpec
 from millrace_shard.models.split import kv_heads_per_rank
@@ -44,8 +44,12 @@ class Decoder:
         world_size = group.world_size
         self.geometry = KVGeometry(
             tuple(
-                (kv_heads_per_rank(layer.attention, world_size), layer.attention.head_dim)
-                for layer in spec.layers
+                KVLayer(
+                    kv_heads_per_rank(layer.attention, world_size),
+                    layer.attention.head_dim,
+                    loader.kv_scales(index),
+                )
+                for index, layer in enumerate(spec.layers)
             )
         )
         self._embedding = loader.embedding()

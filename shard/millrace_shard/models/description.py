@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.models import split
+from millrace_shard.models.config.kv_cache_scheme import cache_dtype_of, kv_cache_scheme
 from millrace_shard.models.config.text_part import text_part
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import ModelInfo
@@ -38,6 +39,8 @@ class ModelDescription:
     """Those of generation_config.json, else of the config."""
     spec: DecoderSpec | None = None
     config: PretrainedConfig | None = None
+    kv_cache_scheme: object = None
+    """How the checkpoint says that its KV cache is quantised, unchecked."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelDescription:
@@ -61,7 +64,12 @@ class ModelDescription:
             eos_token_ids=_ids(eos),
             spec=None if family is None else family.read(text),
             config=config,
+            kv_cache_scheme=kv_cache_scheme(text),
         )
+
+    def cache_dtype(self) -> torch.dtype | None:
+        """The dtype of the KV cache that the checkpoint asks for, if any. Raises UnsupportedModel for other schemes."""
+        return cache_dtype_of(self.kv_cache_scheme)
 
     def with_rope(self, override: RopeOverride | None) -> ModelDescription:
         """The same model, with another scaling of its rotary embeddings if there is one. Raises UnsupportedModel."""

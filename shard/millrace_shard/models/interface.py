@@ -14,10 +14,20 @@ from millrace_shard.kernels.ragged import RaggedBatch
 
 
 @dataclass(frozen=True, slots=True)
-class KVGeometry:
-    """Shape of this rank's KV cache: one (num_kv_heads, head_dim) pair per layer."""
+class KVLayer:
+    """Shape of this rank's KV cache of one layer."""
 
-    layers: tuple[tuple[int, int], ...]
+    num_kv_heads: int
+    head_dim: int
+    scales: tuple[float, float] = (1.0, 1.0)
+    """The checkpoint's scales of keys and values, for a cache in fp8."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Shape of this rank's KV cache."""
+
+    layers: tuple[KVLayer, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from millrace_shard.kernels.layer.rotation import Rotation
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.experts_loader import ExpertsLoader
+from millrace_shard.models.kv_scales import read_kv_scales
 from millrace_shard.models.linear_loader import LinearLoader, Part
 from millrace_shard.models.rope_tables import RopeTables
 from millrace_shard.models.spec.attention_spec import AttentionSpec
@@ -69,6 +70,10 @@ class LayerLoader:
         """The norm before the head."""
         spec = self._spec
         return self._norm(spec.names.norm, spec.norm, spec.hidden_size)
+
+    def kv_scales(self, index: int) -> tuple[float, float]:
+        """The scales of keys and values of layer `index`, for a KV cache in fp8; 1 without any."""
+        return read_kv_scales(self._weights, f"{self._spec.names.layers}.{index}.self_attn")
 
     def layer(self, index: int) -> Layer:
         """Load layer `index`."""

@@ -26,6 +26,7 @@ from millrace_shard.batch.step import (
 from millrace_shard.engine.engine import Progress
 from millrace_shard.engine.kv_capacity import Capacity, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.kernels.kv.codes import cache_dtype_name
 
 KINDS = {
     FailureKind.FAILED: pb.StepError.KIND_FAILED,
@@ -90,6 +91,7 @@ def info_to_pb(
         grammars=loaded.grammars is not None and loaded.grammars.compiler is not None,
         adapter_modules=_adapter_modules(loaded.adapters),
         quantization=info.quantization,
+        kv_cache_dtype=cache_dtype_name(loaded.kv_dtype),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from millrace_shard.batch.batch import Batch
 from millrace_shard.kernels.base import Kernels, LayerCache
-from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.speculation.draft_model import DraftProposer
 from millrace_shard.speculation.medusa import MedusaModel, MedusaProposer
 from millrace_shard.speculation.ngrams import CopyingNgramProposer, NgramProposer
@@ -24,8 +24,8 @@ class Speculation:
     draft: CausalModel | None = None
 
     @property
-    def layers(self) -> tuple[tuple[int, int], ...]:
-        """(num_kv_heads, head_dim) of each layer of the draft model, which needs a KV cache."""
+    def layers(self) -> tuple[KVLayer, ...]:
+        """The layers of the draft model, which needs a KV cache."""
         return () if self.draft is None else self.draft.geometry.layers
 
     def proposer(

@@ -49,7 +49,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--ngrok --ngrok-authtoken=a", "`ngrok-edge` must be set when using ngrok tunneling"),
         ("--ngrok --ngrok-authtoken=a --ngrok-edge=b", "--ngrok is not supported"),
         ("--quantize=exl2", "--quantize exl2 is not supported yet"),
-        ("--kv-cache-dtype=fp8_e5m2", "--kv-cache-dtype fp8_e5m2 is not supported yet"),
         ("--port=0", "`port` must be > 0"),
         (
             "--prefill-chunking=off --max-batch-prefill-tokens=7 --max-input-tokens=8",
@@ -79,6 +78,9 @@ def test_refused(argv: str, message: str) -> None:
         "--rope-scaling=linear --rope-factor=2",
         "--quantize=int8",
         "--quantize=gptq",
+        "--kv-cache-dtype=auto",
+        "--kv-cache-dtype=fp8_e5m2",
+        "--kv-cache-dtype=int8",
         "--max-batch-prefill-tokens=7 --max-input-tokens=8",
         "--prefill-chunking=off --max-batch-prefill-tokens=8 --max-input-tokens=8",
         "--prefill-chunking=off --max-batch-prefill-tokens=7",

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from millrace_shard.commands import download_weights
-from millrace_shard.commands.serve import serve, with_folders
+from millrace_shard.commands.serve import with_folders
 from millrace_shard.commands.tgi_flags import WITHOUT_EFFECT, notices
 from millrace_shard.config import ShardConfig
-from millrace_shard.errors import UnsupportedModel
 from millrace_shard.model_loader.hub import HubError
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
@@ -52,6 +51,7 @@ def test_the_command_line_of_tgis_launcher_is_read(monkeypatch: pytest.MonkeyPat
     assert str(config.socket_path) == "/s/tgi-1"
     assert (config.threshold, config.json_output) == ("warning", True)
     assert (config.quantize, config.speculate, config.dtype) == ("awq", 3, "bfloat16")
+    assert config.kv_cache_dtype == "fp8_e5m2"
     assert [line.split()[0] for line in notices(config)] == [
         "--" + name.replace("_", "-") for name in WITHOUT_EFFECT
     ]
@@ -74,13 +74,6 @@ def test_sharded_needs_the_place_in_the_group(
 
 def test_nothing_is_said_of_flags_that_were_not_given() -> None:
     assert not list(notices(ShardConfig.from_args(["m"])))
-
-
-@pytest.mark.parametrize("flag", ["--kv-cache-dtype=fp8_e5m2"])
-def test_what_would_change_answers_is_refused(flag: str) -> None:
-    name, _, value = flag.partition("=")
-    with pytest.raises(UnsupportedModel, match=f"{name} {value} is not supported yet"):
-        serve(ShardConfig.from_args(["m", flag]))
 
 
 def test_a_name_on_the_hub_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

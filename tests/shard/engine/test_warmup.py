@@ -19,7 +19,7 @@ from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.graph_settings import GraphSettings
-from millrace_shard.models.interface import KVGeometry
+from millrace_shard.models.interface import KVGeometry, KVLayer
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kernels
 from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.steps import tiny_llama
@@ -83,7 +83,7 @@ class ThreeLayers(FakeModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.geometry = KVGeometry(((1, 1),) * 3)
+        self.geometry = KVGeometry((KVLayer(1, 1),) * 3)
         self.first = FakeModel()
 
     def first_layers(self, count: int) -> FakeModel:
@@ -96,7 +96,7 @@ def test_on_cpu_the_largest_prefill_is_tried_on_the_first_layers() -> None:
     warmed_up = Setup(model).warm_up(num_blocks=3 * 101)
     (batch,) = model.first.batches
     assert batch.num_queries == (49, 49, 49, 3)
-    assert model.first.geometry.layers == ((1, 1),) * 2
+    assert model.first.geometry.layers == (KVLayer(1, 1),) * 2
     assert model.batches == []
     assert warmed_up.capacity.kv_bytes_per_token == 3 * BYTES_PER_TOKEN
 

@@ -76,32 +76,40 @@ class Shard:
         def fill() -> None:
             assert self.engine._warmed_up is not None
             for layer in self.engine._warmed_up.runner._cache:
-                layer.keys[1:] = value
-                layer.values[1:] = value
+                for each in layer.by_block:
+                    fitting = 127.0 if each.dtype == torch.int8 else value
+                    each[1:].copy_(torch.tensor(fitting).to(each.dtype))
 
         self.engine.submit(fill).result(60)
 
 
 SHARDS = {
-    "plain-fp32": ("plain", torch.float32, None, 1),
-    "plain-bf16-window": ("plain", torch.bfloat16, WINDOW, 1),
-    "cpu-fp32-window": ("cpu", torch.float32, WINDOW, 1),
-    "cpu-fp32": ("cpu", torch.float32, None, 2),
-    "cpu-bf16": ("cpu", torch.bfloat16, None, 1),
-    "cpu-bf16-window": ("cpu", torch.bfloat16, WINDOW, 2),
-    "cpu-bf16-avx512": ("cpu-avx512", torch.bfloat16, WINDOW, 2),
-    "cpu-bf16-avx2": ("cpu-avx2", torch.bfloat16, WINDOW, 2),
-    "cpu-bf16-without-tiles": ("cpu-without-tiles", torch.bfloat16, None, 2),
-    "cpu-bf16-without-tiles-window": ("cpu-without-tiles", torch.bfloat16, WINDOW, 1),
+    "plain-fp32": ("plain", torch.float32, None, None, 1),
+    "plain-bf16-window": ("plain", torch.bfloat16, None, WINDOW, 1),
+    "plain-fp32-int8": ("plain", torch.float32, torch.int8, WINDOW, 1),
+    "plain-bf16-e4m3": ("plain", torch.bfloat16, torch.float8_e4m3fn, None, 1),
+    "cpu-fp32-window": ("cpu", torch.float32, None, WINDOW, 1),
+    "cpu-fp32": ("cpu", torch.float32, None, None, 2),
+    "cpu-fp32-e5m2": ("cpu", torch.float32, torch.float8_e5m2, None, 2),
+    "cpu-bf16": ("cpu", torch.bfloat16, None, None, 1),
+    "cpu-bf16-window": ("cpu", torch.bfloat16, None, WINDOW, 2),
+    "cpu-bf16-avx512": ("cpu-avx512", torch.bfloat16, None, WINDOW, 2),
+    "cpu-bf16-avx2": ("cpu-avx2", torch.bfloat16, None, WINDOW, 2),
+    "cpu-bf16-without-tiles": ("cpu-without-tiles", torch.bfloat16, None, None, 2),
+    "cpu-bf16-without-tiles-window": ("cpu-without-tiles", torch.bfloat16, None, WINDOW, 1),
+    "cpu-bf16-int8": ("cpu", torch.bfloat16, torch.int8, None, 2),
+    "cpu-bf16-avx512-e4m3": ("cpu-avx512", torch.bfloat16, torch.float8_e4m3fn, WINDOW, 2),
+    "cpu-bf16-avx2-int8": ("cpu-avx2", torch.bfloat16, torch.int8, WINDOW, 2),
+    "cpu-bf16-without-tiles-int8": ("cpu-without-tiles", torch.bfloat16, torch.int8, None, 2),
 }
-"""Kernels, dtype, attention window, threads."""
+"""Kernels, dtype, dtype of the KV cache, attention window, threads."""
 
 
 @pytest.fixture(scope="module", params=SHARDS)
 def shard(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Shard]:
-    name, dtype, window, threads = SHARDS[request.param]
+    name, dtype, cache_dtype, window, threads = SHARDS[request.param]
     torch.manual_seed(1)
     config = MistralConfig(
         vocab_size=300,
@@ -124,7 +132,14 @@ def shard(
     group = ProcessGroup.single()
     with torch.inference_mode():
         model = load_model(folder, dtype=dtype, kernels=kernels, group=group, device=device)
-    loaded = LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=dtype)
+    loaded = LoadedModel(
+        model=model,
+        kernels=kernels,
+        group=group,
+        device=device,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
     unit = name.removeprefix("cpu-")
     with tiles_by(unit) if unit in TILE_UNITS else nullcontext():
         shard = Shard(loaded, threads)

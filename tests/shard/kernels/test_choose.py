@@ -235,6 +235,9 @@ def test_what_cuda_kernels_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch)
     pretend(monkeypatch, 0.0)
     assert "float64" in refused_on_cuda(torch.float64)
     assert "head_dim" in refused_on_cuda(head_dim=512)
+    shape = LayerShape.small(80, torch.int8)
+    with pytest.raises(UnsupportedModel, match="they have no KV cache in int8 yet"):
+        choose_kernels(CUDA, torch.bfloat16, deterministic=True, shapes=[shape])
 
 
 def test_without_triton_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

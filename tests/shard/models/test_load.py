@@ -9,7 +9,7 @@ import torch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.load import load_model
 from millrace_shard.models.rope_override import RopeOverride
 from millrace_testing.models.models import (
@@ -51,7 +51,7 @@ def test_info(tmp_path: Path) -> None:
     assert model.info.max_position_embeddings == 256
     assert model.info.eos_token_ids == (2,)
     assert model.info.window_size == 9
-    assert model.geometry.layers == ((2, 16), (2, 16))
+    assert model.geometry.layers == (KVLayer(2, 16),) * 2
 
 
 @pytest.mark.parametrize(

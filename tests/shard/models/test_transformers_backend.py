@@ -15,6 +15,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
+from millrace_shard.models.interface import KVLayer
 from millrace_shard.models.load import load_model
 from millrace_shard.models.transformers_backend import supported, transformers_model
 from millrace_shard.models.transformers_backend.paged_attention import NAME, attending
@@ -189,9 +190,9 @@ def test_longrope_does_not_follow_the_longest_sequence_of_the_batch(
 
 def test_shapes_come_from_the_model_not_from_its_config(tmp_path: Path) -> None:
     save_tiny(tmp_path, "gpt_neox", num_key_value_heads=1)
-    assert load(tmp_path).model.geometry.layers == ((4, 16), (4, 16))
+    assert load(tmp_path).model.geometry.layers == (KVLayer(4, 16),) * 2
     save_tiny(tmp_path / "one", "gpt_bigcode")
-    assert load(tmp_path / "one").model.geometry.layers == ((1, 16), (1, 16))
+    assert load(tmp_path / "one").model.geometry.layers == (KVLayer(1, 16),) * 2
 
 
 def test_the_window_is_reported_when_all_layers_have_it(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.int8_linear import with_int8
 from millrace_shard.models.description import ModelDescription
+from millrace_shard.models.interface import KVLayer
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.models import (
@@ -108,9 +109,11 @@ def test_two_ranks_generate_what_one_does_with_half_of_the_heads(
     for run, expected in zip(runs, alone.generate(PROMPTS, NUM_TOKENS, chunk=8), strict=True):
         assert run.ids == expected.ids
         torch.testing.assert_close(logprobs(run), logprobs(expected), atol=1e-4, rtol=0)
-    assert layers == tuple((heads // 2, dim) for heads, dim in alone.model.geometry.layers)
+    assert layers == tuple(
+        KVLayer(layer.num_kv_heads // 2, layer.head_dim) for layer in alone.model.geometry.layers
+    )
     shape = ModelDescription.read(two_ranks.folder / name).layer_shape(2)
-    assert set(layers) == {(shape.num_kv_heads, shape.head_dim)}
+    assert set(layers) == {KVLayer(shape.num_kv_heads, shape.head_dim)}
 
 
 def every_logit(driver: Driver, run: Run, chunk: int) -> Tensor:
@@ -271,7 +274,7 @@ def test_styles_that_gather_and_split_and_rows_of_embeddings(tmp_path: Path) -> 
     folder = tmp_path / "model"
     reference = save_tiny(folder, "starcoder2", intermediate_size=84, head_dim=24)
     for runs, layers in run_ranks(tmp_path, 3, _gathered, folder):
-        assert layers == ((2, 24), (2, 24))
+        assert layers == (KVLayer(2, 24),) * 2
         for prompt, run in zip(PROMPTS, runs, strict=True):
             tokens, expected = greedy(reference, prompt, NUM_TOKENS)
             assert run.ids[len(prompt) :] == tokens

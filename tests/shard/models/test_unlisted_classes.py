@@ -20,6 +20,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.int8_linear import with_int8
+from millrace_shard.models.interface import KVLayer
 from millrace_shard.models.load import load_model
 from millrace_shard.models.transformers_backend import transformers_loader
 from millrace_shard.models.transformers_backend.paged_attention import PagedAttention
@@ -132,7 +133,7 @@ def on_a_rank(group: ProcessGroup, folder: Path) -> dict[str, list[Run]]:
     }
     CONFIG_MAPPING["glm"].base_model_tp_plan = PACKED
     packed = load(folder / "glm", group=group)
-    assert packed.model.geometry.layers == ((1, 16), (1, 16))
+    assert packed.model.geometry.layers == (KVLayer(1, 16),) * 2
     return found | {"packed": packed.generate(PROMPTS, NUM_TOKENS, chunk=9)}
 
 

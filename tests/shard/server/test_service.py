@@ -165,6 +165,7 @@ def test_info_says_what_is_loaded(start: Callable[..., Shard]) -> None:
         attention="fake",
         deterministic=True,
         prefill_logprobs=False,
+        kv_cache_dtype="float32",
     )
 
 

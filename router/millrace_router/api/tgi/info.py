@@ -87,6 +87,8 @@ class InfoJson(LimitsJson, SchedulerJson):
     """Answer of `/info`."""
 
     attention: str
+    kv_cache_dtype: str
+    """Type of keys and values in the KV cache."""
     deterministic: bool
     speculate: int
     grammars: bool
@@ -108,6 +110,7 @@ def info_json(services: Services) -> InfoJson:
         **_limits(services),
         **_scheduler(services),
         "attention": shard.attention,
+        "kv_cache_dtype": shard.kv_cache_dtype,
         "deterministic": shard.deterministic,
         "speculate": shard.max_draft_tokens,
         "grammars": services.limits.grammars,

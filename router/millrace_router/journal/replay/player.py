@@ -20,7 +20,15 @@ from millrace_router.shards.wire import ShardInfo
 
 REQUIRED_EQUAL = ("model_type", "vocab_size", "block_size")
 """Properties that must equal those of the recorded shards."""
-REPORTED = ("dtype", "device_type", "attention", "world_size", "deterministic", "max_draft_tokens")
+REPORTED = (
+    "dtype",
+    "kv_cache_dtype",
+    "device_type",
+    "attention",
+    "world_size",
+    "deterministic",
+    "max_draft_tokens",
+)
 """Properties that may explain other answers."""
 
 

@@ -33,6 +33,8 @@ from millrace_shard.kernels.cpu.tile_blocks import (
 )
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts, fits_experts
 from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
+from millrace_shard.kernels.kv.codes import is_coded
+from millrace_shard.kernels.kv.rows import new_layer_cache
 from millrace_shard.kernels.layer.blocks import ComposedBlocks, normalise_heads
 from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.layer.norm_weights import HeadNorms
@@ -123,19 +125,18 @@ class CpuKernels(ComposedBlocks):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> LayerCache:
         """Uninitialised memory. Raises ValueError for an unsupported dtype, head dim or device."""
-        if dtype not in DTYPES or head_dim % HEAD_DIM_STEP or device.type != "cpu":
+        is_known = dtype in DTYPES or is_coded(dtype)
+        if not is_known or head_dim % HEAD_DIM_STEP or device.type != "cpu":
             raise ValueError(f"no CPU cache of {dtype} with head_dim {head_dim} on {device}")
         shape = (num_blocks, num_kv_heads, self.block_size, head_dim)
-        return LayerCache(
-            keys=torch.empty(shape, dtype=dtype), values=torch.empty(shape, dtype=dtype)
-        )
+        return new_layer_cache(shape, shape[:-1], dtype=dtype, device=device, scales=scales)
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
         """Zero `blocks`, since `attend` multiplies values past the end of a sequence by 0."""
-        cache.keys.index_fill_(0, blocks, 0)
-        cache.values.index_fill_(0, blocks, 0)
+        cache.zero(blocks)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last axis in float32, cast back, then scale."""
@@ -165,7 +166,7 @@ class CpuKernels(ComposedBlocks):
         if norms is not None:
             normalise_heads(self, qkv, norms, num_heads=num_heads, num_kv_heads=num_kv_heads)
         torch.ops.millrace.rope_store(
-            qkv, rope, batch.positions, batch.cache_rows, cache.keys, cache.values, num_heads
+            qkv, rope, batch.positions, batch.cache_rows, cache.tensors, num_heads
         )
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
         return heads[:, :num_heads]
@@ -174,7 +175,7 @@ class CpuKernels(ComposedBlocks):
         """Store `keys` and `values` [T, num_kv_heads, head_dim] at `batch.cache_rows`."""
         if keys.stride(2) != 1 or values.stride(2) != 1:
             keys, values = keys.contiguous(), values.contiguous()
-        torch.ops.millrace.store(keys, values, batch.cache_rows, cache.keys, cache.values)
+        torch.ops.millrace.store(keys, values, batch.cache_rows, cache.tensors)
 
     def attend(
         self,
@@ -195,8 +196,7 @@ class CpuKernels(ComposedBlocks):
         torch.ops.millrace.attend(
             out,
             queries,
-            cache.keys,
-            cache.values,
+            cache.tensors,
             batch.block_tables,
             batch.query_starts,
             batch.context_lengths,

@@ -92,6 +92,7 @@ class CudaKernels(ComposedBlocks):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: tuple[float, float] = (1.0, 1.0),  # noqa: ARG002
     ) -> LayerCache:
         """Uninitialised memory: no position is read before it is stored. Raises ValueError for unknown shapes."""
         if dtype not in DTYPES or head_dim not in HEAD_DIMS:

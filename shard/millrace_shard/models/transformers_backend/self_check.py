@@ -14,7 +14,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.transformers_backend.paged_attention import NAME
 from millrace_shard.models.transformers_backend.shape_probe import refusing_errors_of
 
@@ -98,7 +98,7 @@ class SelfCheck:
         """Logits of each chunk, computed beside a chunk of other tokens."""
         size = self.kernels.block_size
         blocks = -(-NUM_TOKENS // size)
-        caches = [self._cache(shape, 2 * blocks + 1) for shape in model.geometry.layers]
+        caches = [self._cache(layer, 2 * blocks + 1) for layer in model.geometry.layers]
         vocab_size = model.info.vocab_size
         # The blocks of the two sequences alternate, and block 0 is never used.
         tables = torch.tensor(
@@ -114,12 +114,11 @@ class SelfCheck:
                 yield model.forward(batch, caches)[count:]
             start += count
 
-    def _cache(self, shape: tuple[int, int], num_blocks: int) -> LayerCache:
-        num_kv_heads, head_dim = shape
+    def _cache(self, layer: KVLayer, num_blocks: int) -> LayerCache:
         cache = self.kernels.new_cache(
             num_blocks=num_blocks,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
             dtype=self.dtype,
             device=self.device,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.safetensor_files import SafetensorFiles
 from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
 from millrace_shard.models.interface import ModelInfo
+from millrace_shard.models.kv_scales import read_kv_scales
 from millrace_shard.models.transformers_backend.batch_invariant import (
     make_batch_invariant,
     wants_invariance,
@@ -94,7 +96,11 @@ class TransformersLoader:
         """The model and, on rank 0, the logits for the check of a class that is not listed."""
         is_split = self.group.world_size > 1
         files = SafetensorFiles(self.folder)
-        files.close()
+        with closing(files):
+            scales = [
+                read_kv_scales(files, f"model.layers.{index}.self_attn")
+                for index in range(getattr(self.config.get_text_config(), "num_hidden_layers", 0))
+            ]
         with ReadAhead(files.paths()) as ahead:
             stored = mapped_dtype(self.config, self.dtype) if is_split else self.dtype
             model = read_class(self.folder, self.config, stored)
@@ -121,6 +127,7 @@ class TransformersLoader:
             self.adapters,
             ranks=self.group.world_size,
             is_listed=is_listed(self.config),
+            scales=scales,
         )
         return loaded, expected
 

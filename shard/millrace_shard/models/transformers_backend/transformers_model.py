@@ -16,7 +16,7 @@ from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.models.interface import KVGeometry, MakeLayers, ModelInfo
+from millrace_shard.models.interface import KVGeometry, KVLayer, MakeLayers, ModelInfo
 from millrace_shard.models.transformers_backend.batch_invariant import (
     has_own_products,
     wants_invariance,
@@ -52,11 +52,13 @@ class TransformersModel:
         *,
         ranks: int,
         is_listed: bool,
+        scales: Sequence[tuple[float, float]] = (),
     ) -> None:
         """Take over `model`, whose attention implementation must be `paged_attention.NAME`. Raises UnsupportedModel.
 
         Its projections are sites of `adapters`, and it is one of `ranks` parts. Nothing is known of the operators of a
-        class that is not listed, so that it is not batch invariant.
+        class that is not listed, so that it is not batch invariant. `scales` are those
+        of the keys and values of each layer, if there are any.
         """
         self._model = model.eval().requires_grad_(requires_grad=False)
         self._kernels = kernels
@@ -74,7 +76,9 @@ class TransformersModel:
             and wants_invariance(kernels, model.device)
             and not has_own_products(model),
         )
-        self.geometry = KVGeometry(tuple(shapes.layers[i] for i in range(len(shapes.layers))))
+        self.geometry = KVGeometry(
+            tuple(KVLayer(*shapes.layers[i], *scales[i : i + 1]) for i in range(len(shapes.layers)))
+        )
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:

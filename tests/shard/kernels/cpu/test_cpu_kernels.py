@@ -14,11 +14,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from millrace_shard.kernels.agreement import CPU, ragged_batch
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_testing.engines.kv_reference import CACHE_DTYPES, SCALES, as_kept
 from millrace_testing.engines.tile_units import TILE_UNITS, need_brgemm, tiles_by
+from millrace_testing.models.poison import poison
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCE = {BF16: 0.02, FP32: 5e-6}
@@ -78,9 +82,18 @@ class Paged:
     values: list[Tensor]
     tables: Tensor
     cache: LayerCache
+    cache_dtype: torch.dtype | None
 
     @classmethod
-    def random(cls, *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Paged:
+    def random(
+        cls,
+        *,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype | None = None,
+    ) -> Paged:
         if dtype is BF16 and dim % 32:  # no tiles
             need_brgemm()
         generator = torch.Generator().manual_seed(heads * dim)
@@ -99,12 +112,13 @@ class Paged:
                 num_blocks=len(order) + 1,
                 num_kv_heads=kv_heads,
                 head_dim=dim,
-                dtype=dtype,
+                dtype=cache_dtype or dtype,
                 device=torch.device("cpu"),
+                scales=SCALES,
             ),
+            cache_dtype=cache_dtype,
         )
-        paged.cache.keys.fill_(math.nan)
-        paged.cache.values.fill_(math.nan)
+        poison(paged.cache)
         paged.fill()
         return paged
 
@@ -169,8 +183,8 @@ class Paged:
         queries = self.queries[sequence][begin:end].double()
         group = queries.shape[1] // self.keys[sequence].shape[1]
         keys, values = (
-            each[sequence][:end].double().repeat_interleave(group, dim=1)
-            for each in (self.keys, self.values)
+            as_kept(each[sequence][:end], self.cache_dtype, scale).repeat_interleave(group, dim=1)
+            for each, scale in zip((self.keys, self.values), SCALES, strict=True)
         )
         scores = torch.einsum("qhd,khd->hqk", queries, keys) / math.sqrt(queries.shape[-1])
         if softcap is not None:
@@ -189,28 +203,46 @@ HEADS = [(9, 3, 64), (32, 8, 64), (4, 4, 80), (8, 1, 128), (71, 1, 16), (2, 2, 1
 RULES = [(None, None), (100, None), (1, None), (70, 5.0), (1000, 30.0)]
 
 
+CASES = [
+    (cache_dtype, *heads)
+    for cache_dtype in CACHE_DTYPES
+    for heads in (HEADS if cache_dtype is None else [(9, 3, 64), (6, 2, 40)])
+]
+
+
 @pytest.mark.parametrize(("window", "softcap"), RULES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize(("cache_dtype", "heads", "kv_heads", "dim"), CASES)
 def test_attention_is_what_its_definition_says(
     dtype: torch.dtype,
+    cache_dtype: torch.dtype | None,
     heads: int,
     kv_heads: int,
     dim: int,
     window: int | None,
     softcap: float | None,
 ) -> None:
-    paged = Paged.random(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+    paged = Paged.random(
+        heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, cache_dtype=cache_dtype
+    )
     out = paged.attend(SPANS, window, softcap)
     expected = torch.cat([paged.expected(span, window, softcap) for span in SPANS])
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES[:3])
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (6, 1, 40)])
 def test_sinks_join_the_softmax_and_have_no_values(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
 ) -> None:
-    paged = Paged.random(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+    paged = Paged.random(
+        heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, cache_dtype=cache_dtype
+    )
     sinks = torch.tensor([-3.0, 0.0, 1.0, 2.0, 4.0, 30.0])
     out = paged.attend(SPANS, window, sinks=sinks)
     expected = torch.cat([paged.expected(span, window, sinks=sinks) for span in SPANS])
@@ -223,12 +255,26 @@ def test_sinks_join_the_softmax_and_have_no_values(
         )
 
 
-@pytest.mark.parametrize("window", [None, 1, 70, 200])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (32, 8, 64)])
+INVARIANT = [
+    (cache_dtype, window, *heads)
+    for cache_dtype in CACHE_DTYPES
+    for window in ((None, 1, 70, 200) if cache_dtype is None else (None, 70))
+    for heads in [(9, 3, 64), (4, 4, 80), (32, 8, 64)][: 3 if cache_dtype is None else 2]
+]
+
+
+@pytest.mark.parametrize(("cache_dtype", "window", "heads", "kv_heads", "dim"), INVARIANT)
 def test_a_row_has_the_same_bits_in_any_batch(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None,
+    window: int | None,
+    heads: int,
+    kv_heads: int,
+    dim: int,
 ) -> None:
-    paged = Paged.random(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+    paged = Paged.random(
+        heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, cache_dtype=cache_dtype
+    )
     together = torch.split(paged.attend(SPANS, window, 20.0), COUNTS)
     for (sequence, begin, end), rows in zip(SPANS, together, strict=True):
         for length in (1, 7, 64):
@@ -239,8 +285,11 @@ def test_a_row_has_the_same_bits_in_any_batch(
             assert torch.equal(torch.cat(pieces), rows)
 
 
-def test_a_row_has_the_same_bits_on_any_number_of_threads(dtype: torch.dtype) -> None:
-    paged = Paged.random(heads=9, kv_heads=3, dim=64, dtype=dtype)
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_a_row_has_the_same_bits_on_any_number_of_threads(
+    dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> None:
+    paged = Paged.random(heads=9, kv_heads=3, dim=64, dtype=dtype, cache_dtype=cache_dtype)
     alone = paged.attend(SPANS)
     torch.set_num_threads(3)
     try:
@@ -249,8 +298,11 @@ def test_a_row_has_the_same_bits_on_any_number_of_threads(dtype: torch.dtype) ->
         torch.set_num_threads(1)
 
 
-def test_what_lies_beyond_the_end_never_matters(dtype: torch.dtype) -> None:
-    paged = Paged.random(heads=9, kv_heads=3, dim=64, dtype=dtype)
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_what_lies_beyond_the_end_never_matters(
+    dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> None:
+    paged = Paged.random(heads=9, kv_heads=3, dim=64, dtype=dtype, cache_dtype=cache_dtype)
     before = paged.attend(SPANS)
     # Slots past the end of each sequence, in pages of its own: left over from others, finite.
     ends = [(b, length, -(-length // PAGE) * PAGE) for b, length in enumerate(CONTEXTS)]
@@ -260,12 +312,13 @@ def test_what_lies_beyond_the_end_never_matters(dtype: torch.dtype) -> None:
     assert torch.equal(paged.attend(SPANS), before)
 
 
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("poisoned", ["keys", "values"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_sequence_that_is_not_finite_fails_alone_and_visibly(
-    dtype: torch.dtype, poisoned: str, bad: float
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, poisoned: str, bad: float
 ) -> None:
-    paged = Paged.random(heads=4, kv_heads=2, dim=64, dtype=dtype)
+    paged = Paged.random(heads=4, kv_heads=2, dim=64, dtype=dtype, cache_dtype=cache_dtype)
     # Positive queries make an infinite key an infinite score, which no fast exponential may swallow.
     paged.queries[2].abs_()
     paged.values[2].mul_(0.1)
@@ -278,6 +331,43 @@ def test_a_sequence_that_is_not_finite_fails_alone_and_visibly(
             assert torch.equal(was, now)
     # Tokens 100 to 190 of it: those from 120 on see the bad one.
     assert not after[2][20:].isfinite().all(-1).any()
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES[1:])
+def test_codes_are_those_of_plain_torch(
+    dtype: torch.dtype, cache_dtype: torch.dtype, kernels: CpuKernels
+) -> None:
+    plain = PlainKernels(deterministic=True, block_size=PAGE)
+    batch = ragged_batch([200], [200], block_size=PAGE)
+    new = (
+        torch.randn(200, 2, 3, 40)
+        * torch.tensor([1e-30, 1e-6, 1.0, 1e6]).repeat(50)[:, None, None, None]
+    )
+    new[3, :, 1], new[7, :, :, 5], new[8, :, :, 0] = 0.0, math.nan, -math.inf
+    keys, values = new.to(dtype).unbind(1)
+    caches = []
+    for each in (kernels, plain):
+        cache = each.new_cache(
+            num_blocks=5, num_kv_heads=3, head_dim=40, dtype=cache_dtype, device=CPU, scales=SCALES
+        )
+        each.zero_blocks(cache, torch.arange(5))
+        each.store(keys, values, batch, cache)
+        caches.append(cache)
+    ours, theirs = caches
+    width = 2 if dtype is BF16 else 1
+    own_keys = ours.keys.view(torch.uint8).view(5, 3, 40 // width, PAGE, width)
+    own_values = ours.values.view(torch.uint8).view(5, 3, PAGE // width, 40, width)
+    ours_in_rows = (
+        own_keys.permute(0, 3, 1, 2, 4).reshape(5, PAGE, 3, 40),
+        own_values.permute(0, 2, 4, 1, 3).reshape(5, PAGE, 3, 40),
+    )
+    for own, other in zip(ours_in_rows, (theirs.keys, theirs.values), strict=True):
+        assert torch.equal(own, other.view(torch.uint8))
+    if cache_dtype == torch.int8:
+        assert ours.scales is not None
+        assert theirs.scales is not None
+        for own, other in zip(ours.scales, theirs.scales, strict=True):
+            torch.testing.assert_close(own.transpose(1, 2), other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_indices_out_of_range_are_refused(kernels: CpuKernels) -> None:

@@ -16,7 +16,7 @@ from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.sampling_kernels import SamplingKernels
-from millrace_shard.models.interface import KVGeometry, MakeLayers, ModelInfo
+from millrace_shard.models.interface import KVGeometry, KVLayer, MakeLayers, ModelInfo
 
 VOCAB_SIZE = 97
 EOS_TOKEN_ID = 96
@@ -67,6 +67,7 @@ class FakeKernels:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> LayerCache:
         """Every value NaN, as the worst that a freed block may hold."""
         shape = (num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
@@ -96,7 +97,7 @@ class FakeModel:
             eos_token_ids=(EOS_TOKEN_ID,),
             window_size=None,
         )
-        self.geometry = KVGeometry(((1, 1),))
+        self.geometry = KVGeometry((KVLayer(1, 1),))
         self.before_forward: Callable[[RaggedBatch], None] = lambda batch: None
         self.poison: int | None = None
         """Sequences that contain this id yield NaN."""

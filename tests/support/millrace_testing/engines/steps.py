@@ -23,12 +23,13 @@ from millrace_shard.model_runner.graph_settings import GraphSettings
 from millrace_shard.model_runner.piecewise_layers import with_pieces
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 from millrace_shard.model_runner.step_planner import StepPlanner
-from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.load import load_model
 from millrace_shard.speculation.factory import Speculation
 from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.structured_output.manager import GrammarManager
 from millrace_testing.models.models import save_tiny
+from millrace_testing.models.poison import poison
 
 NUM_BLOCKS = 48
 MAX_TOKENS = 96
@@ -90,25 +91,20 @@ def _limits(
 
 
 def _poisoned_cache(
-    kernels: Kernels,
-    heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_blocks: int,
+    kernels: Kernels, layer: KVLayer, dtype: torch.dtype, device: torch.device, num_blocks: int
 ) -> LayerCache:
     """A layer's cache full of NaN, but for the reserved blocks."""
-    layer = kernels.new_cache(
+    cache = kernels.new_cache(
         num_blocks=num_blocks + 1,
-        num_kv_heads=heads,
-        head_dim=head_dim,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
         dtype=dtype,
         device=device,
+        scales=layer.scales,
     )
-    layer.keys.fill_(torch.nan)
-    layer.values.fill_(torch.nan)
-    kernels.zero_blocks(layer, torch.tensor([0, num_blocks], device=device))
-    return layer
+    poison(cache)
+    kernels.zero_blocks(cache, torch.tensor([0, num_blocks], device=device))
+    return cache
 
 
 class Stepper:
@@ -129,6 +125,7 @@ class Stepper:
         row_tile: int = 1,
         max_batch_size: int = MAX_BATCH_SIZE,
         adapters: AdapterTable | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """`max_draft_tokens` for a proposer that `use` sets; `pieces` for steps that are no plain decodes."""
         self.device = torch.device(device)
@@ -140,8 +137,8 @@ class Stepper:
         size = model.info.vocab_size
         limits = _limits(kernels, size, max_batch_size, max_draft_tokens, row_tile)
         self.cache = [
-            _poisoned_cache(kernels, heads, head_dim, dtype, self.device, limits.num_blocks)
-            for heads, head_dim in layers
+            _poisoned_cache(kernels, layer, cache_dtype or dtype, self.device, limits.num_blocks)
+            for layer in layers
         ]
         self.batch = Batch(limits, self.device, adapters)
         own = len(model.geometry.layers)

@@ -17,6 +17,7 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.interface import CausalModel
+from millrace_testing.models.poison import poison
 
 CPU = torch.device("cpu")
 VOCAB = 199
@@ -230,6 +231,7 @@ class Driver:
         dtype: torch.dtype,
         num_blocks: int = 64,
         device: torch.device = CPU,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.device = device
@@ -237,16 +239,16 @@ class Driver:
         self.cache = [
             kernels.new_cache(
                 num_blocks=num_blocks,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                dtype=dtype,
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                dtype=cache_dtype or dtype,
                 device=device,
+                scales=layer.scales,
             )
-            for num_kv_heads, head_dim in model.geometry.layers
+            for layer in model.geometry.layers
         ]
-        for layer in self.cache:
-            layer.keys.fill_(torch.nan)
-            layer.values.fill_(torch.nan)
+        for each in self.cache:
+            poison(each)
         self._clear([0])
         # Handed out from both ends, so that a sequence's blocks are not consecutive.
         free = list(range(1, num_blocks))

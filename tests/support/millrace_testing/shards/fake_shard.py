@@ -318,6 +318,7 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
             attention=self.shard.attention,
             deterministic=self.shard.deterministic,
             prefill_logprobs=True,
+            kv_cache_dtype="float32",
             max_draft_tokens=self.shard.max_draft_tokens,
             adapter_modules=self.shard.adapters.modules(),
         )

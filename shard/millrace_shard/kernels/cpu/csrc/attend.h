@@ -1,31 +1,31 @@
 // The attention operator. It works by tiles where shape and dtype allow it, and through ATen's products elsewhere.
 #pragma once
 
-#include "tile_attention.h"
+#include "team_attention.h"
 #include "attention.h"
 
 namespace millrace {
 
 // queries [rows, heads, dim] strided by row; out [rows, heads * dim] contiguous; tables [B, width], starts [B + 1] and
 // contexts [B] int32; sinks [heads] float32 or none. `by_tiles` allows tiles.
-void attend(at::Tensor out, const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-            const at::Tensor& tables, const at::Tensor& starts, const at::Tensor& contexts, double scale,
-            int64_t window, double softcap, bool by_tiles, const std::optional<at::Tensor>& sinks) {
-  const Pages pages(keys, values);
+void attend(at::Tensor out, const at::Tensor& queries, at::TensorList cache, const at::Tensor& tables,
+            const at::Tensor& starts, const at::Tensor& contexts, double scale, int64_t window, double softcap,
+            bool by_tiles, const std::optional<at::Tensor>& sinks) {
+  const Pages pages(cache, queries.scalar_type());
   const int64_t heads = queries.size(1);
   TORCH_CHECK(queries.size(2) == pages.dim && queries.stride(2) == 1);
   TORCH_CHECK(heads == 1 || queries.stride(1) == pages.dim);
   TORCH_CHECK(heads % pages.heads == 0 && pages.dim % kInterleave<BFloat16> == 0);
   TORCH_CHECK(out.is_contiguous() && out.numel() == queries.numel());
-  TORCH_CHECK(queries.scalar_type() == keys.scalar_type() && out.scalar_type() == keys.scalar_type());
+  TORCH_CHECK(out.scalar_type() == queries.scalar_type());
   TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->numel() == heads && sinks->scalar_type() == at::kFloat));
   check_sequences(tables, starts, contexts, queries.size(0));
   dispatch(queries, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const Attention<T> attention{
-        out.mutable_data_ptr<T>(), queries.const_data_ptr<T>(), keys.const_data_ptr<T>(), values.const_data_ptr<T>(),
-        tables.const_data_ptr<int32_t>(), starts.const_data_ptr<int32_t>(), contexts.const_data_ptr<int32_t>(), pages,
-        contexts.numel(), heads, queries.stride(0), tables.stride(0), window, static_cast<float>(scale),
+        out.mutable_data_ptr<T>(), queries.const_data_ptr<T>(), tables.const_data_ptr<int32_t>(),
+        starts.const_data_ptr<int32_t>(), contexts.const_data_ptr<int32_t>(), pages, contexts.numel(), heads,
+        queries.stride(0), tables.stride(0), window, pages.key_scale() * static_cast<float>(scale),
         static_cast<float>(softcap), sinks ? sinks->const_data_ptr<float>() : nullptr};
     if constexpr (std::is_same_v<T, BFloat16>) {
       if (by_tiles && pages.dim % tiles::kDepth == 0) return attend_by_tiles(attention);

@@ -28,15 +28,13 @@ template <typename T>
 struct Attention {
   T* out;
   const T* queries;
-  const T* keys;
-  const T* values;
   const int32_t* tables;
   const int32_t* starts;
   const int32_t* contexts;
   Pages pages;
   int64_t sequences, heads, query_stride, table_width;
   int64_t window;  // 0 for none
-  float scale, softcap;  // softcap 0 for none
+  float scale, softcap;  // of products with keys as they are stored; softcap 0 for none
   const float* sinks = nullptr;  // scores of the heads that have no value, or null
 
   int64_t group() const { return heads / pages.heads; }
@@ -58,24 +56,89 @@ void start_rows(const Attention<T>& a, const Tile& tile, int64_t rows, float sca
   std::fill_n(row_sum, rows, 1.f);
 }
 
+// The scales of the codes of a chunk, in memory of bytes(); null if the cache has none for each position.
+struct ChunkScales {
+  float *keys = nullptr, *values = nullptr;
+
+  ChunkScales() = default;
+
+  ChunkScales(char* memory, const Pages& pages) {
+    if (!pages.has_scales()) return;
+    keys = reinterpret_cast<float*>(memory);
+    values = keys + kChunk;
+  }
+
+  static int64_t bytes() { return 2 * kChunk * static_cast<int64_t>(sizeof(float)); }
+
+  void load(const Pages& pages, const int32_t* blocks, int64_t count, int64_t head) const {
+    for (int64_t page = 0; keys != nullptr && page < count; page++) {
+      const int64_t at = pages.scale_offset(blocks[page], head);
+      std::memcpy(keys + page * kPage, pages.key_scales + at, kPage * sizeof(float));
+      std::memcpy(values + page * kPage, pages.value_scales + at, kPage * sizeof(float));
+    }
+  }
+};
+
+// Working memory of bytes() for the pages of a chunk as values of T; null if the cache has no codes.
+template <typename T>
+struct WidenedPages {
+  T *keys = nullptr, *values = nullptr;
+
+  WidenedPages() = default;
+
+  WidenedPages(char* memory, const Pages& pages) {
+    if (!pages.has_codes()) return;
+    keys = reinterpret_cast<T*>(memory);
+    values = keys + kChunk * pages.dim;
+  }
+
+  static int64_t bytes(const Pages& pages) {
+    return pages.has_codes() ? 2 * kChunk * pages.dim * static_cast<int64_t>(sizeof(T)) : 0;
+  }
+
+  // Page `index` of the chunk, of keys or values: as it is, or widened into `to` if it has codes.
+  const T* page(T* to, void* all, const Pages& pages, int64_t index, int64_t block, int64_t head) const {
+    if (!pages.has_codes()) return pages.page<T>(all, block, head);
+    T* const widened = to + index * kPage * pages.dim;
+    widen_codes(widened, pages.page<uint8_t>(all, block, head), kPage * pages.dim, pages.stored);
+    return widened;
+  }
+};
+
+// Multiplies scores [low, high), multiples of kLanes, by the scales of their keys, if they have any.
+inline void scale_scores(float* scores, const float* scales, int64_t low, int64_t high) {
+  if (scales == nullptr) return;
+  for (int64_t i = low; i < high; i += kLanes) save(scores + i, load(scores + i) * load(scales + i));
+}
+
+// The weights of kLanes values from `at` on, multiplied by the scales of the values, if they have any.
+inline Vec scaled_weights(const Vec& weights, const float* scales, int64_t at) {
+  return scales == nullptr ? weights : weights * load(scales + at);
+}
+
 // Working memory of one tile. A row is a pair of a token and a query head of the group.
 template <typename T>
 struct Workspace {
   int64_t rows, lane_dim;
   float *scores, *sums, *row_max, *row_sum;
   T *weights, *queries;
+  WidenedPages<T> widened;
+  ChunkScales scales;
 
   Workspace(Scratch& scratch, const Attention<T>& a)
       : rows(round_up(a.tile_tokens() * a.group(), 16)), lane_dim(round_up(a.pages.dim, kLanes)) {
     const int64_t floats = rows * (kChunk + lane_dim + 2);
-    const int64_t small = rows * (kChunk + a.pages.dim);
-    char* data = scratch.reserve(floats * sizeof(float) + small * sizeof(T));
+    const int64_t small = rows * (kChunk + a.pages.dim), wide = WidenedPages<T>::bytes(a.pages);
+    char* data = scratch.reserve(floats * sizeof(float) + small * sizeof(T) + wide + ChunkScales::bytes());
     scores = reinterpret_cast<float*>(data);
     sums = scores + rows * kChunk;
     row_max = sums + rows * lane_dim;
     row_sum = row_max + rows;
     weights = reinterpret_cast<T*>(row_sum + rows);
     queries = weights + rows * kChunk;
+    char* const rest = reinterpret_cast<char*>(queries + rows * a.pages.dim);
+    widened = WidenedPages<T>(rest, a.pages);
+    scales = ChunkScales(rest + wide, a.pages);
   }
 };
 
@@ -88,6 +151,7 @@ void softmax_row(const Attention<T>& a, const Workspace<T>& w, int64_t row, Rang
   std::fill(weights, weights + low, T(0));
   std::fill(weights + high, weights + n, T(0));
 
+  scale_scores(scores, w.scales.keys, low, high);
   float scale = a.scale;
   if (a.softcap > 0.f) {
     const Vec inner(scale / a.softcap), cap(a.softcap);
@@ -112,7 +176,7 @@ void softmax_row(const Attention<T>& a, const Workspace<T>& w, int64_t row, Rang
   for (int64_t i = low; i < high; i += kLanes) {
     const Vec weight = (load(scores + i) * scales - shift).exp_u20();
     total = total + weight;
-    save(weights + i, weight);
+    save(weights + i, scaled_weights(weight, w.scales.values, i));
   }
   w.row_sum[row] = w.row_sum[row] * keep + sum(total);
   w.row_max[row] = now;
@@ -133,9 +197,10 @@ void attend_chunk(const Attention<T>& a, const Workspace<T>& w, const Tile& tile
   const int64_t num_pages = std::min(kChunkPages, (end - chunk + kPage - 1) / kPage);
   const int32_t* table = a.tables + tile.sequence * a.table_width + chunk / kPage;
 
+  w.scales.load(a.pages, table, num_pages, tile.head);
   for (int64_t page = 0; page < num_pages; page++) {
-    blas::brgemm(rows, kPage, dim, dim, kPage, kChunk, false, w.queries,
-                 a.keys + a.pages.offset(table[page], tile.head), w.scores + page * kPage, interleaved);
+    const T* keys = w.widened.page(w.widened.keys, a.pages.keys, a.pages, page, table[page], tile.head);
+    blas::brgemm(rows, kPage, dim, dim, kPage, kChunk, false, w.queries, keys, w.scores + page * kPage, interleaved);
   }
   for (int64_t row = 0; row < used; row++) {
     const int64_t position = before + tile.first + row / group;
@@ -147,9 +212,11 @@ void attend_chunk(const Attention<T>& a, const Workspace<T>& w, const Tile& tile
       std::fill_n(w.weights + row * kChunk, num_pages * kPage, T(0));
     }
   }
-  for (int64_t page = 0; page < num_pages; page++)
-    blas::brgemm(rows, dim, kPage, kChunk, dim, w.lane_dim, true, w.weights + page * kPage,
-                 a.values + a.pages.offset(table[page], tile.head), w.sums, interleaved);
+  for (int64_t page = 0; page < num_pages; page++) {
+    const T* values = w.widened.page(w.widened.values, a.pages.values, a.pages, page, table[page], tile.head);
+    blas::brgemm(rows, dim, kPage, kChunk, dim, w.lane_dim, true, w.weights + page * kPage, values, w.sums,
+                 interleaved);
+  }
 }
 
 template <typename T>
@@ -168,7 +235,7 @@ void attend_tile(const Attention<T>& a, const Workspace<T>& w, const Tile& tile)
   for (int64_t chunk = round_down(oldest, kChunk); chunk < end; chunk += kChunk) attend_chunk(a, w, tile, chunk, end);
 
   for (int64_t row = 0; row < rows; row++) {
-    const float inverse = 1.f / w.row_sum[row];
+    const float inverse = a.pages.value_scale() / w.row_sum[row];
     const float* sums = w.sums + row * w.lane_dim;
     T* to = a.out + ((start + tile.first + row / group) * a.heads + tile.head * group + row % group) * dim;
     int64_t i = 0;

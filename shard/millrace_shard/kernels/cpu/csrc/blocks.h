@@ -4,7 +4,7 @@
 
 #include "lora_panels.h"
 #include "norms.h"
-#include "tile_attention.h"
+#include "team_attention.h"
 
 namespace millrace {
 
@@ -169,11 +169,11 @@ class AttentionHalf {
   AttentionHalf(const at::Tensor& y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm,
                 double eps, const at::Tensor& qkv, const at::Tensor& qkv_bias, const at::Tensor& query_norm,
                 const at::Tensor& key_norm, const at::Tensor& out, const at::Tensor& out_bias, const Places& places,
-                const at::Tensor& keys, const at::Tensor& values, int64_t num_heads, double scale, int64_t window,
-                Adapters& adapters, int64_t lora_first)
+                at::TensorList cache, int64_t num_heads, double scale, int64_t window, Adapters& adapters,
+                int64_t lora_first)
       : input_(x, residual, norm, eps),
         result_(y),
-        pages_(keys, values),
+        pages_(cache, at::kBFloat16),
         heads_{num_heads,
                pages_.heads,
                pages_.dim,
@@ -187,8 +187,6 @@ class AttentionHalf {
         second_(out, out_bias, num_heads * pages_.dim, result_.width, result_.count),
         position_(places.positions.const_data_ptr<int64_t>()),
         cache_row_(places.cache_rows.const_data_ptr<int64_t>()),
-        key_pages_(keys.mutable_data_ptr<BFloat16>()),
-        value_pages_(values.mutable_data_ptr<BFloat16>()),
         normed_(nullptr, input_.residual.width),
         attended_(nullptr, num_heads * pages_.dim) {
     check(places, query_norm, key_norm);
@@ -197,10 +195,10 @@ class AttentionHalf {
     normed_ = {normed_scratch.reserve(tiles::Tiled::bytes(rows, input_.residual.width)), input_.residual.width};
     attended_ = {attended_scratch.reserve(tiles::Tiled::bytes(rows, attended_width)), attended_width};
     projected_ = reinterpret_cast<BFloat16*>(qkv_scratch.reserve(rows * width * sizeof(BFloat16)));
-    attention_ = {nullptr, projected_, key_pages_, value_pages_, places.tables.const_data_ptr<int32_t>(),
+    attention_ = {nullptr, projected_, places.tables.const_data_ptr<int32_t>(),
                   places.starts.const_data_ptr<int32_t>(), places.contexts.const_data_ptr<int32_t>(), pages_,
                   places.contexts.numel(), num_heads, width, places.tables.stride(0), window,
-                  static_cast<float>(scale), 0.f};
+                  pages_.key_scale() * static_cast<float>(scale), 0.f};
     if (!adapters.any()) return;
     const int64_t key_start = attended_width, value_start = key_start + pages_.heads * pages_.dim;
     qkvs_ = LoraSite(adapters, lora_first, {0, key_start, value_start}, first_, width);
@@ -261,7 +259,7 @@ class AttentionHalf {
     }
     const BFloat16* key = projected_ + heads_.queries * pages_.dim;
     const Source<BFloat16> from{key, key + pages_.heads * pages_.dim, width, width, pages_.dim, pages_.dim};
-    store_tokens(key_pages_, value_pages_, pages_, cache_row_, from, begin, end, keys);
+    store_tokens(pages_, cache_row_, from, begin, end, keys);
   }
 
   // All checks come first: code inside the parallel region must not throw.
@@ -287,10 +285,10 @@ class AttentionHalf {
   Heads heads_;
   PackedWeight first_, second_;
   const int64_t *position_, *cache_row_;
-  BFloat16 *key_pages_, *value_pages_, *projected_ = nullptr;
+  BFloat16* projected_ = nullptr;
   tiles::Tiled normed_, attended_;
   LoraSite qkvs_, outs_;
-  Attention<BFloat16> attention_{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, pages_};
+  Attention<BFloat16> attention_{nullptr, nullptr, nullptr, nullptr, nullptr, pages_};
 };
 
 // Rows have adapters as in Adapters, whose modules from `lora_first` on are q, k, v and o.
@@ -298,15 +296,14 @@ void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residu
                      const at::Tensor& qkv, const at::Tensor& qkv_bias, const at::Tensor& query_norm,
                      const at::Tensor& key_norm, const at::Tensor& out, const at::Tensor& out_bias,
                      const at::Tensor& rope, const at::Tensor& positions, const at::Tensor& cache_rows,
-                     const at::Tensor& keys, const at::Tensor& values, const at::Tensor& tables,
-                     const at::Tensor& starts, const at::Tensor& contexts, int64_t num_heads, double scale,
-                     int64_t window, const std::optional<at::Tensor>& lora_rows,
-                     const std::optional<at::Tensor>& lora_table, int64_t lora_first,
-                     const std::optional<at::Tensor>& sinks, bool wide) {
+                     at::TensorList cache, const at::Tensor& tables, const at::Tensor& starts,
+                     const at::Tensor& contexts, int64_t num_heads, double scale, int64_t window,
+                     const std::optional<at::Tensor>& lora_rows, const std::optional<at::Tensor>& lora_table,
+                     int64_t lora_first, const std::optional<at::Tensor>& sinks, bool wide) {
   Adapters adapters(lora_rows, lora_table, lora_first, kAttentionModules, y.size(0));
   const Places places{rope, positions, cache_rows, tables, starts, contexts};
-  AttentionHalf half(y, x, residual, norm, eps, qkv, qkv_bias, query_norm, key_norm, out, out_bias, places, keys,
-                           values, num_heads, scale, window, adapters, lora_first);
+  AttentionHalf half(y, x, residual, norm, eps, qkv, qkv_bias, query_norm, key_norm, out, out_bias, places, cache,
+                     num_heads, scale, window, adapters, lora_first);
   static thread_local std::vector<Tile> planned;
   half.set_options(sinks, wide);
   half.plan(planned);

@@ -17,12 +17,12 @@ TORCH_LIBRARY(millrace, library) {
   library.def("rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()");
   library.def("add_rms_norm(Tensor(a!) out, Tensor x, Tensor(b!) residual, Tensor weight, float eps) -> ()");
   library.def("silu_mul(Tensor(a!) out, Tensor gate_up) -> ()");
-  library.def("store(Tensor key, Tensor value, Tensor cache_rows, Tensor(a!) keys, Tensor(b!) values) -> ()");
+  library.def("store(Tensor key, Tensor value, Tensor cache_rows, Tensor(a!)[] cache) -> ()");
   library.def(
-      "rope_store(Tensor(a!) qkv, Tensor rope, Tensor positions, Tensor cache_rows, Tensor(b!) keys, "
-      "Tensor(c!) values, int num_heads) -> ()");
+      "rope_store(Tensor(a!) qkv, Tensor rope, Tensor positions, Tensor cache_rows, Tensor(b!)[] cache, "
+      "int num_heads) -> ()");
   library.def(
-      "attend(Tensor(a!) out, Tensor queries, Tensor keys, Tensor values, Tensor tables, Tensor starts, "
+      "attend(Tensor(a!) out, Tensor queries, Tensor[] cache, Tensor tables, Tensor starts, "
       "Tensor contexts, float scale, int window, float softcap, bool by_tiles, Tensor? sinks=None) -> ()");
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def("packed_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
@@ -46,7 +46,7 @@ TORCH_LIBRARY(millrace, library) {
   library.def(
       "attention_block(Tensor(a!) y, Tensor x, Tensor(b!) residual, Tensor norm, float eps, Tensor qkv, "
       "Tensor qkv_bias, Tensor query_norm, Tensor key_norm, Tensor out, Tensor out_bias, Tensor rope, "
-      "Tensor positions, Tensor cache_rows, Tensor(c!) keys, Tensor(d!) values, Tensor tables, Tensor starts, "
+      "Tensor positions, Tensor cache_rows, Tensor(c!)[] cache, Tensor tables, Tensor starts, "
       "Tensor contexts, int num_heads, float scale, int window, Tensor? lora_rows=None, Tensor? lora_table=None, "
       "int lora_first=0, Tensor? sinks=None, bool wide=False) -> ()");
   library.def(

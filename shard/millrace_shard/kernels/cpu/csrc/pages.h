@@ -2,13 +2,15 @@
 //
 // bfloat16  keys [blocks, heads, dim / 2, 64, 2]   values [blocks, heads, 64 / 2, dim, 2]
 // float32   keys [blocks, heads, dim, 64]          values [blocks, heads, 64, dim]
+//
+// Codes lie in the order of the values of the model's type. Scales of int8 are [blocks, heads, 64].
 #pragma once
 
 #include <ATen/Parallel.h>
 
 #include <cstring>
 
-#include "vectors.h"
+#include "kv_codes.h"
 
 namespace millrace {
 
@@ -16,14 +18,47 @@ constexpr int64_t kPage = 64;
 
 struct Pages {
   int64_t blocks, heads, dim;
+  Stored stored;
+  void *keys, *values;
+  float *key_scales = nullptr, *value_scales = nullptr;  // of codes; fp8 has one of each
 
-  Pages(const at::Tensor& keys, const at::Tensor& values)
-      : blocks(keys.size(0)), heads(keys.size(1)), dim(keys.size(3)) {
-    TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && keys.sizes() == values.sizes());
-    TORCH_CHECK(keys.size(2) == kPage && keys.scalar_type() == values.scalar_type());
+  // `cache` holds keys and values, [blocks, heads, 64, dim] of the model's `type` or of codes, and the codes' scales.
+  Pages(at::TensorList cache, at::ScalarType type)
+      : blocks(cache[0].size(0)),
+        heads(cache[0].size(1)),
+        dim(cache[0].size(3)),
+        stored(stored_as(cache[0].scalar_type())),
+        keys(cache[0].mutable_data_ptr()),
+        values(cache[1].mutable_data_ptr()) {
+    TORCH_CHECK(cache.size() == (has_codes() ? 4 : 2), "millrace: a cache without scales, or with too many tensors");
+    TORCH_CHECK(cache[0].is_contiguous() && cache[1].is_contiguous() && cache[0].sizes() == cache[1].sizes());
+    TORCH_CHECK(cache[0].size(2) == kPage && cache[0].scalar_type() == cache[1].scalar_type());
+    TORCH_CHECK(has_codes() || cache[0].scalar_type() == type);
+    if (!has_codes()) return;
+    for (const at::Tensor& scales : cache.slice(2))
+      TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == at::kFloat &&
+                  scales.numel() == (has_scales() ? blocks * heads * kPage : 1));
+    key_scales = cache[2].mutable_data_ptr<float>();
+    value_scales = cache[3].mutable_data_ptr<float>();
   }
 
-  int64_t offset(int64_t block, int64_t head) const { return (block * heads + head) * kPage * dim; }
+  bool has_codes() const { return stored != Stored::kPlain; }
+  // Whether each position and head has scales of its own.
+  bool has_scales() const { return stored == Stored::kInt8; }
+  // What products with all keys, and sums of all values, are multiplied by.
+  float key_scale() const { return has_codes() && !has_scales() ? *key_scales : 1.f; }
+  float value_scale() const { return has_codes() && !has_scales() ? *value_scales : 1.f; }
+  // Bytes of the keys of a page of one head, if values as they are take `size` bytes.
+  int64_t page_bytes(int64_t size) const { return kPage * dim * (has_codes() ? 1 : size); }
+
+  int64_t scale_offset(int64_t block, int64_t head) const { return (block * heads + head) * kPage; }
+  int64_t offset(int64_t block, int64_t head) const { return scale_offset(block, head) * dim; }
+
+  // The keys, or the values, of a page, as values of T or as codes.
+  template <typename T>
+  T* page(void* all, int64_t block, int64_t head) const {
+    return static_cast<T*>(all) + offset(block, head);
+  }
 };
 
 // Keys and values of one head for consecutive slots of a page, in memory `stride` apart.
@@ -33,18 +68,17 @@ struct Run {
   int64_t key_stride, value_stride, slot, count;
 };
 
-// Writes the page in the order of its addresses, since even one slot touches every line of it.
-template <typename T>
+// Writes the page in the order of its addresses, since even one slot touches every line of it. W positions of values,
+// or channels of keys, are interleaved.
+template <int64_t W, typename T>
 void store_keys(T* page, const Run<T>& run, int64_t dim) {
-  constexpr int64_t W = kInterleave<T>;
   for (int64_t i = 0; i < dim; i += W)
     for (int64_t t = 0; t < run.count; t++)
       std::memcpy(page + i * kPage + (run.slot + t) * W, run.key + t * run.key_stride + i, W * sizeof(T));
 }
 
-template <typename T>
+template <int64_t W, typename T>
 void store_values(T* page, const Run<T>& run, int64_t dim) {
-  constexpr int64_t W = kInterleave<T>;
   for (int64_t t = 0; t < run.count; t++) {
     const T* value = run.value + t * run.value_stride;
     T* to = page + (run.slot + t) / W * dim * W + (run.slot + t) % W;
@@ -68,44 +102,81 @@ struct Source {
   int64_t key_token, value_token, key_head, value_head;
 };
 
+// Encodes the keys and values of a run, and returns the run of their codes.
+template <typename T>
+Run<uint8_t> encode(const Pages& pages, int64_t block, int64_t head, const Run<T>& run) {
+  static thread_local Scratch scratch;
+  const int64_t dim = pages.dim, half = kPage * dim;
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(scratch.reserve(2 * half));
+  for (int64_t t = 0; t < run.count; t++) {
+    const T *key = run.key + t * run.key_stride, *value = run.value + t * run.value_stride;
+    uint8_t *key_codes = codes + t * dim, *value_codes = key_codes + half;
+    switch (pages.stored) {
+      case Stored::kPlain: break;
+      case Stored::kInt8: {
+        const int64_t at = pages.scale_offset(block, head) + run.slot + t;
+        pages.key_scales[at] = encode_int8(key_codes, key, dim);
+        pages.value_scales[at] = encode_int8(value_codes, value, dim);
+        break;
+      }
+      case Stored::kE4m3:
+        encode_fp8<c10::Float8_e4m3fn>(key_codes, key, dim, *pages.key_scales);
+        encode_fp8<c10::Float8_e4m3fn>(value_codes, value, dim, *pages.value_scales);
+        break;
+      case Stored::kE5m2:
+        encode_fp8<c10::Float8_e5m2>(key_codes, key, dim, *pages.key_scales);
+        encode_fp8<c10::Float8_e5m2>(value_codes, value, dim, *pages.value_scales);
+        break;
+    }
+  }
+  return {codes, codes + half, dim, dim, run.slot, run.count};
+}
+
+template <typename T>
+void store_run(const Pages& pages, int64_t block, int64_t head, const Run<T>& run) {
+  constexpr int64_t W = kInterleave<T>;
+  if (pages.has_codes()) {
+    const Run<uint8_t> codes = encode(pages, block, head, run);
+    store_keys<W>(pages.page<uint8_t>(pages.keys, block, head), codes, pages.dim);
+    store_values<W>(pages.page<uint8_t>(pages.values, block, head), codes, pages.dim);
+  } else {
+    store_keys<W>(pages.page<T>(pages.keys, block, head), run, pages.dim);
+    store_values<W>(pages.page<T>(pages.values, block, head), run, pages.dim);
+  }
+}
+
 // Stores `heads` of tokens [begin, end) at their cache rows, in runs of consecutive slots of a page.
 template <typename T>
-void store_tokens(T* keys, T* values, const Pages& pages, const int64_t* cache_rows, const Source<T>& from,
-                  int64_t begin, int64_t end, Range heads) {
+void store_tokens(const Pages& pages, const int64_t* cache_rows, const Source<T>& from, int64_t begin, int64_t end,
+                  Range heads) {
   while (begin < end) {
     const int64_t first = cache_rows[begin], block = first / kPage;
     TORCH_CHECK(first >= 0 && block < pages.blocks, "millrace: cache row out of range");
     int64_t count = 1;
     while (begin + count < end && cache_rows[begin + count] == first + count && (first + count) / kPage == block) count++;
-    for (int64_t head = heads.low; head < heads.high; head++) {
-      const Run<T> run{from.keys + begin * from.key_token + head * from.key_head,
-                       from.values + begin * from.value_token + head * from.value_head,
-                       from.key_token, from.value_token, first % kPage, count};
-      store_keys(keys + pages.offset(block, head), run, pages.dim);
-      store_values(values + pages.offset(block, head), run, pages.dim);
-    }
+    for (int64_t head = heads.low; head < heads.high; head++)
+      store_run<T>(pages, block, head,
+                   {from.keys + begin * from.key_token + head * from.key_head,
+                    from.values + begin * from.value_token + head * from.value_head, from.key_token, from.value_token,
+                    first % kPage, count});
     begin += count;
   }
 }
 
 // Stores key and value [rows, heads, dim], whose last stride is 1, at cache_rows [rows] int64.
-void store(const at::Tensor& key, const at::Tensor& value, const at::Tensor& cache_rows, at::Tensor keys,
-           at::Tensor values) {
-  const Pages pages(keys, values);
+void store(const at::Tensor& key, const at::Tensor& value, const at::Tensor& cache_rows, at::TensorList cache) {
+  const Pages pages(cache, key.scalar_type());
   TORCH_CHECK(key.sizes() == value.sizes() && key.size(1) == pages.heads && key.size(2) == pages.dim);
   TORCH_CHECK(key.stride(2) == 1 && value.stride(2) == 1 && cache_rows.is_contiguous());
-  TORCH_CHECK(cache_rows.numel() == key.size(0) && key.scalar_type() == keys.scalar_type() &&
-              value.scalar_type() == keys.scalar_type());
+  TORCH_CHECK(cache_rows.numel() == key.size(0) && value.scalar_type() == key.scalar_type());
   dispatch(key, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const T* k = key.const_data_ptr<T>();
     const T* v = value.const_data_ptr<T>();
     const int64_t* rows = cache_rows.const_data_ptr<int64_t>();
-    T* kp = keys.mutable_data_ptr<T>();
-    T* vp = values.mutable_data_ptr<T>();
     const Source<T> from{k, v, key.stride(0), value.stride(0), key.stride(1), value.stride(1)};
     at::parallel_for(0, key.size(0), 32, [&](int64_t begin, int64_t end) {
-      store_tokens(kp, vp, pages, rows, from, begin, end, {0, pages.heads});
+      store_tokens(pages, rows, from, begin, end, {0, pages.heads});
     });
   });
 }
@@ -131,10 +202,10 @@ void rotate(T* x, const float* rope, int64_t half) {
 // Rotates the queries and keys of qkv [rows, (num_heads + 2 * heads) * dim], contiguous, in place; stores keys and
 // values.
 void rope_store(at::Tensor qkv, const at::Tensor& rope, const at::Tensor& positions, const at::Tensor& cache_rows,
-                at::Tensor keys, at::Tensor values, int64_t num_heads) {
-  const Pages pages(keys, values);
+                at::TensorList cache, int64_t num_heads) {
+  const Pages pages(cache, qkv.scalar_type());
   const int64_t dim = pages.dim, width = (num_heads + 2 * pages.heads) * dim, rotary = rope.size(1);
-  TORCH_CHECK(qkv.is_contiguous() && qkv.size(1) == width && qkv.scalar_type() == keys.scalar_type());
+  TORCH_CHECK(qkv.is_contiguous() && qkv.size(1) == width);
   TORCH_CHECK(rope.is_contiguous() && rope.scalar_type() == at::kFloat && rotary % 2 == 0 && rotary <= dim);
   TORCH_CHECK(positions.is_contiguous() && cache_rows.is_contiguous());
   TORCH_CHECK(positions.numel() == qkv.size(0) && cache_rows.numel() == qkv.size(0));
@@ -144,8 +215,6 @@ void rope_store(at::Tensor qkv, const at::Tensor& rope, const at::Tensor& positi
     const float* table = rope.const_data_ptr<float>();
     const int64_t* position = positions.const_data_ptr<int64_t>();
     const int64_t* rows = cache_rows.const_data_ptr<int64_t>();
-    T* kp = keys.mutable_data_ptr<T>();
-    T* vp = values.mutable_data_ptr<T>();
     const T* key = x + num_heads * dim;
     const Source<T> from{key, key + pages.heads * dim, width, width, dim, dim};
     at::parallel_for(0, qkv.size(0), 16, [&](int64_t begin, int64_t end) {
@@ -154,7 +223,7 @@ void rope_store(at::Tensor qkv, const at::Tensor& rope, const at::Tensor& positi
         for (int64_t head = 0; head < num_heads + pages.heads; head++)
           rotate(x + t * width + head * dim, table + position[t] * rotary, rotary / 2);
       }
-      store_tokens(kp, vp, pages, rows, from, begin, end, {0, pages.heads});
+      store_tokens(pages, rows, from, begin, end, {0, pages.heads});
     });
   });
 }

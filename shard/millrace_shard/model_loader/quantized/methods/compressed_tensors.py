@@ -60,8 +60,6 @@ def compressed_tensors(settings: Settings) -> Quantization:
     notes = []
     if any(isinstance(g, dict) and g.get("input_activations") for g in found.values()):
         notes.append(EXACT)
-    if settings.value("kv_cache_scheme") is not None:
-        notes.append("kv_cache_scheme is not used")
     return Quantization(
         method=METHOD,
         summary=f"{METHOD}, {'; '.join(summaries)}",
