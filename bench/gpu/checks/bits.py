@@ -15,6 +15,10 @@ from bench.gpu.figures import check
 from bench.gpu.setting import Emit, Setting
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.layer.layer_weights import LinearWeights
+from millrace_shard.kernels.quantized.code_format import CodeFormat
+from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.stored_weight import StoredWeight
 
 NUM_KV_HEADS = 2
 CHUNK = 9
@@ -158,8 +162,10 @@ def differing_operators(kernels: Kernels, dtype: torch.dtype, device: torch.devi
     x, norm = random(max(COMPANY_ROWS), 2 * HIDDEN), random(2 * HIDDEN)
     linear = kernels.linear(random(HIDDEN, 2 * HIDDEN) / HIDDEN**0.5)
     head = kernels.head(random(HIDDEN, 2 * HIDDEN) / HIDDEN**0.5)
+    coded = kernels.linear_from(LinearWeights(StoredWeight((_codes(device),), dtype, device)))
     operators: dict[str, Callable[[Tensor], Tensor]] = {
         "linear": linear,
+        "linear over codes": coded,
         "head": head,
         "norm": lambda rows: kernels.rms_norm(rows, norm, 1e-5),
         "activation": kernels.silu_mul,
@@ -169,6 +175,12 @@ def differing_operators(kernels: Kernels, dtype: torch.dtype, device: torch.devi
         for name, operator in operators.items()
         if any(not torch.equal(operator(x[:rows])[:1], operator(x[:1])) for rows in COMPANY_ROWS)
     ]
+
+
+def _codes(device: torch.device) -> QuantizedTensor:
+    """A weight of 4 bits with zero points."""
+    found = CodeFormat(values=tuple(range(16)), group_size=128, has_offsets=True)
+    return found.random(HIDDEN, 2 * HIDDEN, device)
 
 
 def _cases(setting: Setting, dtype: torch.dtype) -> Iterator[Case]:

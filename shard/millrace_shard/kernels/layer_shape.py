@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from millrace_shard.kernels.quantized.code_format import CodeFormat
+
 AttentionKind = tuple[int | None, float | None]
 """Window and soft cap of a layer's attention."""
 
@@ -29,6 +31,8 @@ class LayerShape:
     """Outputs and inputs of the output head, if known."""
     cache_dtype: torch.dtype | None = None
     """The dtype of keys and values in the cache; None: that of the model."""
+    formats: tuple[CodeFormat, ...] = ()
+    """The formats of the linears and the head whose weights are codes, each once."""
 
     @classmethod
     def small(cls, head_dim: int, cache_dtype: torch.dtype | None = None) -> LayerShape:

@@ -10,8 +10,8 @@ from torch import Tensor
 from millrace_shard.device.staged_copies import Copy, copy_directly
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 
-ELEMENTS_PER_PASS = 1 << 22
-"""Elements that are widened to float32 at a time."""
+ELEMENTS_PER_PASS = 1 << 18
+"""Elements that are widened to float32 at a time: intermediate tensors stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from millrace_shard.batch.step import Forward
 from millrace_shard.device import transfers
 from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.layer.layer_weights import LinearWeights
+from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_shard.model_runner.graph_capture import CudaCapture
 from millrace_shard.model_runner.graph_settings import GraphSettings
 from millrace_shard.models.interface import CausalModel
@@ -24,6 +26,7 @@ from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.engines.steps import SAMPLING, Stepper, beside, ints, tiny_llama
 from millrace_testing.models.models import prompt_of
+from millrace_testing.quantized.code_formats import random_codes
 
 WAITING = {
     "_local_scalar_dense",
@@ -174,6 +177,21 @@ def gpu() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     return torch.device("cuda", 0)
+
+
+def test_linears_over_codes_do_not_wait() -> None:
+    pytest.importorskip("triton", reason="no Triton for this platform")
+    cuda = import_module("millrace_shard.kernels.cuda.operators")
+    parts = (
+        random_codes("int4 with zeros", 8, 128, 64, in_order=False),
+        random_codes("nf4", 8, 128, 64),
+    )
+    cpu = torch.device("cpu")
+    weights = LinearWeights(StoredWeight(parts, torch.bfloat16, cpu), torch.zeros(16))
+    linear = cuda.CudaKernels(deterministic=True).linear_from(weights)
+    x = torch.ones(3, 128, dtype=torch.bfloat16)
+    with no_waiting():
+        assert linear(x).shape == (3, 16)
 
 
 @contextmanager

@@ -18,11 +18,13 @@ from millrace_shard.kernels.base import Experts, LayerCache, Linear
 from millrace_shard.kernels.cuda import triton_rope, triton_rows
 from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
 from millrace_shard.kernels.cuda.experts.grouped_experts import GroupedExperts
+from millrace_shard.kernels.cuda.quantized.quantized_linear import has_codes, linear_of_parts
 from millrace_shard.kernels.cuda.triton_linear import FixedOrderLinear
 from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
 from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
 from millrace_shard.kernels.layer.activation import Activation
 from millrace_shard.kernels.layer.blocks import ComposedBlocks
+from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.layer.norm_weights import HeadNorms
 from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.lora.triton_lora import TritonAdaptedLinear
@@ -62,6 +64,14 @@ class CudaKernels(ComposedBlocks):
         """Keep `weight` [out, in] and `bias` [out] as they are."""
         return (FixedOrderLinear if self.deterministic else PlainLinear)(weight, bias)
 
+    def linear_from(self, weights: LinearWeights) -> Linear:
+        """A linear over a copy of the weight, whose codes stay packed, with its adapters."""
+        weight = weights.weight
+        if not has_codes(weight):
+            return super().linear_from(weights)
+        linear = linear_of_parts(weight, weights.bias, self.linear, weight.dtype)
+        return self.adapted(linear, weights.lora)
+
     def adapted(self, linear: Linear, site: LoraSite | None) -> Linear:
         """`linear` with the adapters of `site`, by Triton; `linear` itself without a site."""
         return linear if site is None else TritonAdaptedLinear(linear, site)
@@ -83,6 +93,14 @@ class CudaKernels(ComposedBlocks):
         if weights.activation is Activation.GELU_TANH:
             return super().experts(weights)
         return GroupedExperts(self, weights)
+
+    def head_from(self, weights: LinearWeights) -> Linear:
+        """An output head over a copy of the weight, whose codes stay packed, with its adapters."""
+        weight = weights.weight
+        if not has_codes(weight):
+            return super().head_from(weights)
+        head = linear_of_parts(weight, None, lambda part, _: self.head(part), torch.float32)
+        return self.adapted(head, weights.lora)
 
     def new_cache(
         self,

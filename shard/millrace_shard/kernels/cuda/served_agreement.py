@@ -1,11 +1,13 @@
 """The agreement check on the shapes that a model is served with, for kernels that are compiled for each shape.
 
 It includes contexts past position 8192, where spans of keys grow, and more sequences than the kernels look at in one
-read. In deterministic mode a row must have the same bits alone, in company, in a chunk and in a prompt.
+read, and the formats of codes of its linears. In deterministic mode a row must have the same bits alone, in company, in
+a chunk and in a prompt.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -25,7 +27,10 @@ from millrace_shard.kernels.base import Kernels, Linear
 from millrace_shard.kernels.cuda import sampling_agreement
 from millrace_shard.kernels.experts.experts_agreement import experts_weights
 from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
+from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.layer_shape import AttentionKind, LayerShape
+from millrace_shard.kernels.quantized.code_format import CodeFormat
+from millrace_shard.kernels.stored_weight import StoredWeight
 
 PROMPT = 70
 CHUNK = 9
@@ -58,6 +63,13 @@ def served_difference(
             for each in (kernels, oracle)
         )
         differences.append(distance(ours, theirs))
+    for (outputs, inputs), format_ in _products(shape):
+        weight, x = (
+            _coded(format_, outputs, inputs, dtype, device),
+            Random(dtype, device)(1, inputs),
+        )
+        ours, theirs = ([each.linear_from(weight)(x)] for each in (kernels, oracle))
+        differences.append(distance(ours, theirs))
     if kernels.sampling is not None:
         vocab_size = sampling_agreement.UNEVEN_VOCAB if shape.head is None else shape.head[0]
         pairs = sampling_agreement.outputs(kernels.sampling, vocab_size, device)
@@ -75,6 +87,9 @@ def differing_bits(
             way = _SequenceInSteps(kernels, random, shape, context).differing_step(kind)
             if way is not None:
                 return f"attention with window {kind[0]} and context {context}, {way}"
+    differing = _differing_linear(kernels, random, shape)
+    if differing is not None:
+        return differing
     for name, operator, inputs in _row_operators(kernels, random, shape):
         if not _is_invariant(operator, random(MANY_ROWS, inputs)):
             return name
@@ -85,13 +100,6 @@ def _row_operators(
     kernels: Kernels, random: Random, shape: LayerShape
 ) -> Iterator[tuple[str, Callable[[Tensor], Tensor], int]]:
     """The operators over rows, with their names and the widths of their rows."""
-    sizes: list[tuple[tuple[int, int], Callable[[Tensor], Linear]]]
-    sizes = [(size, kernels.linear) for size in dict.fromkeys(shape.linears)]
-    if shape.head is not None:
-        sizes.append((shape.head, kernels.head))
-    for (outputs, inputs), build in sizes:
-        linear = _random_linear(build, outputs, inputs, random.dtype, random.device)
-        yield f"a linear of {inputs} inputs and {outputs} outputs", linear, inputs
     for hidden, inter, top_k in shape.experts:
         rule = RoutingRule(top_k=top_k, scoring=Scoring.SOFTMAX)
         weights = experts_weights(
@@ -192,6 +200,36 @@ def _random_linear(
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(outputs, inputs, dtype=dtype, device=device, generator=generator)
     return build(weight / inputs**0.5)
+
+
+def _differing_linear(kernels: Kernels, random: Random, shape: LayerShape) -> str | None:
+    sizes: list[tuple[tuple[int, int], Callable[[Tensor], Linear]]]
+    sizes = [(size, kernels.linear) for size in dict.fromkeys(shape.linears)]
+    if shape.head is not None:
+        sizes.append((shape.head, kernels.head))
+    for (outputs, inputs), build in sizes:
+        linear = _random_linear(build, outputs, inputs, random.dtype, random.device)
+        if not _is_invariant(linear, random(MANY_ROWS, inputs)):
+            return f"a linear of {inputs} inputs and {outputs} outputs"
+    for (outputs, inputs), format_ in _products(shape):
+        linear = kernels.linear_from(_coded(format_, outputs, inputs, random.dtype, random.device))
+        if not _is_invariant(linear, random(MANY_ROWS, inputs)):
+            return f"a linear over codes of {inputs} inputs and {outputs} outputs"
+    return None
+
+
+def _products(shape: LayerShape) -> Iterator[tuple[tuple[int, int], CodeFormat]]:
+    """Outputs and inputs of linears, each with each format of codes."""
+    sizes = dict.fromkeys(shape.linears if shape.head is None else (*shape.linears, shape.head))
+    return itertools.product(sizes, shape.formats)
+
+
+def _coded(
+    format_: CodeFormat, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device
+) -> LinearWeights:
+    """A weight of random codes, made on the device."""
+    part = format_.random(outputs, inputs, device)
+    return LinearWeights(StoredWeight((part,), dtype, device))
 
 
 def _is_invariant(operator: Callable[[Tensor], Tensor], x: Tensor) -> bool:

@@ -29,6 +29,32 @@ _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 _TILES_PER_GROUP = tl.constexpr(8)
 
 
+@triton.jit
+def tile_of(num_rows, num_outputs, rows: tl.constexpr, outputs: tl.constexpr):
+    """The rows [rows] and outputs [outputs] of a program, whose id is on axis 0; those that share weights are close."""
+    row_tiles = tl.cdiv(num_rows, rows)
+    output_tiles = tl.cdiv(num_outputs, outputs)
+    tile = tl.program_id(0)
+    first = tile // (_TILES_PER_GROUP * output_tiles) * _TILES_PER_GROUP
+    height = tl.minimum(row_tiles - first, _TILES_PER_GROUP)
+    within = tile % (_TILES_PER_GROUP * output_tiles)
+    row = (first + within % height) * rows + tl.arange(0, rows)
+    output = within // height * outputs + tl.arange(0, outputs)
+    return row, output
+
+
+@triton.jit
+def dot(left, right, total):
+    """`total` + `left` [m, k] @ `right` [k, n], in float32."""
+    if _INTERPRETED:
+        # numpy's products of matrices take their sums in an order that follows from the shapes.
+        pairs = left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :]
+        total += tl.sum(pairs, 1)
+    else:
+        total = tl.dot(left, right, total, input_precision="ieee")
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _multiply(
     out,
@@ -49,16 +75,9 @@ def _multiply(
 ):
     """Add `parts` parts per program to `out` [grid[1], num_rows, num_outputs]; grid (tiles, any).
 
-    Programs that share weights run close together. With `whole_blocks`, `num_inputs` is a multiple of `inputs`.
+    With `whole_blocks`, `num_inputs` is a multiple of `inputs`.
     """
-    row_tiles = tl.cdiv(num_rows, rows)
-    output_tiles = tl.cdiv(num_outputs, outputs)
-    tile = tl.program_id(0)
-    first = tile // (_TILES_PER_GROUP * output_tiles) * _TILES_PER_GROUP
-    height = tl.minimum(row_tiles - first, _TILES_PER_GROUP)
-    within = tile % (_TILES_PER_GROUP * output_tiles)
-    row = (first + within % height) * rows + tl.arange(0, rows)
-    output = within // height * outputs + tl.arange(0, outputs)
+    row, output = tile_of(num_rows, num_outputs, rows, outputs)
     given = (row < num_rows)[:, None]
     wanted = (output < num_outputs)[:, None]
     at = tl.arange(0, inputs)
@@ -77,13 +96,7 @@ def _multiply(
                 known = column < num_inputs
                 left = tl.load(weight_rows + column, mask=wanted & known, other=0.0)
                 right = tl.load(x_rows + column, mask=given & known, other=0.0)
-            right = tl.trans(right)
-            if _INTERPRETED:
-                # numpy's products of matrices take their sums in an order that follows from the shapes.
-                pairs = left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :]
-                product += tl.sum(pairs, 1)
-            else:
-                product = tl.dot(left, right, product, input_precision="ieee")
+            product = dot(left, tl.trans(right), product)
         total += product
     if has_bias:
         added = tl.load(bias + output, mask=output < num_outputs, other=0.0)
@@ -117,6 +130,22 @@ def _add_parts(
     tl.store(out + row * num_outputs + output, total.to(out.dtype.element_ty), mask=mask)
 
 
+def add_parts(out: Tensor, partials: Tensor, bias: Tensor | None) -> None:
+    """Overwrite `out` [rows, outputs] with the sum of `partials` [parts, rows, outputs] in order, and `bias`."""
+    num_parts, num_rows, num_outputs = partials.shape
+    _add_parts[(num_rows, triton.cdiv(num_outputs, COLUMNS))](
+        out,
+        partials,
+        partials if bias is None else bias,
+        num_rows,
+        num_outputs,
+        parts=num_parts,
+        has_bias=bias is not None,
+        columns=COLUMNS,
+        num_warps=4,
+    )
+
+
 class FixedOrderLinear:
     """`F.linear` that adds the products of an output in the same order for any number of rows."""
 
@@ -141,17 +170,7 @@ class FixedOrderLinear:
             return out
         partials = x.new_empty(self._num_parts, num_rows, num_outputs, dtype=torch.float32)
         self._launch(partials, x, num_programs=self._num_parts, bias=None)
-        _add_parts[(num_rows, triton.cdiv(num_outputs, COLUMNS))](
-            out,
-            partials,
-            partials if self._bias is None else self._bias,
-            num_rows,
-            num_outputs,
-            parts=self._num_parts,
-            has_bias=self._bias is not None,
-            columns=COLUMNS,
-            num_warps=4,
-        )
+        add_parts(out, partials, self._bias)
         return out
 
     def _launch(self, out: Tensor, x: Tensor, *, num_programs: int, bias: Tensor | None) -> None:

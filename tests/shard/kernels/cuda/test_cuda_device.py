@@ -15,7 +15,10 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cuda.operators import CudaKernels
+from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_testing.quantized.code_formats import TABLES, code_format
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -79,6 +82,27 @@ def test_linear_is_independent_of_the_batch(inputs: int) -> None:
         whole = linear(x)
         for rows in (1, 63, 64, 300):
             assert torch.equal(linear(x[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_linear_over_codes_is_right_and_independent_of_the_batch(name: str) -> None:
+    part = code_format(name, 128).random(1000, 4096, DEVICE)
+    weights = LinearWeights(StoredWeight((part,), BF16, DEVICE))
+    head = CudaKernels(deterministic=True).head_from(weights)
+    x = torch.randn(700, 4096, device=DEVICE).to(BF16)
+    whole = head(x)
+    torch.testing.assert_close(
+        whole.double(), x.double() @ part.dequantized().double().T, rtol=1e-4, atol=1e-4
+    )
+    for rows in (1, 63, 64, 300):
+        assert torch.equal(head(x[:rows]), whole[:rows])
+    graph = torch.cuda.CUDAGraph()
+    few = x[:3].clone()
+    with torch.cuda.graph(graph):
+        out = head(few)
+    few.copy_(x[3:6])
+    graph.replay()
+    assert torch.equal(out, whole[3:6])
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "fixed"])

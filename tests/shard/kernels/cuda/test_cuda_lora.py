@@ -30,6 +30,7 @@ from millrace_shard.kernels.lora.packed_adapter import PackedAdapter
 from millrace_shard.kernels.lora.triton_lora import TritonAdaptedLinear
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_testing.quantized.code_formats import random_codes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # In parts of 1 + size. The interpreter casts to bfloat16 by cutting off, as numpy has none.
@@ -244,14 +245,32 @@ def test_an_adapter_in_place_of_another_one_and_rows_that_are_views() -> None:
     assert torch.equal(bench(x, [1, 0, 5])[:2], bench.base(x)[:2])
 
 
-def test_the_head_adds_to_float32_logits() -> None:
+def test_a_linear_over_codes_has_the_adapters_too() -> None:
+    bench = Bench(FP32)
+    codes = random_codes("int4", sum(OUTPUTS), INPUTS, 128)
+    stored = StoredWeight((codes,), FP32, DEVICE)
+    weights = LinearWeights(stored, lora=bench.table.sites[-1])
+    bench.linear = CudaKernels(deterministic=True).linear_from(weights)
+    bench.weight = codes.dequantized().to(DEVICE)
+    assert is_right(bench, 7)
+
+
+@pytest.mark.parametrize("over_codes", [False, True])
+def test_the_head_adds_to_float32_logits(over_codes: bool) -> None:
     table = AdapterTable(DEVICE)
     part = LoraPart(
         name="lm_head", inputs=96, outputs=70, input_range=(0, 96), output_range=(0, 70)
     )
     site = table.add_site([part], is_head=True)
     weight = normal(70, 96, seed=1).to(DEVICE, FP16)
-    head = CudaKernels(deterministic=True).head(weight, site)
+    kernels = CudaKernels(deterministic=True)
+    if over_codes:
+        codes = random_codes("int8", 70, 96, None)
+        weight = codes.dequantized().to(DEVICE)
+        stored = StoredWeight((codes,), FP16, DEVICE)
+        head = kernels.head_from(LinearWeights(stored, lora=site))
+    else:
+        head = kernels.head(weight, site)
     table.resize(1)
     own = module(5, 96, 70, bias=False, seed=2)
     packed = AdapterPacker(table, FP16).pack({"lm_head": own})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from millrace_shard.kernels.base import Experts, LayerCache, Linear
 from millrace_shard.kernels.cuda import served_agreement
 from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_difference
 from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
+from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.kernels.quantized.code_format import CodeFormat
 from millrace_shard.kernels.ragged import RaggedBatch
 
 FP32 = torch.float32
@@ -27,6 +30,10 @@ SHAPE = LayerShape(
     experts=((16, 8, 2),),
     linears=((40, 600), (24, 16)),
     head=(50, 16),
+)
+FORMATS = (
+    CodeFormat(values=tuple(range(-8, 8)), group_size=64, has_offsets=True),
+    CodeFormat(values=tuple(range(256)), group_size=None, has_input_order=True),
 )
 ORACLE = PlainKernels(deterministic=False)
 
@@ -73,6 +80,21 @@ def test_long_contexts_begin_their_windows_within_a_span() -> None:
         assert all(begin // 64 * 64 % 256 for begin in begins)
 
 
+class Uncentred(PlainKernels):
+    """Kernels that are wrong over codes."""
+
+    def linear_from(self, weights: LinearWeights) -> Linear:
+        linear = super().linear_from(weights)
+        return lambda x: linear(x) + 0.2
+
+
+@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, formats=FORMATS)])
+def test_it_covers_the_formats_of_the_codes(shape: LayerShape) -> None:
+    kernels = Uncentred(deterministic=False)
+    difference = served_difference(kernels, ORACLE, dtype=FP32, shape=shape)
+    assert (difference > TOLERANCE[FP32]) == bool(shape.formats)
+
+
 class Nudged(PlainKernels):
     """Deterministic kernels, of which one operator adds a last bit in steps of some kind."""
 
@@ -98,6 +120,11 @@ class Nudged(PlainKernels):
     def experts(self, weights: ExpertsWeights) -> Experts:
         experts = super().experts(weights)
         return lambda x: self._nudged("experts", experts(x))
+
+    def linear_from(self, weights: LinearWeights) -> Linear:
+        linear = super().linear_from(weights)
+        name = f"coded {weights.weight.shape[0]}"
+        return lambda x: self._nudged(name, linear(x))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._nudged("norm", super().rms_norm(x, weight, eps))
@@ -127,6 +154,8 @@ def company(count: int) -> tuple[int, ...]:
         ("linear 24", {70}, "16 inputs and 24 outputs"),
         ("linear 50", {41}, "16 inputs and 50 outputs"),
         ("experts", {41}, "experts of 16 and 8 channels"),
+        ("coded 24", {70}, "codes of 16 inputs and 24 outputs"),
+        ("coded 50", {1}, "codes of 16 inputs and 50 outputs"),
         ("norm", {9}, "the norm"),
         ("silu", {300}, "the activation"),
     ],
@@ -134,7 +163,8 @@ def company(count: int) -> tuple[int, ...]:
 def test_bits_that_depend_on_the_step_are_found(
     where: str, counts: set[tuple[int, ...]] | set[int], found: str | None
 ) -> None:
-    named = differing_bits(Nudged(where, counts), dtype=FP32, shape=SHAPE)
+    shape = replace(SHAPE, formats=FORMATS)
+    named = differing_bits(Nudged(where, counts), dtype=FP32, shape=shape)
     assert named is None if found is None else named is not None and named.endswith(found)
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ from millrace_shard.kernels.cuda.cuda_attention import (
 )
 from millrace_shard.kernels.cuda.experts import grouped_experts, triton_choice, triton_experts
 from millrace_shard.kernels.cuda.linear_tilings import RowTiling
+from millrace_shard.kernels.cuda.quantized import triton_quantized
+from millrace_shard.kernels.cuda.quantized.packed_codes import step_length
+from millrace_shard.kernels.cuda.quantized.quantized_linear import SUM_STEPS
 from millrace_shard.kernels.lora import triton_lora
 from millrace_testing.engines.triton_compiler import SHARED_BYTES, Compiled, compile_kernel
 
@@ -38,6 +41,26 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 HEAD_DIMS = (64, 72, 80, 96, 128, 160, 192, 256)
 CAPABILITIES = (80, 90)
+CODES: dict[str, tuple[dict[str, Any], int | None]] = {
+    name: (
+        {
+            "bits": 8 if name in ("int8", "e4m3") else 4,
+            "least": -8,
+            "has_lookup": not name.startswith("int"),
+            "has_remainder": name == "nf4",
+            "has_offsets": name == "int4 with zeros",
+        },
+        group_size,
+    )
+    for name, group_size in (
+        *(("int4", 128), ("int4 with zeros", 128), ("nf4", 64), ("e2m1", 32), ("nvfp4", 16)),
+        *(("int8", None), ("e4m3", 128)),
+    )
+}
+"""The constants of the linear over codes for each format, and the size of its groups; None: all inputs."""
+MANY_INPUTS = 4096
+SUMS: dict[str, Any] = {"group_steps": 2, "inputs": 64, "steps": SUM_STEPS}
+"""The constants of the sums of inputs."""
 Heads = tuple[int, int]
 """Query heads per key-value head, and head_dim."""
 
@@ -84,6 +107,29 @@ def linear(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
                 whole_blocks=True,
                 **dataclasses.asdict(tiling),
             )
+
+
+def codes(
+    dtype: torch.dtype, capability: int, kinds: Sequence[str] = tuple(CODES)
+) -> Iterator[Compiled]:
+    """Compile the linear over codes: in one program with bias for many rows, else in parts, with each tile of rows."""
+    tilings = (linear_tilings.FLOAT32,) if dtype == FP32 else linear_tilings.TENSOR_CORES
+    for kind, tiling in itertools.product(kinds, tilings):
+        facts, group_size = CODES[kind]
+        step = step_length(group_size or MANY_INPUTS, dtype)
+        is_last = tiling is tilings[-1]
+        yield compile_kernel(
+            triton_quantized._multiply_codes,
+            dtype,
+            capability,
+            out_dtype=dtype if is_last else FP32,
+            parts=4 if is_last else 1,
+            has_bias=is_last,
+            whole_steps=True,
+            group_steps=0 if group_size is None else group_size // step,
+            **facts | {"has_remainder": facts["has_remainder"] and dtype != FP32},
+            **dataclasses.asdict(tiling) | {"inputs": step},
+        )
 
 
 def adapters(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
@@ -173,6 +219,8 @@ def a_few() -> Iterator[Compiled]:
     yield from linear(FP32, 90)
     yield from experts(BF16, 90)
     yield from experts(FP32, 80)
+    yield from codes(BF16, 90, ("int4 with zeros", "nf4"))
+    yield compile_kernel(triton_quantized._sum_steps, BF16, 90, num_warps=4, **SUMS)
     yield from adapters(BF16, 90)
     yield from adapters(FP32, 80)
     for heads, dtype, capability in (((4, 128), BF16, 90), ((3, 64), FP32, 90), ((2, 256), BF16, 86)):  # fmt: skip
@@ -200,6 +248,8 @@ def served(first: int, step: int) -> Iterator[tuple[dict[str, object], Compiled]
     dtypes = itertools.product(CAPABILITIES, (BF16, FP16, FP32))
     for capability, dtype in itertools.islice(dtypes, first, None, step):
         for compiled in linear(dtype, capability):
+            yield {"dtype": str(dtype)}, compiled
+        for compiled in codes(dtype, capability):
             yield {"dtype": str(dtype)}, compiled
         for compiled in (*adapters(dtype, capability), *experts(dtype, capability)):
             yield {"dtype": str(dtype)}, compiled

@@ -26,24 +26,20 @@ INTEGERS = {"tables": "i32", "starts": "i32", "contexts": "i32"} | {
     "table": "i64",
     "order": "i32",
     "chosen": "i32",
+    "codes": "u8",
+    "scales": "fp16",
+    "offsets": "fp32",
 }
 ALWAYS_FLOAT32 = (
-    "partials",
-    "tops",
-    "totals",
-    "rope",
-    "sinks",
-    "logits",
-    "correction",
-    "shares",
-    "results",
+    *("partials", "tops", "totals", "rope", "sinks", "lookup", "sums"),
+    *("logits", "correction", "shares", "results"),
 )
 POINTERS = (
     *("attended", "queries", "key_pages", "value_pages", "out", "x", "residual", "weight"),
     *("gate_up", "qkv", "keys", "values", "new_keys", "new_values", "bias"),
     *("query_norm", "key_norm"),
 )
-_SIZES = ("stride", "num_inputs", "num_outputs", "padded_inputs", "part")
+_SIZES = ("stride", "num_inputs", "num_outputs", "padded_inputs", "part", "group_size")
 """Ends of the names of integers that are multiples of 16 in common models."""
 _ENCODING = re.compile(r"^(#\w+) = (.+)$", re.MULTILINE)
 _DOT = re.compile(r"(?:warp_group_dot|tt\.dot) .*-> tensor<([\dx]+)xf32, (#\w+)>")

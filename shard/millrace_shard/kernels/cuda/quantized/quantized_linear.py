@@ -1,0 +1,172 @@
+"""Linears over stored weights of codes, or of parts of which some are codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+
+from millrace_shard.kernels.base import Linear
+from millrace_shard.kernels.cuda.linear_tilings import MANY_ROWS, part_length, row_tiling
+from millrace_shard.kernels.cuda.quantized.packed_codes import PackedCodes, can_join, pack
+from millrace_shard.kernels.cuda.quantized.triton_quantized import _multiply_codes, _sum_steps
+from millrace_shard.kernels.cuda.triton_linear import add_parts
+from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.stored_weight import StoredWeight
+
+SUM_STEPS = 8
+"""Steps whose inputs a program adds."""
+
+Part = Tensor | QuantizedTensor
+Plain = Callable[[Tensor, Tensor | None], Linear]
+"""Builds a linear from a weight and a bias of the model's dtype."""
+
+
+def has_codes(weight: StoredWeight) -> bool:
+    """Whether any part consists of codes."""
+    return any(isinstance(part, QuantizedTensor) for part in weight.parts)
+
+
+def linear_of_parts(
+    weight: StoredWeight, bias: Tensor | None, plain: Plain, out_dtype: torch.dtype
+) -> Linear:
+    """A linear whose codes stay packed; parts without codes are copied for `plain`, which must return `out_dtype`.
+
+    Neighbouring parts are one product if that is exact, and else several.
+    """
+    linears: list[Linear] = []
+    end = 0
+    for parts in _runs(weight.parts):
+        begin, end = end, end + sum(part.shape[0] for part in parts)
+        own_bias = None if bias is None else bias[begin:end]
+        coded = [part for part in parts if isinstance(part, QuantizedTensor)]
+        if coded:
+            packed = pack(coded, weight.dtype, weight.device, weight.copy)
+            linears.append(QuantizedLinear(packed, own_bias, out_dtype=out_dtype))
+        else:
+            linears.append(plain(replace(weight, parts=tuple(parts)).copied(), own_bias))
+    return linears[0] if len(linears) == 1 else SideBySide(linears)
+
+
+def _runs(parts: Sequence[Part]) -> list[list[Part]]:
+    """`parts` in runs, each of which is one matrix."""
+    runs: list[list[Part]] = []
+    for part in parts:
+        if runs and all(_are_alike(part, other) for other in runs[-1]):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _are_alike(part: Part, other: Part) -> bool:
+    if isinstance(part, QuantizedTensor) and isinstance(other, QuantizedTensor):
+        return can_join(part, other)
+    return isinstance(part, Tensor) and isinstance(other, Tensor)
+
+
+class SideBySide:
+    """A linear whose outputs are those of several linears."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self._linears = linears
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        return torch.cat([linear(x) for linear in self._linears], dim=1)
+
+
+class QuantizedLinear:
+    """A linear over packed codes that adds the products of an output in the same order for any number of rows."""
+
+    def __init__(self, weight: PackedCodes, bias: Tensor | None, *, out_dtype: torch.dtype) -> None:
+        """Keep `weight` and `bias` [out]."""
+        self._weight = weight
+        self._bias = bias
+        self._out_dtype = out_dtype
+        length = part_length(weight.num_outputs, weight.num_steps * weight.step)
+        self._part_steps = triton.cdiv(length, weight.step)
+        self._num_parts = triton.cdiv(weight.num_steps, self._part_steps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        weight = self._weight
+        num_rows = len(x)
+        out = x.new_empty(num_rows, weight.num_outputs, dtype=self._out_dtype)
+        if num_rows == 0:
+            return out
+        if weight.input_order is not None:
+            x = x.index_select(1, weight.input_order)
+        elif x.stride(1) != 1:
+            x = x.contiguous()
+        sums = None if weight.offsets is None else self._sums(x)
+        if self._num_parts == 1 or num_rows >= MANY_ROWS:
+            self._launch(out, x, sums, num_programs=1, bias=self._bias)
+            return out
+        shape = (self._num_parts, num_rows, weight.num_outputs)
+        partials = x.new_empty(shape, dtype=torch.float32)
+        self._launch(partials, x, sums, num_programs=self._num_parts, bias=None)
+        add_parts(out, partials, self._bias)
+        return out
+
+    def _sums(self, x: Tensor) -> Tensor:
+        """The sums of the inputs of each step: [steps, T] float32."""
+        weight = self._weight
+        sums = x.new_empty(weight.num_steps, len(x), dtype=torch.float32)
+        _sum_steps[(len(x), triton.cdiv(weight.num_steps, SUM_STEPS))](
+            sums,
+            x,
+            len(x),
+            x.stride(0),
+            weight.num_inputs,
+            weight.num_steps,
+            weight.group_size,
+            group_steps=weight.group_steps,
+            inputs=weight.step,
+            steps=SUM_STEPS,
+            num_warps=4,
+        )
+        return sums
+
+    def _launch(
+        self, out: Tensor, x: Tensor, sums: Tensor | None, *, num_programs: int, bias: Tensor | None
+    ) -> None:
+        """Multiply, with the parts shared by `num_programs` programs per tile."""
+        weight = self._weight
+        num_outputs = weight.num_outputs
+        tiling = row_tiling(x.dtype, len(x))
+        num_tiles = triton.cdiv(len(x), tiling.rows) * triton.cdiv(num_outputs, tiling.outputs)
+        _multiply_codes[(num_tiles, num_programs)](
+            out,
+            x,
+            weight.codes,
+            weight.values,
+            weight.scales,
+            weight.scales if weight.offsets is None else weight.offsets,
+            weight.values if sums is None else sums,
+            weight.values if bias is None else bias,
+            len(x),
+            x.stride(0),
+            num_outputs,
+            weight.num_inputs,
+            weight.num_steps,
+            self._part_steps,
+            weight.group_size,
+            parts=self._num_parts // num_programs,
+            bits=weight.bits,
+            least=weight.least or 0,
+            has_lookup=weight.least is None,
+            has_remainder=weight.has_remainder,
+            has_offsets=sums is not None,
+            has_bias=bias is not None,
+            whole_steps=weight.has_whole_steps,
+            group_steps=weight.group_steps,
+            rows=tiling.rows,
+            outputs=tiling.outputs,
+            inputs=weight.step,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
