@@ -13,6 +13,7 @@ from bench.harness.checkpoints import INITIALIZER_RANGE, Shape, describe
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.staged_copies import copy_directly
 from millrace_shard.errors import WeightsError
+from millrace_shard.model_loader.quantized.cut import Cut
 from millrace_shard.model_loader.weights import Weights
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -57,12 +58,14 @@ class RandomWeights(Weights):
         # There are no files to open.
         group = ProcessGroup.single()
         self._shapes = tensor_shapes(shape)
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._copy = copy_directly
         self._rank = group.rank
         self._world_size = group.world_size
         self._views = []
+        self._made = None
+        self._read_codes = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -76,12 +79,10 @@ class RandomWeights(Weights):
             raise WeightsError(f"tensor {name} has shape {self._shapes.get(name)}, not {shape}")
         fill(out, name)
 
-    def _view(
-        self, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
-    ) -> Tensor:
-        out = self._new(*shape)
-        del dim
-        self._fill(out, name, shape, span)
+    def _linear(self, name: str, cut: Cut) -> Tensor:
+        (top, bottom), (left, right) = cut.rows, cut.columns
+        out = self._new(bottom - top, right - left)
+        self._fill(out, name, (cut.outputs, cut.inputs), cut.rows)
         return out
 
 

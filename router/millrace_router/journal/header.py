@@ -40,13 +40,17 @@ class Header:
 
 
 _adapter = TypeAdapter(Header)
-_OF_ADAPTERS = {"shard": {"adapter_modules"}, "capacity": {"adapter_pages"}}
+_OPTIONAL = ("adapter_modules", "quantization", "kv_cache_dtype")
+"""Fields of the shards that are left out if they say nothing."""
 
 
 def header_to_json(header: Header) -> bytes:
-    """Write a header as JSON; without fields of adapters if the shards take none."""
-    left_out = None if header.shard.adapter_modules else _OF_ADAPTERS
-    return _adapter.dump_json(header, by_alias=True, exclude=left_out)
+    """Write a header as JSON; without optional fields that say nothing."""
+    left_out = {name for name in _OPTIONAL if not getattr(header.shard, name)}
+    exclude = {"shard": left_out}
+    if "adapter_modules" in left_out:
+        exclude["capacity"] = {"adapter_pages"}
+    return _adapter.dump_json(header, by_alias=True, exclude=exclude)
 
 
 def header_from_json(data: bytes) -> Header:

@@ -40,7 +40,7 @@ class ShardInfo:
     deterministic: bool
     prefill_logprobs: bool
     window_size: int | None
-    quantization: str | None
+    quantization: str | None = None
     """How the weights are quantised; None for plain weights."""
     kv_cache_dtype: str = ""
     """Type of keys and values in the KV cache."""

@@ -78,6 +78,7 @@ PATH_FLAGS = [
 ]
 OURS = [
     ("--allow-unlisted-model", "", "shard", True),
+    ("--quantize-activations", "int8", "shard", "int8"),
     ("--tokenizer-name", "org/tokenizer", "launcher", "org/tokenizer"),
     ("--draft-model", "org/draft", "shard", "org/draft"),
     ("--device", "cpu", "shard", "cpu"),
