@@ -1,0 +1,129 @@
+"""gpt-oss with experts in MXFP4, against the class of transformers with the numbers that the codes stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.models.load import load_model
+from millrace_testing.engines.kernels import make_kernels
+from millrace_testing.models.models import Driver, Run, edit_json, logprobs, prompt_of, save_tiny
+from millrace_testing.shards.rank_processes import run_ranks
+
+PROMPTS = [prompt_of(length, seed=length) for length in (5, 40)]
+NUM_TOKENS = 3
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+CONFIG = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
+
+def packed(shape: tuple[int, int, int], generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Random blocks and scales of experts [E, out, in], and their numbers."""
+    count, outputs, inputs = shape
+    codes = torch.randint(16, shape, generator=generator, dtype=torch.uint8)
+    size = (count, outputs, inputs // 32)
+    scales = torch.randint(119, 124, size, generator=generator, dtype=torch.uint8)
+    numbers = E2M1[codes.int()] * torch.exp2(scales.float() - 127).repeat_interleave(32, 2)
+    pairs = codes.view(*size, 16, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4, scales, numbers
+
+
+def save_mxfp4(folder: Path) -> PreTrainedModel:
+    """Write a tiny checkpoint; returns the model of its numbers, in float32."""
+    reference = save_tiny(folder, "gpt_oss", hidden_size=64, intermediate_size=64)
+    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(3)
+    tensors, parameters = load_file(path), dict(reference.named_parameters())
+    for name in [each for each in tensors if each.endswith(("gate_up_proj", "down_proj"))]:
+        count, inputs, outputs = tensors.pop(name).shape
+        blocks, scales, numbers = packed((count, outputs, inputs), generator)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        with torch.no_grad():
+            parameters[name].copy_(numbers.transpose(1, 2))
+    assert any(name.endswith("_blocks") for name in tensors)
+    save_file(tensors, path, {"format": "pt"})
+    edit_json(folder / "config.json", quantization_config=CONFIG)
+    return reference
+
+
+def generate(
+    folder: Path, group: ProcessGroup | None = None, *, quantize: str | None = None
+) -> list[Run]:
+    kernels = PlainKernels(deterministic=True)
+    with torch.inference_mode():
+        model = load_model(
+            folder,
+            dtype=torch.float32,
+            kernels=kernels,
+            group=group or ProcessGroup.single(),
+            device=torch.device("cpu"),
+            quantize=quantize,
+        )
+        return Driver(model, kernels, dtype=torch.float32).generate(PROMPTS, NUM_TOKENS, chunk=16)
+
+
+def on_a_rank(group: ProcessGroup, folder: Path) -> list[Run]:
+    torch.set_num_threads(1)
+    return generate(folder, group)
+
+
+def assert_same(reference: PreTrainedModel, runs: list[Run]) -> None:
+    for run, prompt in zip(runs, PROMPTS, strict=True):
+        with torch.no_grad():
+            logits = reference(input_ids=torch.tensor([run.ids[:-1]])).logits[0]
+        expected = logits[len(prompt) - 1 :].log_softmax(-1)
+        torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
+
+
+def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
+    assert_same(save_mxfp4(tmp_path), generate(tmp_path))
+
+
+def test_two_ranks_cut_the_channels_of_experts(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    reference = save_mxfp4(folder)
+    for runs in run_ranks(tmp_path, 2, on_a_rank, folder):
+        assert_same(reference, runs)
+
+
+def test_the_compiled_operator_of_experts_takes_them(tmp_path: Path) -> None:
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    save_mxfp4(quantized).save_pretrained(plain)
+    kernels = make_kernels("cpu", deterministic=True, dtype=torch.bfloat16)
+    found = []
+    for folder in (quantized, plain):
+        with torch.inference_mode():
+            model = load_model(
+                folder,
+                dtype=torch.bfloat16,
+                kernels=kernels,
+                group=ProcessGroup.single(),
+                device=torch.device("cpu"),
+            )
+            runs = Driver(model, kernels, dtype=torch.bfloat16).generate(PROMPTS, NUM_TOKENS)
+        found.append([logprobs(run) for run in runs])
+    # The numbers of the codes are exact in bfloat16.
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_experts_are_quantised_at_load(family: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, family, hidden_size=64, intermediate_size=64)
+    plain, quantized = (
+        logprobs(generate(tmp_path, quantize=quantize)[1])[0] for quantize in (None, "eetq")
+    )
+    distance = (plain - quantized).square().mean().sqrt()
+    assert 0 < distance < 0.5
