@@ -83,9 +83,12 @@ def as_it_is(model: Path) -> Path:
     return model
 
 
-def openvino_model(model: Path) -> Path:
-    """The checkpoint in OpenVINO's intermediate representation, converted once."""
-    target = model.with_name(f"{model.name}-openvino")
+def openvino_model(model: Path, weights: Sequence[str] = ("fp16",)) -> Path:
+    """The checkpoint in OpenVINO's intermediate representation, converted once.
+
+    `weights` is the exporter's format of weights, with more of its flags.
+    """
+    target = model.with_name(f"{model.name}-openvino-{weights[0]}")
     if not (target / "openvino_model.xml").exists():
         optimum = PEERS_FOLDER / "openvino" / "bin" / "optimum-cli"
         _convert(
@@ -95,7 +98,8 @@ def openvino_model(model: Path) -> Path:
                 "openvino",
                 f"--model={model}",
                 "--task=text-generation-with-past",
-                "--weight-format=fp16",
+                f"--weight-format={weights[0]}",
+                *weights[1:],
                 str(target),
             ]
         )

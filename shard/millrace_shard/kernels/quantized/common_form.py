@@ -12,6 +12,11 @@ from torch import Tensor
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 
 MOST_VALUES = 256
+SIGN = 128
+"""The bit that the codes of an int8's bits and ascending codes differ in."""
+ASCENDING = torch.arange(256.0) - SIGN
+SIGNED = ASCENDING.roll(SIGN)
+"""The values of codes that are the bits of an int8."""
 
 
 def in_common_form(parts: Sequence[QuantizedTensor]) -> list[QuantizedTensor] | None:
@@ -22,7 +27,7 @@ def in_common_form(parts: Sequence[QuantizedTensor]) -> list[QuantizedTensor] | 
     """
     if not all(_equal(part.input_order, parts[0].input_order) for part in parts):
         return None
-    same_values = _with_common_values(parts)
+    same_values = _with_common_values([_ascending(part) for part in parts])
     if same_values is None:
         return None
     sizes = {_group_size(part) for part in parts}
@@ -45,6 +50,13 @@ def with_groups_of_multiples(
         return parts
     smaller = math.gcd(size, step)
     return [_with_groups_of(part, smaller) for part in parts] if smaller == step // 2 else None
+
+
+def _ascending(part: QuantizedTensor) -> QuantizedTensor:
+    """A part whose codes are the bits of int8 with ascending codes, which kernels multiply as integers."""
+    if not torch.equal(part.values, SIGNED):
+        return part
+    return replace(part, codes=part.codes ^ SIGN, values=ASCENDING)
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:

@@ -134,6 +134,15 @@ def test_any_table_with_offsets_and_in_any_order(
     check_rows(linear, x, whole)
 
 
+@pytest.mark.parametrize("integer", [False, True])
+def test_bits_of_int8_are_multiplied_as_ascending_codes_are(integer: bool) -> None:
+    ascending, x = random_weight("int8", 576, WHOLE), torch.randn(40, 576).to(BF16)
+    signed = replace(ascending, codes=ascending.codes ^ 128, values=TABLES["int8"].roll(128))
+    assert torch.equal(signed.dequantized(), ascending.dequantized())
+    expected = linear_of(ascending, integer=integer)(x)
+    assert torch.equal(linear_of(signed, integer=integer)(x), expected)
+
+
 @pytest.mark.parametrize(("inputs", "group"), [*SIZES[1:], *LONG_SIZES])
 @pytest.mark.parametrize("table", ["int4", "e2m1", "int8"])
 def test_integer_products_are_those_of_rounded_rows(table: str, inputs: int, group: int) -> None:
