@@ -114,7 +114,8 @@ class ShardConfig(BaseSettings):
     )
     dtype: Literal["float16", "bfloat16", "float32"] | None = Field(
         default=None,
-        description="Type of weights and KV; the model's own, where the device has it.",
+        description="Type of activations, and of weights and KV that are not quantized; the model's own, where the"
+        " device has it.",
     )
     max_total_tokens: int | None = Field(
         None, ge=2, description="Longest sequence that will be asked for; RoPE is laid out for it."

@@ -14,6 +14,7 @@ from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
+from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import check_model
@@ -33,7 +34,20 @@ def chosen_kernels(config: ShardConfig, device: torch.device, dtype: torch.dtype
         adapters=config.enable_lora,
         integer=config.quantize_activations == "int8",
     )
-    return _int8(kernels, config, device, dtype) if config.quantize == "int8" else kernels
+    if config.quantize == "int8":
+        return _int8(kernels, config, device, dtype)
+    if config.quantize_activations == "int8":
+        _tell_of_activations(kernels, dtype)
+    return kernels
+
+
+def _tell_of_activations(kernels: Kernels, dtype: torch.dtype) -> None:
+    if isinstance(kernels, CpuKernels) and dtype == torch.bfloat16:
+        logger.info("activations are rounded to int8 where the weights are quantised to integers")
+    else:
+        logger.warning(
+            "--quantize-activations int8 has no effect: it needs compiled kernels on CPU and bfloat16"
+        )
 
 
 def _int8(
@@ -41,12 +55,14 @@ def _int8(
 ) -> Kernels:
     if device.type != "cpu" or dtype != torch.bfloat16:
         raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
-    logger.info("all linears but the output head run in int8")
+    integer = config.quantize_activations != "exact"
+    kept = "are too" if integer else "keep the model's dtype"
+    logger.info("weights of all linears but the output head are int8, and activations %s", kept)
     if not is_fast():
         logger.warning(
             "int8 is slower than bfloat16 here: its operator needs x86 with AVX2, and a compiler"
         )
-    return with_int8(kernels, integer=config.quantize_activations != "exact")
+    return with_int8(kernels, integer=integer)
 
 
 def _layer_shapes(config: ShardConfig, cache_dtype: torch.dtype) -> tuple[LayerShape, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import KERNELS, make_kernels
 from millrace_testing.models.models import (
@@ -199,6 +200,11 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
         },
     ),
+    "olmoe": ("olmoe", {}),
+    "olmoe-normalised": (
+        "olmoe",
+        {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 4},
+    ),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss-clamped": ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 2.5}),
     "rope-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
@@ -225,6 +231,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+def test_every_family_has_a_checkpoint() -> None:
+    assert {model_type for model_type, _ in CHECKPOINTS.values()} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -258,7 +268,9 @@ def test_any_block_size_gives_the_same(block_size: int, tmp_path: Path) -> None:
     assert_same_as_generate(reference, driver, chunk=11)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "olmoe", "gpt_oss"]
+)
 def test_experts_that_are_stacked_in_the_file(name: str, tmp_path: Path) -> None:
     reference = save_tiny(tmp_path / "by-expert", name)
     reference.save_pretrained(tmp_path / "stacked", save_original_format=False)

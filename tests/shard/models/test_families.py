@@ -145,6 +145,7 @@ def test_windows(
         ("glm4_moe", {"topk_group": 3}, "topk_group=3 of 2 groups"),
         ("glm4_moe", {"n_group": 4, "num_experts_per_tok": 4}, "has not 4 experts"),
         ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit=0.0"),
         (
             "qwen2",
@@ -178,6 +179,7 @@ def test_layers_with_and_without_experts() -> None:
         return [isinstance(layer.feed_forward, ExpertsSpec) for layer in layers]
 
     assert sparse("mixtral") == [True] * 5
+    assert sparse("olmoe") == [True] * 5
     assert sparse("glm4_moe", first_k_dense_replace=2) == [False, False, True, True, True]
     assert sparse("qwen2_moe", mlp_only_layers=[1, 3]) == [True, False, True, False, True]
     assert sparse("qwen3_moe", decoder_sparse_step=2) == [False, True, False, True, False]

@@ -92,6 +92,13 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     assert_same(save_quantized(tmp_path, family, "gptq"), generate(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq", "pack-quantized", "fp8-block", "nf4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+def test_experts_one_by_one(family: str, name: str, tmp_path: Path) -> None:
+    reference = save_quantized(tmp_path, family, name, moe_intermediate_size=64)
+    assert_same(reference, generate(tmp_path))
+
+
 def test_ranks_share_every_format(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in SHARED]
     references = [

@@ -159,7 +159,7 @@ def test_invariance_is_not_claimed_without_deterministic_kernels(tmp_path: Path)
 def test_invariance_is_not_claimed_for_a_class_that_multiplies_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for model_type, is_invariant in {"arcee": True, "olmoe": False}.items():
+    for model_type, is_invariant in {"arcee": True, "flex_olmo": False}.items():
         save_tiny(tmp_path / model_type, model_type)
         monkeypatch.setattr(supported, "SUPPORTED", (model_type,))
         model = load(tmp_path / model_type, deterministic=True).model

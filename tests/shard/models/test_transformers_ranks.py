@@ -221,7 +221,7 @@ def test_a_class_without_a_plan_runs_on_one_shard(tmp_path: Path) -> None:
         ("starcoder2", {"num_attention_heads": 8, "num_key_value_heads": 2}, 4, "1, 2"),
         ("starcoder2", {"intermediate_size": 81}, 2, "1"),
         ("gpt_neox", {"num_key_value_heads": 4}, 3, "1, 2, 4"),
-        ("olmoe", {"num_key_value_heads": 4, "intermediate_size": 82}, 4, "1, 2"),
+        ("flex_olmo", {"num_key_value_heads": 4, "intermediate_size": 82}, 4, "1, 2"),
     ],
 )
 def test_ranks_that_do_not_divide_a_class_are_refused_with_those_that_do(

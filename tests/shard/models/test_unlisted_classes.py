@@ -20,6 +20,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.int8_linear import with_int8
+from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import KVLayer
 from millrace_shard.models.load import load_model
 from millrace_shard.models.transformers_backend import transformers_loader
@@ -83,7 +84,7 @@ def assert_generates_as(reference: PreTrainedModel, runs: list[Run]) -> None:
 def test_a_class_that_passes_generates_what_transformers_does(
     model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert model_type not in SUPPORTED
+    assert model_type not in (*FAMILIES, *SUPPORTED)
     reference = save_tiny(tmp_path, model_type)
     with caplog.at_level(logging.INFO):
         driver = load(tmp_path, make_kernels("cpu", deterministic=True))

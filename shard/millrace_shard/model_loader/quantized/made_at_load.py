@@ -1,4 +1,4 @@
-"""Weights that are quantised while an unquantised checkpoint is loaded; activations keep the model's dtype."""
+"""Weights that are quantised while an unquantised checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -168,33 +168,33 @@ METHODS = {
     for each in (
         MadeAtLoad(
             method="int4",
-            summary="int4 in groups of 64, activations in the model's dtype; the head is int8",
+            summary="int4 in groups of 64; the head is int8",
             linear=to_int4,
             head=to_int8,
         ),
         MadeAtLoad(
             method="bitsandbytes-nf4",
-            summary=f"nf4 in groups of 64, activations in the model's dtype; {_HEAD}",
+            summary=f"nf4 in groups of 64; {_HEAD}",
             linear=to_nf4,
         ),
         MadeAtLoad(
             method="bitsandbytes-fp4",
-            summary=f"fp4 in groups of 64, activations in the model's dtype; {_HEAD}",
+            summary=f"fp4 in groups of 64; {_HEAD}",
             linear=to_fp4,
         ),
         MadeAtLoad(
             method="bitsandbytes",
-            summary=f"int8 with a scale for each output, activations in the model's dtype; {_HEAD}",
+            summary=f"int8 with a scale for each output; {_HEAD}",
             linear=to_int8,
         ),
         MadeAtLoad(
             method="eetq",
-            summary=f"int8 with a scale for each output, activations in the model's dtype; {_HEAD}",
+            summary=f"int8 with a scale for each output; {_HEAD}",
             linear=to_int8,
         ),
         MadeAtLoad(
             method="fp8",
-            summary=f"e4m3 with a scale for each output, activations in the model's dtype; {_HEAD}",
+            summary=f"e4m3 with a scale for each output; {_HEAD}",
             linear=to_fp8,
         ),
     )

@@ -7,6 +7,7 @@ from millrace_shard.models.families.mixtures import (
     glm4_moe,
     gpt_oss,
     mixtral,
+    olmoe,
     qwen2_moe,
     qwen3_moe,
 )
@@ -39,7 +40,7 @@ _PRE_NORM = (
     *(seed_oss, ernie4_5, hunyuan_v1_dense),
 )
 _OTHER_NORMS = (gemma2, gemma3, olmo2, olmo3, cohere, cohere2, glm4, exaone4)
-_MIXTURES = (mixtral, qwen2_moe, qwen3_moe, glm4_moe, gpt_oss)
+_MIXTURES = (mixtral, qwen2_moe, qwen3_moe, glm4_moe, gpt_oss, olmoe)
 
 FAMILIES: dict[str, Family] = {
     page.FAMILY.model_type: page.FAMILY for page in (*_PRE_NORM, *_OTHER_NORMS, *_MIXTURES)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace_testing.models.models import edit_json, save_tiny
@@ -54,7 +56,19 @@ def save_mixed(
         packed, values = own.pack(outputs, inputs, generator)
         tensors |= {f"{module}.{kind}": tensor for kind, tensor in packed.items()}
         with torch.no_grad():
-            weights[name].copy_(values)
+            _parameter(weights, name).copy_(values)
     save_file(tensors, path, {"format": "pt"})
     edit_json(folder / "config.json", quantization_config=config)
     return reference
+
+
+def _parameter(weights: Mapping[str, Tensor], name: str) -> Tensor:
+    """The weight of a linear in the class, which stacks experts that the file has one by one."""
+    expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    if expert is None:
+        return weights[name]
+    experts, index, kind = expert.groups()
+    if kind == "down":
+        return weights[f"{experts}.down_proj"][int(index)]
+    gate, up = weights[f"{experts}.gate_up_proj"][int(index)].chunk(2)
+    return gate if kind == "gate" else up

@@ -1,0 +1,52 @@
+"""The tables of docs/models.md have every model and format that starts, each with a test that exists."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from millrace_shard.config import ShardConfig
+from millrace_shard.model_loader.quantized.quantization_config import SUPPORTED as FORMATS
+from millrace_shard.models.families.registry import FAMILIES
+from millrace_shard.models.transformers_backend.supported import SUPPORTED as CLASSES
+from millrace_testing.project import ROOT, project_files
+
+PAGE = (ROOT / "docs" / "models.md").read_text()
+TESTS = {path.rpartition("/")[2]: path for path in project_files() if "/test_" in path}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the rows of the first table below a heading."""
+    _, found, text = PAGE.partition(f"# {heading}\n")
+    assert found, heading
+    lines = re.findall(r"^\|.*\|$", text.partition("\n#")[0], re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+MODELS, FORMAT_ROWS = rows("Models that start"), rows("Formats that start")
+
+
+def test_every_model_is_in_the_table_once() -> None:
+    cells = [types for _, types, *_ in MODELS if not types.startswith("with ")]
+    assert sorted(", ".join(cells).split(", ")) == sorted((*FAMILIES, *CLASSES))
+
+
+def test_every_format_is_in_the_table() -> None:
+    named = re.findall("`([^`]+)`", " ".join(row[0] for row in FORMAT_ROWS))
+    assert sorted(named) == sorted(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("heading", "field"), [("`--quantize`", "quantize"), ("KV cache", "kv_cache_dtype")]
+)
+def test_every_value_of_a_flag_is_in_its_table(heading: str, field: str) -> None:
+    values = re.findall("'([^']+)'", str(ShardConfig.model_fields[field].annotation))
+    named = [name for row in rows(heading) for name in re.findall("`([^`]+)`", row[0])]
+    assert sorted(named) == sorted(values)
+
+
+@pytest.mark.parametrize("row", [*MODELS, *FORMAT_ROWS], ids=lambda row: row[0].split(",")[0])
+def test_every_row_names_a_test(row: list[str]) -> None:
+    assert re.fullmatch(r"`(test_\w+\.py)`", row[-1]), row[-1]
+    assert row[-1].strip("`") in TESTS
