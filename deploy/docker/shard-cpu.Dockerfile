@@ -15,7 +15,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
 # PyTorch publishes its CPU builds in a separate index; without it, pip installs the CUDA build.
 ARG TORCH_INDEX=""
 RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
-    ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} "$(echo /wheels/*.whl)[shard]"
+    ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} "$(echo /wheels/*.whl)[shard,otel]"
 
 FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="Millrace shard (CPU)" \

@@ -12,7 +12,7 @@ COPY router router
 COPY shard shard
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && python -m venv /opt/millrace \
-    && /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[cuda]"
+    && /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[cuda,otel]"
 
 FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="Millrace shard (CUDA)" \

@@ -8,12 +8,12 @@ PROMPT = "What is continuous batching?"
 NUM_TOKENS = 60
 
 
-def url(hostname: str, port: int) -> str:
+def url(hostname: str, port: int, *, scheme: str = "http") -> str:
     """The server's URL for clients on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(hostname)  # noqa: S104
     if host is None:
         host = f"[{hostname}]" if ":" in hostname else hostname
-    return f"http://{host}:{port}"
+    return f"{scheme}://{host}:{port}"
 
 
 def closing_banner(base: str, *, model: str, needs_key: bool) -> str:

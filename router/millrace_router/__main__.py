@@ -7,11 +7,13 @@ import cProfile
 import gc
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import structlog
 from aiohttp import web
@@ -24,6 +26,9 @@ from millrace_router.engine.infer import Infer
 from millrace_router.journal.replay.command import replay
 from millrace_router.process import bind, die_with_parent, return_freed_memory
 from millrace_router.server.idempotent_route import RUNS
+from millrace_router.server.key_file import KeyFileError
+from millrace_router.server.keys import ApiKeys
+from millrace_router.server.tls import ListenerTlsError, listener_tls
 from millrace_router.startup import Running, start
 from millrace_router.telemetry import logs
 
@@ -72,18 +77,26 @@ def _profiled(path: str | None) -> Iterator[None]:
     profile.dump_stats(path)
 
 
+class Listener(NamedTuple):
+    """The bound port, and the TLS that clients speak there."""
+
+    reserved: socket.socket
+    tls: ssl.SSLContext | None
+
+
 async def serve(config: RouterConfig) -> None:
     """Start, serve, and return after an orderly end; raises StartupError."""
     stop = asyncio.Event()
     # The start takes long, and a signal should end it too.
-    _listen_to_signals(stop)
+    keys, tls = _open_keys(config), _open_tls(config)
+    _listen_to_signals(stop, keys)
     with _reserve_port(config) as reserved:
-        running = await _start_unless(stop, config)
+        running = await _start_unless(stop, config, keys)
         if running is None:
             return
         _freeze_objects()
         try:
-            await _serve_http(config, running, reserved, stop)
+            await _serve_http(config, running, Listener(reserved, tls), stop)
         finally:
             await running.close()
 
@@ -99,8 +112,24 @@ def _freeze_objects() -> None:
     return_freed_memory()
 
 
-def _listen_to_signals(stop: asyncio.Event) -> None:
+def _open_keys(config: RouterConfig) -> ApiKeys:
+    try:
+        return ApiKeys.of(config)
+    except KeyFileError as error:
+        raise StartupError(f"--api-key-file: {error}") from error
+
+
+def _open_tls(config: RouterConfig) -> ssl.SSLContext | None:
+    try:
+        return listener_tls(config)
+    except ListenerTlsError as error:
+        raise StartupError(str(error)) from error
+
+
+def _listen_to_signals(stop: asyncio.Event, keys: ApiKeys) -> None:
     loop = asyncio.get_running_loop()
+    if keys.can_change:
+        loop.add_signal_handler(signal.SIGHUP, keys.reload)
 
     def on_signal() -> None:
         stop.set()
@@ -128,9 +157,9 @@ def _cannot_listen(config: RouterConfig, error: OSError) -> StartupError:
     return StartupError(f"Cannot listen on {where}: {error.strerror}. Choose another with --port.")
 
 
-async def _start_unless(stop: asyncio.Event, config: RouterConfig) -> Running | None:
+async def _start_unless(stop: asyncio.Event, config: RouterConfig, keys: ApiKeys) -> Running | None:
     """Start, or return None as soon as `stop` is set."""
-    starting = asyncio.create_task(start(config))
+    starting = asyncio.create_task(start(config, keys))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -142,19 +171,22 @@ async def _start_unless(stop: asyncio.Event, config: RouterConfig) -> Running | 
 
 
 async def _serve_http(
-    config: RouterConfig, running: Running, reserved: socket.socket, stop: asyncio.Event
+    config: RouterConfig, running: Running, listener: Listener, stop: asyncio.Event
 ) -> None:
     runner = create_runner(running.services)
     await runner.setup()
     try:
         try:
             # Another process may have bound the same port; uvloop does not report it.
-            reserved.listen(BACKLOG)
-            await web.SockSite(runner, reserved, backlog=BACKLOG).start()
+            listener.reserved.listen(BACKLOG)
+            await web.SockSite(
+                runner, listener.reserved, backlog=BACKLOG, ssl_context=listener.tls
+            ).start()
         except OSError as error:
             raise _cannot_listen(config, error) from error
-        host, port = reserved.getsockname()[:2]
-        log.info("Connected", url=f"http://{host}:{port}")
+        host, port = listener.reserved.getsockname()[:2]
+        scheme = "http" if listener.tls is None else "https"
+        log.info("Connected", url=f"{scheme}://{host}:{port}")
         running.launcher.listening()
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({stopping, running.batcher_task}, return_when=asyncio.FIRST_COMPLETED)

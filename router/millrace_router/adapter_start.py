@@ -111,7 +111,7 @@ def _register(config: RouterConfig, registry: Registry) -> None:
 
 
 def _add(config: RouterConfig, registry: Registry, spec: AdapterSpec) -> None:
-    if spec.name == config.model_id:
+    if config.names_the_model(spec.name):
         raise StartupError(f"the LoRA adapter {spec.name} has the name of the model")
     source = None
     if config.adapter_source == "local" and config.adapter_root is not None:

@@ -29,7 +29,7 @@ from millrace_router.server.access_log import access_log, add_request_id
 from millrace_router.server.bodies import error_response, plain_response
 from millrace_router.server.idempotency import Runs
 from millrace_router.server.idempotent_route import RUNS, end_runs
-from millrace_router.server.keys import presents_key
+from millrace_router.server.keys import KEY_NAME, ApiKeys
 from millrace_router.server.services import SERVICES, Services
 
 OPEN_PATHS = frozenset(operation.path for operation in OPERATIONS if operation.is_open)
@@ -53,8 +53,8 @@ def create_app(services: Services) -> web.Application:
     """Assemble the application; its state is `services` alone."""
     config = services.config
     middlewares: list[Middleware] = [access_log, answer_preflight, describe_errors]
-    if config.api_key is not None:
-        middlewares.append(require_key(config.api_key, _open_paths(config)))
+    if services.keys.are_required:
+        middlewares.append(require_key(services.keys, _open_paths(config)))
     app = web.Application(middlewares=middlewares, client_max_size=config.payload_limit)
     app[SERVICES] = services
     app[RUNS] = Runs(config.resume_grace)
@@ -173,8 +173,8 @@ def allow_origins(
     return hook
 
 
-def require_key(api_key: str, open_paths: Collection[str]) -> Middleware:
-    """Make the middleware that answers requests without the right key with 401, except reads of `open_paths`.
+def require_key(keys: ApiKeys, open_paths: Collection[str]) -> Middleware:
+    """Make the middleware that answers requests without a right key with 401, except reads of `open_paths`.
 
     The key is a bearer token, or the header `x-api-key`, which Anthropic's clients send.
     """
@@ -186,8 +186,11 @@ def require_key(api_key: str, open_paths: Collection[str]) -> Middleware:
         if request.path in ADMIN_PATHS:
             # Their own wrapper asks for the other key.
             return await handler(request)
-        if not presents_key(request.headers, api_key):
+        name = keys.name_of(request.headers)
+        if name is None:
             return unauthorized(request) if is_of_messages(request) else web.Response(status=401)
+        if name:
+            request[KEY_NAME] = name
         return await handler(request)
 
     return check_key

@@ -11,12 +11,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     BeforeValidator,
@@ -89,6 +90,11 @@ class RouterConfig(BaseSettings):
         description="Local folder with config.json, tokenizer.json and the chat template."
     )
     model_id: str = Field(default="", description="Name to report; the folder's name when absent.")
+    served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Names of the model on OpenAI's and Anthropic's routes, in place of --model-id; separated by"
+        " commas. Answers to requests without a name have the first.",
+    )
     tokenizer_name: str | None = Field(
         default=None,
         description="Local folder, or name of a model in the local cache of the Hugging Face hub, to take as"
@@ -126,6 +132,11 @@ class RouterConfig(BaseSettings):
         default=9000, ge=0, le=65535, description="No effect: metrics are served on --port."
     )
     api_key: str | None = Field(default=None, description="Bearer token that clients must present.")
+    api_key_file: Path | None = Field(
+        default=None,
+        description="File of further keys, one NAME:KEY a line; SIGHUP has it read again. Names are logged, and are"
+        " tenants.",
+    )
     admin_key: str | None = Field(
         default=None,
         description="Bearer token of the routes that load, unload and list adapters; without it there are none.",
@@ -142,6 +153,21 @@ class RouterConfig(BaseSettings):
         default=None,
         pattern="^/[^{}]*$",
         description="Path of /health, besides; Vertex AI sets it.",
+    )
+    ssl_certfile: Path | None = Field(
+        default=None, description="PEM file with the certificate for HTTPS, and its chain."
+    )
+    ssl_keyfile: Path | None = Field(
+        default=None, description="PEM file with the certificate's key, which has no password."
+    )
+    ssl_ca_certs: Path | None = Field(
+        default=None,
+        description="PEM file with authorities: clients must present a certificate that one of them signed.",
+    )
+    root_path: str = Field(
+        default="",
+        pattern="^(/[A-Za-z0-9._~-]+)*/?$",
+        description="Path under which a proxy serves this server, such as /llm; the proxy removes it.",
     )
     payload_limit: int = Field(
         default=2_000_000, ge=1, description="Largest request body in bytes."
@@ -408,11 +434,18 @@ class RouterConfig(BaseSettings):
         description="Bytes after which that file is set aside as PATH.1 and so on; five are kept. 0: never.",
     )
     otlp_endpoint: str | None = Field(
-        default=None, description="No effect: traces are not exported yet."
+        default=None,
+        description="Collector to export traces to over OTLP, such as http://localhost:4317;"
+        " OTEL_EXPORTER_OTLP_ENDPOINT when absent.",
+    )
+    otlp_protocol: Literal["grpc", "http/protobuf"] | None = Field(
+        default=None,
+        description="Protocol of that collector; OTEL_EXPORTER_OTLP_PROTOCOL when absent, else http/protobuf on port"
+        " 4318 and grpc on others.",
     )
     otlp_service_name: str = Field(
         default="text-generation-inference.router",
-        description="No effect: traces are not exported yet.",
+        description="Name of this service in traces; OTEL_SERVICE_NAME beats the default.",
     )
     usage_stats: Literal["on", "off", "no-stack"] = Field(
         default="on", description="No effect: no usage statistics are ever sent."
@@ -452,6 +485,27 @@ class RouterConfig(BaseSettings):
                 flag = "--" + "-".join(map(str, problem["loc"])).replace("_", "-")
                 sys.stderr.write(f"error: {flag}: {problem['msg']}\n")
             raise SystemExit(2) from None
+
+    @property
+    def trace_target(self) -> TraceTarget | None:
+        """Where traces go, by the flags and by OpenTelemetry's variables; None for nowhere."""
+        return trace_target(
+            self.otlp_endpoint, self.otlp_protocol, self.otlp_service_name, os.environ
+        )
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names of the model, the first of which is the usual one."""
+        return self.served_model_name or (self.model_id,)
+
+    def names_the_model(self, name: str | None) -> bool:
+        """Whether `name` is one of the model, and no adapter's."""
+        return name in self.all_names
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names of the model with that of --model-id, which is always understood."""
+        return (*self.served_model_name, self.model_id)
 
     @property
     def compute_type(self) -> str:
@@ -529,6 +583,7 @@ class RouterConfig(BaseSettings):
 
     @field_validator(
         "shard_addresses",
+        "served_model_name",
         "cors_allow_origin",
         "preloaded_adapter_ids",
         "adapter_allow",
@@ -566,6 +621,11 @@ class RouterConfig(BaseSettings):
             name = str(info.field_name).upper()
             raise ValueError(f"is empty; give a key, or unset {name} to serve without one")
         return value
+
+    @field_validator("root_path")
+    @classmethod
+    def _without_slash(cls, value: str) -> str:
+        return value.rstrip("/")
 
     @field_validator("log_level", mode="before")
     @classmethod
@@ -667,6 +727,44 @@ def split_adapters(value: object) -> object:
         whole = _ITEM.sub("", listed).strip(", ") == ""
         parts.extend(part for part in (found if whole else [text]) if part)
     return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceTarget:
+    """The collector of traces."""
+
+    endpoint: str
+    """With the path of traces, if the protocol is http/protobuf."""
+    protocol: str
+    """grpc or http/protobuf."""
+    service_name: str
+
+
+def trace_target(
+    endpoint: str | None, protocol: str | None, service_name: str, environ: Mapping[str, str]
+) -> TraceTarget | None:
+    """Return where traces go, by the values of the flags and, where they are absent, by OpenTelemetry's variables."""
+
+    def variable(name: str) -> str:
+        """The variable of traces, or that of all signals."""
+        kinds = ("OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_")
+        return next((value for kind in kinds if (value := environ.get(kind + name))), "")
+
+    is_off = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if endpoint is None and environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        is_off = True
+    address = endpoint or variable("ENDPOINT")
+    if is_off or not address:
+        return None
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    usual = "http/protobuf" if parts.netloc.endswith(":4318") else "grpc"
+    protocol = protocol or variable("PROTOCOL") or usual
+    is_whole = endpoint is None and "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" in environ
+    if protocol != "grpc" and not is_whole and not parts.path.endswith("/v1/traces"):
+        address = f"{address.rstrip('/')}/v1/traces"
+    is_usual = service_name == RouterConfig.model_fields["otlp_service_name"].default
+    name = environ.get("OTEL_SERVICE_NAME") if is_usual else None
+    return TraceTarget(endpoint=address, protocol=protocol, service_name=name or service_name)
 
 
 def listen_address(hostname: str) -> str:

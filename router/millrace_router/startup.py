@@ -23,6 +23,8 @@ from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal_start import journal_folder, open_journal
 from millrace_router.prediction.cost import CostModel
 from millrace_router.recovery.launcher_channel import LauncherChannel
+from millrace_router.server.key_file import KeyFileError
+from millrace_router.server.keys import ApiKeys
 from millrace_router.server.services import Services
 from millrace_router.shards.channels import TlsError, is_exposed, tls_from
 from millrace_router.shards.group import ShardGroup
@@ -36,7 +38,9 @@ from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.hub_cache import find_snapshot
 from millrace_router.text.model_files import ModelFiles, ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
+from millrace_router.tool_calls.call_format import CallFormat
 from millrace_router.tool_calls.formats import format_of
+from millrace_router.trace_start import check_traces, open_traces
 from millrace_router.validation.grammar_admission import GrammarAdmission
 from millrace_router.validation.validator import Validator
 from millrace_router.warm_up import warm_up
@@ -73,6 +77,8 @@ class Running:
         self.services.tokenizer.close()
         if self.services.request_log is not None:
             await asyncio.to_thread(self.services.request_log.close)
+        if self.services.traces is not None:
+            await self.services.traces.sink.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +91,17 @@ class _Files:
     requests: RequestFile | None
 
 
-async def start(config: RouterConfig) -> Running:
-    """Start everything except the HTTP port; raises StartupError."""
+async def start(config: RouterConfig, keys: ApiKeys | None = None) -> Running:
+    """Start everything except the HTTP port, with `keys` or those of the flags; raises StartupError."""
     check_arguments(config)
+    check_traces(config)
     _warn(config)
     try:
+        keys = keys or ApiKeys.of(config)
         config = _with_model_folder(config)
         files = _open_files(config)
         channel = StepChannel(_group(config))
-    except (ModelFilesError, TokenizerError, TlsError, JournalError) as error:
+    except (ModelFilesError, TokenizerError, TlsError, JournalError, KeyFileError) as error:
         raise StartupError(str(error)) from error
     try:
         deployment = await warm_up(config, channel.group)
@@ -113,6 +121,7 @@ async def start(config: RouterConfig) -> Running:
         metrics,
         tokenizer=files.tokenizer,
         template=files.template,
+        keys=keys,
         request_file=files.requests,
         adapters=None if adapters is None else adapters.resolver,
     )
@@ -222,47 +231,53 @@ def services_of(  # noqa: PLR0913
     *,
     tokenizer: Tokenizer,
     template: ChatTemplate,
+    keys: ApiKeys,
     request_file: RequestFile | None = None,
     adapters: Resolver | None = None,
 ) -> Services:
     """The services of the HTTP routes."""
-    config, capacity = deployment.config, deployment.capacity
-    _show(metrics, capacity)
+    config = deployment.config
+    _show(metrics, deployment.capacity)
     limits, health = deployment.limits(), Health(engine.status, engine.batcher)
     grammars = GrammarAdmission(group, engine.status, metrics)
     validator = Validator(tokenizer, limits, metrics, grammars)
-    infer = Infer(
-        engine.batcher,
-        validator,
-        metrics,
-        adapters=adapters,
-        by_adapter=config.fairness == "adapter",
-        on_failure=health.failed,
-        on_token=health.generated,
-        on_entry=engine.cost.overhead.add_entry,
-    )
     return Services(
         config=config,
         shard=deployment.info,
-        capacity=capacity,
+        capacity=deployment.capacity,
         limits=limits,
         max_batch_prefill_tokens=deployment.budgets().max_batch_prefill_tokens,
         tokenizer=tokenizer,
         template=template,
-        tool_format=format_of(
-            template.tool_source, config.tool_call_parser, special_ids=tokenizer.special_ids
-        ),
+        tool_format=_tool_format(config, template, tokenizer),
         validator=validator,
-        infer=infer,
+        infer=Infer(
+            engine.batcher,
+            validator,
+            metrics,
+            adapters=adapters,
+            by_adapter=config.fairness == "adapter",
+            on_failure=health.failed,
+            on_token=health.generated,
+            on_entry=engine.cost.overhead.add_entry,
+        ),
         metrics=metrics,
         health=health,
         quarantine=engine.quarantine,
+        keys=keys,
         adapters=adapters,
         request_log=_request_log(request_file, metrics),
+        traces=open_traces(config, engine.status),
         cost=engine.cost,
         late=engine.late,
         loading=engine.adapters,
         compute_type=config.compute_type,
+    )
+
+
+def _tool_format(config: RouterConfig, template: ChatTemplate, tokenizer: Tokenizer) -> CallFormat:
+    return format_of(
+        template.tool_source, config.tool_call_parser, special_ids=tokenizer.special_ids
     )
 
 

@@ -169,10 +169,16 @@ class ShardConfig(BaseSettings):
         default=None, ge=1, description="No effect: the router limits prompts."
     )
     otlp_endpoint: str | None = Field(
-        default=None, description="No effect: traces are not exported yet."
+        default=None,
+        description="Collector to export traces of calls to over OTLP, such as http://localhost:4317.",
+    )
+    otlp_protocol: Literal["grpc", "http/protobuf"] | None = Field(
+        default=None,
+        description="Protocol of that collector; http/protobuf on port 4318 and grpc on others when absent.",
     )
     otlp_service_name: str | None = Field(
-        default=None, description="No effect: traces are not exported yet."
+        default=None,
+        description="Name of this service in traces; text-generation-inference.server when absent.",
     )
     quantize: Quantization | None = Field(
         default=None,

@@ -162,7 +162,7 @@ def test_what_is_built_without_a_target_is_the_launcher() -> None:
 
 def test_the_router_image_has_no_torch() -> None:
     text = (ROOT / "deploy" / "docker" / "router.Dockerfile").read_text()
-    assert "[router]" in text
+    assert "[router,otel]" in text
     assert "[shard]" not in text
 
 

@@ -38,6 +38,10 @@ def test_url(hostname: str, expected: str) -> None:
     assert url(hostname, 80) == expected
 
 
+def test_url_of_https() -> None:
+    assert url("::", 80, scheme="https") == "https://[::1]:80"
+
+
 @pytest.mark.parametrize("needs_key", [False, True])
 def test_curl_and_python_parse(needs_key: bool) -> None:
     text = closing_banner("http://127.0.0.1:3917", model="a/b", needs_key=needs_key)

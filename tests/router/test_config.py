@@ -184,3 +184,82 @@ def test_an_empty_admin_key_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         RouterConfig.from_args([*ARGV, "--admin-key="])
     assert "unset ADMIN_KEY" in capsys.readouterr().err
+
+
+def test_names_of_the_model() -> None:
+    config = RouterConfig.from_args([*ARGV, "--served-model-name=a,b"])
+    assert config.served_names == ("a", "b")
+    assert [config.names_the_model(name) for name in ("a", "b", "m", "c", None)] == [
+        *(True, True, True),
+        *(False, False),
+    ]
+    assert RouterConfig.from_args(ARGV).served_names == ("m",)
+
+
+@pytest.mark.parametrize(("given", "path"), [("", ""), ("/", ""), ("/a/b-1/", "/a/b-1")])
+def test_the_path_at_a_proxy(given: str, path: str) -> None:
+    assert RouterConfig.from_args([*ARGV, f"--root-path={given}"]).root_path == path
+
+
+@pytest.mark.parametrize("given", ["a", "https://x/a", '/"', "/a b"])
+def test_what_is_no_path_at_a_proxy(given: str) -> None:
+    with pytest.raises(SystemExit):
+        RouterConfig.from_args([*ARGV, f"--root-path={given}"])
+
+
+OTEL = "OTEL_EXPORTER_OTLP_"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "endpoint", "protocol"),
+    [
+        (["http://c:4317"], {}, "http://c:4317", "grpc"),
+        (["http://c:4318"], {}, "http://c:4318/v1/traces", "http/protobuf"),
+        (["http://c:4318/"], {}, "http://c:4318/v1/traces", "http/protobuf"),
+        (["https://c/x/v1/traces", "http/protobuf"], {}, "https://c/x/v1/traces", "http/protobuf"),
+        (["http://c:4318", "grpc"], {}, "http://c:4318", "grpc"),
+        (["c:4317"], {}, "c:4317", "grpc"),
+        ([], {"ENDPOINT": "http://e:4318/x"}, "http://e:4318/x/v1/traces", "http/protobuf"),
+        ([], {"TRACES_ENDPOINT": "http://e:4318/x"}, "http://e:4318/x", "http/protobuf"),
+        ([], {"ENDPOINT": "http://e:1", "PROTOCOL": "grpc"}, "http://e:1", "grpc"),
+        (
+            ["http://c:1"],
+            {"TRACES_ENDPOINT": "http://e:4318", "TRACES_PROTOCOL": "http/protobuf"},
+            "http://c:1/v1/traces",
+            "http/protobuf",
+        ),
+    ],
+)
+def test_where_traces_go(
+    flags: list[str],
+    environ: dict[str, str],
+    endpoint: str,
+    protocol: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(OTEL + name, value)
+    names = ("--otlp-endpoint", "--otlp-protocol")
+    given = [f"{name}={value}" for name, value in zip(names, flags, strict=False)]
+    target = RouterConfig.from_args([*ARGV, *given]).trace_target
+    assert target is not None
+    assert (target.endpoint, target.protocol) == (endpoint, protocol)
+    assert target.service_name == "text-generation-inference.router"
+
+
+def test_traces_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RouterConfig.from_args(ARGV).trace_target is None
+    monkeypatch.setenv(OTEL + "ENDPOINT", "http://e")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    assert RouterConfig.from_args(ARGV).trace_target is None
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert RouterConfig.from_args([*ARGV, "--otlp-endpoint=http://c"]).trace_target is None
+
+
+def test_the_name_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mill")
+    flags = [*ARGV, "--otlp-endpoint=http://c"]
+    for more, name in (([], "mill"), (["--otlp-service-name=x"], "x")):
+        target = RouterConfig.from_args([*flags, *more]).trace_target
+        assert target is not None
+        assert target.service_name == name

@@ -232,6 +232,35 @@ def test_a_host_that_is_no_address(folder: Path, shard: FakeShard) -> None:
         assert json.loads(line)["fields"]["hostname"] == "4f2a9c"
 
 
+def test_sighup_has_the_keys_read_again(folder: Path, shard: FakeShard) -> None:
+    file = folder / "keys"
+    file.write_text("a:one")
+    with routing(folder, shard, f"--api-key-file={file}") as (router, url):
+
+        def status(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return HTTP.post(f"{url}/generate", json=ASKED, headers=headers).status_code
+
+        assert (status("one"), status("two")) == (200, 401)
+        file.write_text("a:two")
+        router.process.send_signal(signal.SIGHUP)
+        router.wait_for("API keys were read")
+        assert (status("one"), status("two")) == (401, 200)
+        file.unlink()
+        router.process.send_signal(signal.SIGHUP)
+        assert str(file) in router.wait_for("the API keys stay as they were")["error"]
+        assert (status("one"), status("two")) == (401, 200)
+
+
+def test_a_bad_file_of_keys_ends_the_start(folder: Path, shard: FakeShard) -> None:
+    file = folder / "keys"
+    file.write_text("secret")
+    with started(folder, shard, f"--api-key-file={file}") as router:
+        assert router.end() == 1
+        (line,) = map(json.loads, "".join(router.lines).splitlines())
+        assert line["fields"]["message"] == f"--api-key-file: {file}, line 1: must be NAME:KEY"
+
+
 def test_it_goes_with_its_parent(folder: Path, shard: FakeShard) -> None:
     script = (
         "import subprocess, sys; "

@@ -15,6 +15,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.engine_factory import new_engine
 from millrace_router.prediction.cost import CostModel
 from millrace_router.recovery.launcher_channel import LauncherChannel
+from millrace_router.server.keys import ApiKeys
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity
@@ -152,6 +153,7 @@ async def test_what_is_resolved_is_what_is_used() -> None:
         metrics,
         tokenizer=tokenizer,
         template=ChatTemplate(None, special_tokens={}),
+        keys=ApiKeys(None),
     )
     assert services.cost is cost
     assert engine.batcher._predictor.cost is cost

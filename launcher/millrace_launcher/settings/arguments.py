@@ -32,6 +32,7 @@ SHARD_LATER = {
     "sharded": False,
     "max_input_tokens": None,
     "otlp_endpoint": None,
+    "otlp_protocol": None,
     "otlp_service_name": None,
     "logger_level": None,
 }

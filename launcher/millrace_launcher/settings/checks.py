@@ -14,8 +14,6 @@ UNSUPPORTED = {"quantize": ("exl2",)}
 WITHOUT_EFFECT = {
     "usage_stats": "no usage statistics are ever sent",
     "prometheus_port": "metrics are served on --port",
-    "otlp_endpoint": "traces are not exported yet",
-    "otlp_service_name": "traces are not exported yet",
     "ngrok_authtoken": "it is used with --ngrok only",
     "ngrok_edge": "it is used with --ngrok only",
     "max_image_fetch_size": "no images are fetched; requests with one are refused",

@@ -74,6 +74,10 @@ class Commands:
 
     def shard(self, rank: int, folder: Path, draft: Path | None = None) -> Command:
         """The command of one rank of the tensor-parallel group; `draft` is the folder of the draft model."""
+        router = self.settings.router
+        traces = router.trace_target
+        usual = type(router).model_fields["otlp_service_name"].default
+        named = traces is not None and traces.service_name != usual
         config = self.settings.shard.model_copy(
             update={
                 "uds_path": self.shard_uds_path,
@@ -85,7 +89,10 @@ class Commands:
                 "enable_lora": self.settings.has_adapters,
                 "adapter_cache": self._adapter_cache(),
                 "cpu_threads": self.threads.threads,
-                "max_total_tokens": self.settings.router.max_total_tokens,
+                "max_total_tokens": router.max_total_tokens,
+                "otlp_endpoint": traces and traces.endpoint,
+                "otlp_protocol": traces and traces.protocol,
+                "otlp_service_name": traces.service_name if traces and named else None,
                 "trust_remote_code": False,
                 "json_output": True,
                 "log_level": self.settings.launcher.log_level,

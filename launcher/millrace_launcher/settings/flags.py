@@ -55,6 +55,7 @@ WIRING: Mapping[str, frozenset[str]] = {
             "max_input_tokens",
             "max_total_tokens",
             "otlp_endpoint",
+            "otlp_protocol",
             "otlp_service_name",
             "json_output",
             "log_level",

@@ -70,6 +70,7 @@ class Launcher:
             self._on_signal(signal.SIGHUP)
         elif self._is_announced:
             log.info("SIGHUP received, restarting the shards")
+            self._webserver.hang_up()
             self._shards.restart_as_planned()
         else:
             log.info("SIGHUP received, but nothing is served yet")
@@ -89,7 +90,8 @@ class Launcher:
             fields = {"url": base, "metrics_url": f"{base}/metrics"}
             log.info("%s is served at %s", model, base, extra={"fields": fields})
             return
-        needs_key = self._settings.router.api_key is not None
+        router = self._settings.router
+        needs_key = router.api_key is not None or router.api_key_file is not None
         sys.stdout.write(closing_banner(base, model=model, needs_key=needs_key))
         sys.stdout.flush()
 

@@ -119,6 +119,11 @@ class ManagedProcess:
         await self.wait()
         log.info("%s terminated", self.name)
 
+    def hang_up(self) -> None:
+        """Send SIGHUP."""
+        if self.is_running:
+            self._signal(signal.SIGHUP)
+
     def kill(self) -> None:
         """Kill it and its descendants."""
         if self.is_running:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -63,10 +64,19 @@ async def _poll(ask: Callable[[], Awaitable[bool]], *, say: str) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
+def _unverified() -> ssl.SSLContext:
+    """TLS to the router on this host, whose certificate names another."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
 async def _status(url: str) -> int:
     """The status of a GET. Raises OSError, ValueError or IndexError without one."""
     parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    tls = _unverified() if parts.scheme == "https" else None
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=tls)
     try:
         request = f"GET {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n"
         writer.write(request.encode())

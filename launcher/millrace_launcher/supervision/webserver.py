@@ -37,7 +37,8 @@ class Webserver:
         self._commands = commands
         self._children = children
         self._announce = announce
-        self._base = url(listen_address(router.hostname), router.port)
+        scheme = "http" if router.ssl_certfile is None else "https"
+        self._base = url(listen_address(router.hostname), router.port, scheme=scheme)
         self._breaker = Breaker(commands.settings.launcher.max_restarts)
         self._process: ManagedProcess | None = None
         self._control: Control | None = None
@@ -72,6 +73,12 @@ class Webserver:
             self._has_given_up = True
             self._control.gave_up(reason)
 
+    def hang_up(self) -> None:
+        """Have the router read its file of API keys again; a router without one would end."""
+        has_file = self._commands.settings.router.api_key_file is not None
+        if has_file and self._process is not None and self._ready_at is not None:
+            self._process.hang_up()
+
     async def terminate(self, grace_seconds: float) -> None:
         """End it in an orderly way."""
         if self._process is not None:
@@ -95,7 +102,9 @@ class Webserver:
         It first reports itself that it listens, because another server could answer on its port.
         """
         await self._listening.wait()
-        await router_ready(self._base)
+        if self._commands.settings.router.ssl_ca_certs is None:
+            # Clients need a certificate otherwise, and the launcher has none.
+            await router_ready(self._base)
 
     def _on_ready(self) -> None:
         self._ready_at = time.monotonic()

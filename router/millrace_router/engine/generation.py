@@ -80,6 +80,7 @@ class Generation:
         batched = stream.batched_at or end
         inference = end - batched
         return Timings(
+            arrived_at=self._record.arrived_at,
             total=end - self._record.arrived_at,
             validation=stream.queued_at - self._record.arrived_at,
             queue=batched - stream.queued_at,

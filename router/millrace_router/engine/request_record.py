@@ -14,6 +14,8 @@ from millrace_router.telemetry.metrics import Metrics
 class Timings:
     """Durations of the parts of a request, in seconds."""
 
+    arrived_at: float = 0.0
+    """By `time.monotonic`."""
     total: float
     validation: float
     queue: float

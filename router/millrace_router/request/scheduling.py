@@ -28,10 +28,12 @@ def scheduling_from(
     priority: int | None,
     *,
     by_tenant: bool,
+    key_name: str | None = None,
     max_queue_seconds: float | None = None,
 ) -> SchedulingParameters:
     """Read the scheduling parameters; `headers` ignore case, and a body's `priority` beats the header's.
 
+    With `by_tenant` the tenant is `key_name`, the name of the client's API key, or that of `tenant_of`.
     `max_queue_seconds` is the longest wait that the server allows; a client's limit may be shorter.
 
     Raises:
@@ -40,7 +42,7 @@ def scheduling_from(
     """
     return SchedulingParameters(
         priority=_priority_of(headers) if priority is None else _checked("`priority`", priority),
-        tenant=tenant_of(headers) if by_tenant else "",
+        tenant=(key_name or tenant_of(headers)) if by_tenant else "",
         max_queue_seconds=_sooner(_max_queue_seconds(headers), max_queue_seconds),
     )
 

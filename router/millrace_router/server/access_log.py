@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 import uuid
@@ -18,7 +17,15 @@ from millrace_router.engine.generation import Collected, Generation
 from millrace_router.request.scheduling import TENANT_HEADER
 from millrace_router.server.bodies import ERROR_TYPE
 from millrace_router.server.headers import sum_of_times
+from millrace_router.server.keys import KEY_NAME
 from millrace_router.server.services import SERVICES
+from millrace_router.server.traces.request_spans import Line
+from millrace_router.telemetry.trace_context import (
+    CURRENT,
+    TRACEPARENT_HEADER,
+    TraceContext,
+    trace_id_of,
+)
 
 REQUEST_ID_HEADER = "x-request-id"
 MAX_REQUEST_ID_LENGTH = 128
@@ -31,8 +38,6 @@ REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 _GENERATIONS: web.RequestKey[list[Generation | Collected]] = web.RequestKey("generations", list)
 _SALT = secrets.token_bytes(16)
 """Salt of the hashes of keys in the log, so that they reveal nothing about the keys."""
-
-Line = dict[str, str | float | int | bool]
 
 log = structlog.get_logger(__name__)
 
@@ -49,15 +54,21 @@ async def access_log(request: web.Request, handler: Handler) -> web.StreamRespon
     request[REQUEST_ID] = _request_id(request.headers.get(REQUEST_ID_HEADER))
     request[_GENERATIONS] = []
     names = {"request_id": request[REQUEST_ID]}
-    trace_id = trace_id_of(request.headers.getall(TRACEPARENT_HEADER, ()))
-    if trace_id is not None:
+    traces = request.app[SERVICES].traces
+    context = None if traces is None else traces.begin(request.headers)
+    if context is not None:
+        names["trace_id"] = context.trace_id
+    elif trace_id := trace_id_of(request.headers.getall(TRACEPARENT_HEADER, ())):
         names["trace_id"] = trace_id
     response: web.StreamResponse | None = None
     with structlog.contextvars.bound_contextvars(**names):
+        token = None if context is None else CURRENT.set(context)
         try:
             response = await handler(request)
         finally:
-            _log(request, response, names, time.monotonic() - started_at)
+            if token is not None:
+                CURRENT.reset(token)
+            _end(request, response, names, context, time.monotonic() - started_at)
     return response
 
 
@@ -74,18 +85,25 @@ def _request_id(given: str | None) -> str:
     return uuid.uuid4().hex
 
 
-def _log(
-    request: web.Request, response: web.StreamResponse | None, names: dict[str, str], seconds: float
+def _end(
+    request: web.Request,
+    response: web.StreamResponse | None,
+    names: dict[str, str],
+    context: TraceContext | None,
+    seconds: float,
 ) -> None:
-    """Write the line; without a response the client has left."""
+    """Write the line and send the spans; without a response the client has left."""
     line = _line(request, response, seconds)
     if request.method == "GET" and request.path in PROBED_PATHS and line["status"] == HTTPStatus.OK:
         log.debug("request", **line)
         return
     log.info("request", **line)
-    request_log = request.app[SERVICES].request_log
-    if request_log is not None:
-        request_log.write({**names, **line})
+    services = request.app[SERVICES]
+    if services.request_log is not None:
+        services.request_log.write({**names, **line})
+    if services.traces is not None and context is not None:
+        generations = request[_GENERATIONS]
+        services.traces.ended(request, line, generations, context)
 
 
 def _line(request: web.Request, response: web.StreamResponse | None, seconds: float) -> Line:
@@ -95,6 +113,8 @@ def _line(request: web.Request, response: web.StreamResponse | None, seconds: fl
         "status": CLIENT_GONE if response is None else response.status,
         "total_time": round(seconds, 6),
     }
+    if KEY_NAME in request:
+        line["key_name"] = request[KEY_NAME]
     if request.content_length is not None:
         line["request_bytes"] = request.content_length
     if response is not None and ERROR_TYPE in response:
@@ -140,30 +160,7 @@ def _counts_of(generations: Sequence[Generation | Collected]) -> Line:
 def _tenant(request: web.Request, generation: Generation | Collected) -> str:
     """Name the tenant, if tenants count: by the name that was given, or by a hash of the key that a restart changes."""
     tenant = generation.valid.scheduling.tenant
-    if not tenant or tenant == request.headers.get(TENANT_HEADER):
+    if not tenant or tenant in (request.get(KEY_NAME), request.headers.get(TENANT_HEADER)):
         # JSON has no place for bytes that are not UTF-8.
         return tenant[:MAX_TENANT_LENGTH].encode(errors="backslashreplace").decode()
     return blake2b(tenant.encode(), key=_SALT, digest_size=8).hexdigest()
-
-
-TRACEPARENT_HEADER = "traceparent"
-_TRACEPARENT = re.compile(
-    r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<parent>[0-9a-f]{16})-[0-9a-f]{2}(?P<more>-.*)?"
-)
-_NO_TRACE = "0" * 32
-_NO_PARENT = "0" * 16
-
-
-def trace_id_of(given: Sequence[str]) -> str | None:
-    """Return the trace id in the values of the header; None unless there is exactly one value, and it is valid.
-
-    A version above 00 may have more fields at its end, which are ignored.
-    """
-    if len(given) != 1:
-        return None
-    match = _TRACEPARENT.fullmatch(given[0])
-    if match is None or match["version"] == "ff" or (match["version"] == "00" and match["more"]):
-        return None
-    if match["trace"] == _NO_TRACE or match["parent"] == _NO_PARENT:
-        return None
-    return match["trace"]

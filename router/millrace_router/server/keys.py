@@ -1,17 +1,93 @@
-"""Comparison of the keys that clients present."""
+"""The keys that clients may present, and their comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hmac import compare_digest
+from pathlib import Path
 
+import structlog
+from aiohttp import web
+
+from millrace_router.config import RouterConfig
 from millrace_router.request.scheduling import API_KEY_HEADER
+from millrace_router.server.key_file import KeyFileError, read_keys
+
+KEY_NAME: web.RequestKey[str] = web.RequestKey("key_name", str)
+"""Name of the key that a request presented; absent for the key of `--api-key`, and where no key is asked for."""
+
+log = structlog.get_logger(__name__)
+
+
+class ApiKeys:
+    """The key of `--api-key`, which has no name, and those of `--api-key-file`."""
+
+    def __init__(self, unnamed: str | None, file: Path | None = None) -> None:
+        """Read the file; raises KeyFileError."""
+        self._unnamed = [] if unnamed is None else [("", unnamed)]
+        self._file = file
+        self._keys = _encoded(self._unnamed if file is None else self._unnamed + read_keys(file))
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> ApiKeys:
+        """Return the keys of the flags; raises KeyFileError."""
+        return cls(config.api_key, config.api_key_file)
+
+    @property
+    def are_required(self) -> bool:
+        """Whether clients need a key at all."""
+        return bool(self._keys)
+
+    @property
+    def can_change(self) -> bool:
+        """Whether there is a file to read again."""
+        return self._file is not None
+
+    def name_of(self, headers: Mapping[str, str]) -> str | None:
+        """Return the name of the key in the headers, "" for the key without a name; None without a right key."""
+        presented = _presented(headers)
+        found = None
+        # Every key is compared whole, whatever was found before, so that the time tells nothing.
+        for name, bearer, bare in self._keys:
+            if _matches(presented, bearer, bare):
+                found = name
+        return found
+
+    def admit(self, headers: Mapping[str, str]) -> bool:
+        """Return whether a request with these headers has a right key, or needs none."""
+        return not self._keys or self.name_of(headers) is not None
+
+    def reload(self) -> None:
+        """Read the file again; a bad one leaves the keys as they are, and is logged."""
+        if self._file is None:
+            return
+        try:
+            named = read_keys(self._file)
+        except KeyFileError as error:
+            log.error("the API keys stay as they were", error=str(error))  # noqa: TRY400
+            return
+        self._keys = _encoded(self._unnamed + named)
+        log.info("API keys were read", names=len({name for name, _ in named}))
 
 
 def presents_key(headers: Mapping[str, str], key: str) -> bool:
     """Return whether `key` is in the headers, exactly: as a bearer token, or in `x-api-key` for Anthropic's clients."""
-    as_bearer = compare_digest(_header(headers, "authorization"), f"Bearer {key}".encode())
-    as_bare = compare_digest(_header(headers, API_KEY_HEADER), key.encode())
+    ((_, bearer, bare),) = _encoded([("", key)])
+    return _matches(_presented(headers), bearer, bare)
+
+
+def _encoded(keys: Iterable[tuple[str, str]]) -> list[tuple[str, bytes, bytes]]:
+    """Name, bearer token and bare key of each."""
+    return [(name, f"Bearer {key}".encode(), key.encode()) for name, key in keys]
+
+
+def _presented(headers: Mapping[str, str]) -> tuple[bytes, bytes]:
+    return _header(headers, "authorization"), _header(headers, API_KEY_HEADER)
+
+
+def _matches(presented: tuple[bytes, bytes], bearer: bytes, bare: bytes) -> bool:
+    as_bearer = compare_digest(presented[0], bearer)
+    as_bare = compare_digest(presented[1], bare)
     return as_bearer or as_bare
 
 

@@ -16,6 +16,8 @@ from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.limits import Limits
+from millrace_router.server.keys import ApiKeys
+from millrace_router.server.traces.request_traces import RequestTraces
 from millrace_router.shards.wire import Capacity, ShardInfo
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_log import RequestLog
@@ -46,11 +48,14 @@ class Services:
     metrics: Metrics
     health: Health
     quarantine: Quarantine
+    keys: ApiKeys
+    """The keys that clients may present."""
     adapters: Resolver | None = None
     """None if the shards take no adapters."""
     loading: AdapterLoading | None = None
     """The adapters in the shards; None as above."""
     request_log: RequestLog | None = None
+    traces: RequestTraces | None = None
     cost: CostModel | None = None
     late: LatePlanning | None = None
     compute_type: str = "gpu+optimized"

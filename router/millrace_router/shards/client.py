@@ -10,6 +10,7 @@ from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_router.shards.channels import open_channel
 from millrace_router.shards.errors import ShardBusy, ShardError, ShardHung, ShardLost, StepFailed
+from millrace_router.telemetry.trace_context import trace_metadata
 
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 STREAM_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
@@ -40,7 +41,9 @@ class ShardClient:
 
     async def compile_grammar(self, request: pb.CompileGrammarRequest) -> pb.CompileGrammarResponse:
         """Compile a grammar; waits until the shard listens."""
-        return await self._stub.CompileGrammar(request, wait_for_ready=True)
+        return await self._stub.CompileGrammar(
+            request, wait_for_ready=True, metadata=trace_metadata()
+        )
 
     async def load_adapter(
         self, request: pb.LoadAdapterRequest, *, timeout: float

@@ -26,6 +26,7 @@ from millrace_shard.commands.device_settings import (
     is_deterministic,
 )
 from millrace_shard.commands.tgi_flags import notices
+from millrace_shard.commands.trace_export import open_tracing
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.one_shot import SymmetricMemory
 from millrace_shard.device.process_group import GroupError, ProcessGroup
@@ -99,7 +100,7 @@ def serve(config: ShardConfig) -> None:
     """
     for notice in notices(config):
         logger.info("%s", notice)
-    credentials = server_credentials(config)
+    credentials, tracing = server_credentials(config), open_tracing(config)
     socket = None if config.address else SocketFile(config.socket_path)
     if socket is not None:
         socket.check_free()
@@ -119,7 +120,7 @@ def serve(config: ShardConfig) -> None:
     engine.when_ended(lambda: stops.put(None))
     target = f"unix:{socket.private}" if socket else config.listen_target
     with for_this_user_only():
-        server = new_server(service, target, credentials)
+        server = new_server(service, target, credentials, () if tracing is None else (tracing,))
     server.start()
     if socket is not None:
         socket.publish()
@@ -134,6 +135,8 @@ def serve(config: ShardConfig) -> None:
     service.end_streams()
     server.stop(grace=grace).wait()
     faulthandler.cancel_dump_traceback_later()
+    if tracing is not None:
+        tracing.close()
     if socket is not None:
         socket.remove()
     if received is None:

@@ -9,8 +9,6 @@ from millrace_shard.config import ShardConfig
 WITHOUT_EFFECT = {
     "trust_remote_code": "code from a model repository is never run",
     "max_input_tokens": "the router limits prompts",
-    "otlp_endpoint": "traces are not exported yet",
-    "otlp_service_name": "traces are not exported yet",
 }
 
 

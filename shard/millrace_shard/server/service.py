@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Thread
@@ -167,7 +167,10 @@ class ShardService(pb_grpc.ShardServiceServicer):
 
 
 def new_server(
-    service: ShardService, address: str, credentials: grpc.ServerCredentials | None = None
+    service: ShardService,
+    address: str,
+    credentials: grpc.ServerCredentials | None = None,
+    interceptors: Sequence[grpc.ServerInterceptor] = (),
 ) -> grpc.Server:
     """A server for `address`, a gRPC target such as `unix:/path` or `host:port`, that listens once it is started.
 
@@ -175,7 +178,9 @@ def new_server(
     address is not available.
     """
     server = grpc.server(
-        ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="grpc"), options=SERVER_OPTIONS
+        ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="grpc"),
+        options=SERVER_OPTIONS,
+        interceptors=list(interceptors),
     )
     pb_grpc.add_ShardServiceServicer_to_server(service, server)
     states = health.HealthServicer()

@@ -70,6 +70,10 @@ PATH_FLAGS = [
     ("--huggingface-hub-cache", "launcher"),
     ("--weights-cache-override", "launcher"),
     ("--tokenizer-config-path", "router"),
+    ("--api-key-file", "router"),
+    ("--ssl-certfile", "router"),
+    ("--ssl-keyfile", "router"),
+    ("--ssl-ca-certs", "router"),
     ("--journal", "router"),
     ("--log-requests", "router"),
     ("--adapter-root", "router"),
@@ -136,6 +140,9 @@ OURS = [
     ("--adapter-cycle-time-s", "1.5", "router", 1.5),
     ("--unknown-model", "refuse", "router", "refuse"),
     ("--admin-key", "k", "router", "k"),
+    ("--served-model-name", "a/b,c", "router", ("a/b", "c")),
+    ("--root-path", "/llm", "router", "/llm"),
+    ("--otlp-protocol", "grpc", "router", "grpc"),
 ]
 
 

@@ -105,8 +105,6 @@ WITHOUT_EFFECT = {
     "--max-waiting-tokens": "3",
     "--ngrok-authtoken": "t",
     "--ngrok-edge": "e",
-    "--otlp-endpoint": "http://x",
-    "--otlp-service-name": "n",
     "--prometheus-port": "9001",
     "--trust-remote-code": "",
     "--usage-stats": "off",

@@ -64,6 +64,24 @@ def test_more_adapters_than_one_argument_holds_are_read_back() -> None:
     assert RouterConfig.from_args(command.argv[3:]).lora_modules == tuple(given)
 
 
+def test_traces_of_router_and_shards_go_to_one_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = commands("--otlp-endpoint=http://c:4318")
+    router = RouterConfig.from_args(command.router(FOLDER).argv[3:])
+    shard = ShardConfig.from_args(command.shard(0, FOLDER).argv[4:])
+    assert router.trace_target is not None
+    assert (shard.otlp_endpoint, shard.otlp_protocol) == (
+        router.trace_target.endpoint,
+        router.trace_target.protocol,
+    )
+    assert shard.otlp_service_name is None
+    named = commands("--otlp-endpoint=http://c --otlp-service-name=mill").shard(0, FOLDER)
+    assert ShardConfig.from_args(named.argv[4:]).otlp_service_name == "mill"
+    assert ShardConfig.from_args(commands("").shard(0, FOLDER).argv[4:]).otlp_endpoint is None
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://e:4317")
+    of_environment = commands("").shard(0, FOLDER)
+    assert ShardConfig.from_args(of_environment.argv[4:]).otlp_endpoint == "http://e:4317"
+
+
 def test_shard_reads_back_what_it_was_given() -> None:
     command = commands("--dtype=float32 --kv-memory=2G --cuda-graphs=0 --deterministic=off").shard(
         1, FOLDER

@@ -102,6 +102,18 @@ async def test_refusal_of_a_router_that_lost_its_shards_is_not_its_own(tmp_path:
         assert "Webserver failed to start (exit code 1)" in deployment.output
 
 
+async def test_sighup_reaches_a_router_with_a_file_of_keys_alone(tmp_path: Path) -> None:
+    for flags, has_heard in (([], False), ([f"--api-key-file={tmp_path}/keys"], True)):
+        async with deploy(tmp_path, *flags) as deployment:
+            await deployment.until(SERVED)
+            deployment.process.send_signal(signal.SIGHUP)
+            await deployment.until("The shards are back")
+            deployment.process.send_signal(signal.SIGTERM)
+            assert await deployment.end() == (0, "")
+            assert len(deployment.lives("router")) == 1 + has_heard
+            assert ("router hung up" in deployment.events()) == has_heard
+
+
 async def test_closed_terminal_ends_the_deployment(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     async with deploy(tmp_path, FAKE_TERMINAL=str(theirs)) as deployment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_router.server.access_log import trace_id_of
+from millrace_router.telemetry.trace_context import trace_id_of
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"

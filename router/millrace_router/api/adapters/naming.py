@@ -38,7 +38,7 @@ def adapter_of_fields(
         if adapter_id:
             raise ValidationError("at most one of `adapter_id` or `adapters` may be provided")
         return AdapterReference(merged=merged.recipe(), source=given, token=presented)
-    if adapter_id == services.config.model_id:
+    if services.config.names_the_model(adapter_id):
         return None
     if adapter_id:
         return AdapterReference(name=check_name(adapter_id), source=given, token=presented)
@@ -63,13 +63,15 @@ def adapter_of_model(
 
     """
     services = request.app[SERVICES]
-    served = services.config.model_id
+    config = services.config
     given, presented = source_of(source), token_of(request, token)
     name = model or ""
-    if name.startswith(f"{served}:"):
-        name = check_name(name.removeprefix(f"{served}:"))
+    # LoRAX's form, base:adapter; a name of the model may have colons too.
+    base = next((one for one in config.all_names if name.startswith(f"{one}:")), None)
+    if base is not None and not config.names_the_model(name):
+        name = check_name(name.removeprefix(f"{base}:"))
         return AdapterReference(name=name, source=given, token=presented)
-    if name not in NO_NAMES | {served}:
+    if name not in NO_NAMES and not config.names_the_model(name):
         resolver = services.adapters
         if given is not None or (resolver is not None and resolver.is_adapter(name)):
             return AdapterReference(name=check_name(name), source=given, token=presented)

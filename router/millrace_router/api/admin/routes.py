@@ -145,7 +145,7 @@ def _resolver(request: web.Request) -> Resolver:
 
 def _registration(request: web.Request, name: str, path: str) -> Registration:
     """Check what an operator gave; raises AdapterRefused."""
-    if name == request.app[SERVICES].config.model_id:
+    if request.app[SERVICES].config.names_the_model(name):
         raise AdapterRefused(f"'{name}' is the name of the base model.")
     try:
         check_name(name)

@@ -10,7 +10,6 @@ from millrace_router.adapters.names.registry import Registration
 from millrace_router.api.adapters.naming import token_of
 from millrace_router.api.openai.protocol import ModelJson
 from millrace_router.request.adapter import AdapterSource
-from millrace_router.server.keys import presents_key
 from millrace_router.server.services import SERVICES, Services
 
 
@@ -21,8 +20,7 @@ def adapters_json(request: web.Request) -> list[ModelJson]:
     """
     services = request.app[SERVICES]
     resolver = services.adapters
-    key = services.config.api_key
-    if resolver is None or (key is not None and not presents_key(request.headers, key)):
+    if resolver is None or not services.keys.admit(request.headers):
         return []
     token = token_of(request, None)
     opened = [] if token is None else resolver.named_by(token)
@@ -45,7 +43,7 @@ def _registered(services: Services, registration: Registration) -> ModelJson:
 
 
 def _model(services: Services, name: str, *, root: str) -> ModelJson:
-    served = services.config.model_id
+    served = services.config.served_names[0]
     return {
         "id": name,
         "object": "model",

@@ -23,7 +23,7 @@ from millrace_router.version import VERSION
 
 def model_name(services: Services, asked: str | None) -> str:
     """Return the name of the model in the answer: the client's, whatever it is, or else that of the model."""
-    return services.config.model_id if asked in NO_NAMES else str(asked)
+    return services.config.served_names[0] if asked in NO_NAMES else str(asked)
 
 
 def fingerprint(services: Services) -> str:

@@ -45,26 +45,27 @@ def register(app: web.Application) -> None:
 
 
 async def models(request: web.Request) -> web.StreamResponse:
-    """`GET /v1/models`: the one that is served, and the adapters that the client may use."""
-    data = [_model(request.app[SERVICES]), *adapters_json(request)]
+    """`GET /v1/models`: the one that is served, by each of its names, and the adapters that the client may use."""
+    data = [*_models(request.app[SERVICES]), *adapters_json(request)]
     answer: ModelInfoJson = {"object": "list", "data": data}
     return json_response(answer)
 
 
 async def model(request: web.Request) -> web.StreamResponse:
     """`GET /v1/models/{model}`: the one that is served, or an adapter of it, by its name."""
-    served, asked = _model(request.app[SERVICES]), request.match_info["model"]
-    if asked == served["id"]:
-        return json_response(served)
-    found = adapter_json(request, asked)
+    asked = request.match_info["model"]
+    served = [one for one in _models(request.app[SERVICES]) if one["id"] == asked]
+    found = served[0] if served else adapter_json(request, asked)
     if found is None:
         raise UnknownModel(asked)
     return json_response(found)
 
 
-def _model(services: Services) -> ModelJson:
-    name = services.config.model_id
-    return {"id": name, "object": "model", "created": 0, "owned_by": name}
+def _models(services: Services) -> list[ModelJson]:
+    return [
+        {"id": name, "object": "model", "created": 0, "owned_by": name}
+        for name in services.config.served_names
+    ]
 
 
 async def chat_tokenize(request: web.Request) -> web.StreamResponse:

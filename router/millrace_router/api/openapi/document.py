@@ -96,9 +96,10 @@ HEADERS: dict[str, dict[str, object]] = {
 
 
 @cache
-def openapi_json(*, admin: bool = True) -> bytes:
-    """Render the document, with the routes of the operator or without."""
-    return orjson.dumps(openapi(admin=admin), option=orjson.OPT_INDENT_2)
+def openapi_json(*, admin: bool = True, root_path: str = "") -> bytes:
+    """Render the document, with the routes of the operator or without; `root_path` is where a proxy has the server."""
+    servers = {"servers": [{"url": root_path}]} if root_path else {}
+    return orjson.dumps(openapi(admin=admin) | servers, option=orjson.OPT_INDENT_2)
 
 
 def openapi(*, admin: bool = True) -> dict[str, Any]:
@@ -269,5 +270,6 @@ def register(app: web.Application) -> None:
 
 async def schema(request: web.Request) -> web.Response:
     """`GET /openapi.json`: the routes that this server has."""
-    has_admins = request.app[SERVICES].config.admin_key is not None
-    return web.Response(body=openapi_json(admin=has_admins), content_type="application/json")
+    config = request.app[SERVICES].config
+    body = openapi_json(admin=config.admin_key is not None, root_path=config.root_path)
+    return web.Response(body=body, content_type="application/json")

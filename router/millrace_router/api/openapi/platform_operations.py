@@ -26,6 +26,7 @@ from millrace_router.api.platforms.sagemaker import (
     SagemakerStreamResponse,
 )
 from millrace_router.api.platforms.vertex import VertexRequest, VertexResponse
+from millrace_router.api.tgi.info import VersionJson
 
 MODEL = "/v2/models/{model_name}"
 VERSION = MODEL + "/versions/{model_version}"
@@ -80,6 +81,14 @@ PLATFORM_OPERATIONS = (
         answer=VertexResponse,
         failures=PREDICTING,
         headers=SCHEDULING,
+    ),
+    Operation(
+        method="get",
+        is_open=True,
+        path="/version",
+        id="show_version",
+        summary="The version of the server, as vLLM has it",
+        answer=VersionJson,
     ),
     _get("/v2", "kserve_server_metadata", "Describe the server, for KServe", KserveServerJson),
     _get("/v2/health/live", "kserve_health_live", "Whether the router runs", KserveLiveJson),

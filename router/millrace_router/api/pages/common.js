@@ -1,7 +1,7 @@
 "use strict";
 
 /** Where the API is, also behind a proxy that serves it under a path. */
-const BASE = new URL(location.pathname.replace(/docs\/?$/, ""), location.origin);
+const BASE = new URL(document.documentElement.dataset.root ?? location.pathname.replace(/docs\/?$/, ""), location.origin);
 const KEY_NAME = "millrace.key";
 
 /**
@@ -18,6 +18,8 @@ function el(tag, attributes = {}, ...children) {
   node.append(...children.filter((child) => child !== null));
   return node;
 }
+
+for (const link of document.querySelectorAll("[data-path]")) link.href = new URL(link.dataset.path, BASE);
 
 /** What is kept until the tab is closed; a browser that keeps nothing is no error. */
 const kept = {

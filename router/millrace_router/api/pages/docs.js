@@ -11,7 +11,6 @@ const GROUPS = [
 ];
 const byId = (id) => document.getElementById(id);
 
-for (const link of document.querySelectorAll("[data-path]")) link.href = new URL(link.dataset.path, BASE);
 byId("key").value = kept.get(KEY_NAME) ?? "";
 byId("key").addEventListener("input", () => kept.set(KEY_NAME, byId("key").value.trim()));
 byId("access").addEventListener("submit", (event) => event.preventDefault());

@@ -30,9 +30,15 @@ class Document:
         return sha256(self.body).hexdigest()[:32]
 
 
-def load(name: str) -> Document:
-    """Read `<name>.html` from this folder, and put its styles and scripts into it."""
+def load(name: str, root_path: str = "") -> Document:
+    """Read `<name>.html` from this folder, and put its styles and scripts into it.
+
+    `root_path`, where a proxy has the server, is told to the scripts: a page cannot tell it from an address such as
+    `/llm` that lacks the last slash.
+    """
     source = _read(f"{name}.html")
+    if root_path:
+        source = source.replace("<html ", f'<html data-root="{root_path}/" ', 1)
     styles = [_read(file) for file in _STYLE.findall(source)]
     scripts = [_read(file) for file in _SCRIPT.findall(source)]
     hashes = {"style-src": _hashes(styles), "script-src": _hashes(scripts)}

@@ -9,6 +9,7 @@ from aiohttp import ETag, web
 from millrace_router.api.pages.document import Document, load
 from millrace_router.api.tgi.probes import health
 from millrace_router.errors import RouterError
+from millrace_router.server.services import SERVICES
 
 PATHS = ("/docs", "/docs/")
 """Paths of the documentation, which needs no API key."""
@@ -32,18 +33,22 @@ async def root(request: web.Request) -> web.StreamResponse:
         await health(request)
     except RouterError as error:
         status = error.status
-    return _answer(request, page("chat"), status=status, vary="accept")
+    return _answer(request, page("chat", _root(request)), status=status, vary="accept")
 
 
 async def docs(request: web.Request) -> web.StreamResponse:
     """`GET /docs`: `/openapi.json` as a page."""
-    return _answer(request, page("docs"))
+    return _answer(request, page("docs", _root(request)))
 
 
 @cache
-def page(name: str) -> Document:
+def page(name: str, root_path: str) -> Document:
     """Load a page once."""
-    return load(name)
+    return load(name, root_path)
+
+
+def _root(request: web.Request) -> str:
+    return request.app[SERVICES].config.root_path
 
 
 def prefers_html(accept: str) -> bool:

@@ -26,6 +26,12 @@ class QuarantineJson(TypedDict):
     quarantined: list[dict[str, object]]
 
 
+class VersionJson(TypedDict):
+    """Answer of `/version`."""
+
+    version: str
+
+
 class LimitsJson(TypedDict):
     """The model, and what one request may ask for."""
 

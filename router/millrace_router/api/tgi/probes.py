@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from millrace_router.api.tgi.info import QuarantineJson, info_json
+from millrace_router.api.tgi.info import QuarantineJson, VersionJson, info_json
 from millrace_router.errors import ShuttingDown
 from millrace_router.server.bodies import json_response
 from millrace_router.server.services import SERVICES
 from millrace_router.telemetry.exposition import CONTENT_TYPE, render
+from millrace_router.version import VERSION
 
 
 def register(app: web.Application) -> None:
@@ -19,6 +20,7 @@ def register(app: web.Application) -> None:
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/v1/quarantine", quarantine)
     app.router.add_get("/info", info)
+    app.router.add_get("/version", version)
     app.router.add_get("/metrics", metrics)
 
 
@@ -54,6 +56,12 @@ async def quarantine(request: web.Request) -> web.Response:
 async def info(request: web.Request) -> web.Response:
     """`GET /info`: the model, every limit, and the input of a simulation; with the fields that TGI 3 dropped."""
     return json_response(info_json(request.app[SERVICES]))
+
+
+async def version(_: web.Request) -> web.Response:
+    """`GET /version`: the version of the server, as vLLM has it."""
+    answer: VersionJson = {"version": VERSION}
+    return json_response(answer)
 
 
 async def metrics(request: web.Request) -> web.Response:

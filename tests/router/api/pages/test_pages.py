@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 
+import orjson
 import pytest
 
 from millrace_router.api import pages
@@ -209,3 +210,22 @@ def _sources(suffix: str) -> list[Path]:
     found = sorted(Path(str(files(pages))).glob(f"*.{suffix}"))
     assert found
     return found
+
+
+@pytest.mark.parametrize(("path", "name"), [("/", "chat"), ("/docs", "docs")])
+async def test_a_page_is_told_where_a_proxy_has_the_server(path: str, name: str) -> None:
+    async with serving(root_path="/a/llm/") as edge:
+        _, body, answer = await edge.get(path, headers=PAGE)
+        assert orjson.loads((await edge.get("/openapi.json"))[1])["servers"] == [{"url": "/a/llm"}]
+    assert body.replace(b' data-root="/a/llm/"', b"") == load(name).body != body
+    assert answer.headers["content-security-policy"] == load(name).policy
+    async with serving() as edge:
+        assert "servers" not in orjson.loads((await edge.get("/openapi.json"))[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_of_a_page_is_found_from_the_root(name: str) -> None:
+    text = load(name).body.decode()
+    links = re.findall(r"<a [^>]*>", text)
+    assert links
+    assert all("data-path=" in link for link in links)

@@ -115,6 +115,8 @@ def router(argv: list[str]) -> None:
     except OSError as error:
         sys.exit(f"router cannot listen: {error}")
     server.launcher = launcher
+    if any(argument.startswith("--api-key-file") for argument in argv):
+        signal.signal(signal.SIGHUP, lambda *_: event("router hung up"))
     launcher.sendall(b'{"event": "listening"}\n')
     threading.Thread(target=server.serve_forever, daemon=True).start()
     stop.wait()

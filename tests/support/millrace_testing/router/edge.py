@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,9 @@ from millrace_router.request.events import Finished, PromptLogprobs, Token, Toke
 from millrace_router.request.limits import Limits
 from millrace_router.request.request import FinishReason, Grammar, ValidRequest
 from millrace_router.request.token_stream import TokenStream
+from millrace_router.server.keys import ApiKeys
 from millrace_router.server.services import Services
+from millrace_router.server.traces.request_traces import RequestTraces, SpanSink
 from millrace_router.shards.wire import Capacity, ShardInfo
 from millrace_router.telemetry import logs
 from millrace_router.telemetry.metrics import Metrics
@@ -212,6 +214,7 @@ def services_over(
     keep_alive_seconds: float = 60.0,
     cost: CostModel | None = None,
     request_log: RequestLog | None = None,
+    sink: SpanSink | None = None,
     tokenizer: Tokenizer | None = None,
     adapters: Resolver | None = None,
     **config: Any,
@@ -223,10 +226,10 @@ def services_over(
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
     )
     health = Health(batcher.status, batcher, probe_seconds=PROBE_SECONDS)
-    grammars = GrammarAdmission(batcher.compiler, batcher.status, metrics)
-    validator = Validator(tokenizer, limits, metrics, grammars)
+    validator = Validator(tokenizer, limits, metrics, _grammars(batcher, metrics))
+    settings = _config(**config)
     return Services(
-        config=_config(**config),
+        config=settings,
         shard=_shard_info(limits),
         capacity=_capacity(limits),
         limits=limits,
@@ -235,24 +238,48 @@ def services_over(
         template=ChatTemplate(template, special_tokens={}),
         tool_format=format_of(template, str(config.get("tool_call_parser", "auto"))),
         validator=validator,
-        infer=Infer(
-            batcher,
-            validator,
-            metrics,
-            adapters=adapters,
-            by_adapter=config.get("fairness") == "adapter",
-            on_failure=health.failed,
-            on_token=health.generated,
-        ),
+        infer=_infer(batcher, validator, metrics, health, config, adapters),
         metrics=metrics,
         health=health,
         quarantine=batcher.quarantine,
+        keys=ApiKeys.of(settings),
         adapters=adapters,
         request_log=request_log,
+        traces=_traces(sink, batcher, settings),
         cost=cost,
         compute_type="1-cpu",
         keep_alive_seconds=keep_alive_seconds,
     )
+
+
+def _infer(
+    batcher: FakeBatcher,
+    validator: Validator,
+    metrics: Metrics,
+    health: Health,
+    config: Mapping[str, Any],
+    adapters: Resolver | None,
+) -> Infer:
+    return Infer(
+        batcher,
+        validator,
+        metrics,
+        adapters=adapters,
+        by_adapter=config.get("fairness") == "adapter",
+        on_failure=health.failed,
+        on_token=health.generated,
+    )
+
+
+def _traces(
+    sink: SpanSink | None, batcher: FakeBatcher, config: RouterConfig
+) -> RequestTraces | None:
+    names = config.served_names
+    return None if sink is None else RequestTraces(sink, batcher.status, model=names[0])
+
+
+def _grammars(batcher: FakeBatcher, metrics: Metrics) -> GrammarAdmission:
+    return GrammarAdmission(batcher.compiler, batcher.status, metrics)
 
 
 def _config(**given: Any) -> RouterConfig:
