@@ -327,6 +327,34 @@ class RouterConfig(BaseSettings):
         default="auto",
         description="How the model writes tool calls; told from its chat template when auto.",
     )
+    reasoning_parser: Literal[
+        "auto",
+        "none",
+        "think",
+        "mistral",
+        "gpt_oss",
+        "cohere",
+        "gemma4",
+        "granite",
+        "granite_phrases",
+        "seed_oss",
+        "deepseek_r1",
+        "deepseek_v3",
+        "glm45",
+        "hunyuan_a13b",
+        "kimi_k2",
+        "magistral",
+        "minimax_m2",
+        "nemotron",
+        "openai_gptoss",
+        "qwen3",
+        "smollm3",
+        "step3",
+    ] = Field(
+        default="auto",
+        description="How the model writes thoughts, which answers to chats give beside their text; told from its chat "
+        "template when auto. With none, thoughts stay in the text.",
+    )
     strict_tgi: bool = Field(
         default=False,
         description="Answer as TGI does even where OpenAI's contract or its own clients want otherwise.",

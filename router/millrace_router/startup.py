@@ -22,6 +22,7 @@ from millrace_router.journal.journal import Journal
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal_start import journal_folder, open_journal
 from millrace_router.prediction.cost import CostModel
+from millrace_router.reasoning.formats import reasoning_of_model
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.server.key_file import KeyFileError
 from millrace_router.server.keys import ApiKeys
@@ -216,11 +217,13 @@ async def measure_steps(
 
 
 def metrics_of(deployment: Deployment) -> Metrics:
-    """New metrics, with histograms up to the limits of a request."""
+    """New metrics, with histograms up to the limits of a request, which show what is known before the first one."""
     capacity = deployment.capacity
-    return Metrics(
+    metrics = Metrics(
         max_input_tokens=capacity.max_input_tokens, max_total_tokens=capacity.max_total_tokens
     )
+    _show(metrics, capacity)
+    return metrics
 
 
 def services_of(  # noqa: PLR0913
@@ -237,7 +240,6 @@ def services_of(  # noqa: PLR0913
 ) -> Services:
     """The services of the HTTP routes."""
     config = deployment.config
-    _show(metrics, deployment.capacity)
     limits, health = deployment.limits(), Health(engine.status, engine.batcher)
     grammars = GrammarAdmission(group, engine.status, metrics)
     validator = Validator(tokenizer, limits, metrics, grammars)
@@ -250,6 +252,7 @@ def services_of(  # noqa: PLR0913
         tokenizer=tokenizer,
         template=template,
         tool_format=_tool_format(config, template, tokenizer),
+        reasoning=reasoning_of_model(config, template.source, tokenizer),
         validator=validator,
         infer=Infer(
             engine.batcher,

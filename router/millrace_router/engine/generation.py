@@ -61,11 +61,12 @@ class Generation:
         """Tokens of the prompt that were in the prefix cache."""
         return self._stream.cached_tokens or 0
 
-    def usage(self, num_tokens: int) -> Usage:
+    def usage(self, num_tokens: int, reasoning_tokens: int | None = None) -> Usage:
         """Count the first `num_tokens` tokens; the prompt counts with its first sample alone."""
         if self.sample:
-            return Usage(0, num_tokens)
-        return Usage(len(self.valid.input_ids), num_tokens, self.cached_tokens)
+            return Usage(0, num_tokens, 0, reasoning_tokens)
+        num_prompt = len(self.valid.input_ids)
+        return Usage(num_prompt, num_tokens, self.cached_tokens, reasoning_tokens)
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:

@@ -13,6 +13,7 @@ from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
+from millrace_router.reasoning.reasoning_format import ReasoningFormat
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.limits import Limits
@@ -43,6 +44,8 @@ class Services:
     template: ChatTemplate
     tool_format: CallFormat
     """How the model writes tool calls."""
+    reasoning: ReasoningFormat | None
+    """How the model writes thoughts; None if they are left in the text."""
     validator: Validator
     infer: Infer
     metrics: Metrics

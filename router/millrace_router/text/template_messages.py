@@ -13,6 +13,8 @@ import orjson
 from millrace_router.text.template_shape import TemplateShape
 
 Message = dict[str, Any]
+THOUGHT = "reasoning_content"
+"""Key of the thought in an assistant's message."""
 
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 _ALPHABET = string.digits + string.ascii_letters
@@ -70,10 +72,19 @@ def _message_for(
         made["tool_call_id"] = _short(call_id) if shape.has_short_ids else call_id
         if role == "tool" and call_id in names:
             made.setdefault("name", names[call_id])
-    # gpt-oss calls it `thinking`, as in transformers.
-    if message.get("reasoning_content") is not None:
-        made.setdefault("thinking", message["reasoning_content"])
+    if message.get(THOUGHT) is not None:
+        _give_thought(shape, made, message[THOUGHT])
     return made
+
+
+def _give_thought(shape: TemplateShape, made: Message, thought: str) -> None:
+    """Put a thought where templates look for it: gpt-oss's has it as `thinking`, Mistral's as a part of the content."""
+    made.setdefault("thinking", thought)
+    made.setdefault("reasoning", thought)
+    if shape.has_thought_parts:
+        content = made["content"]
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        made["content"] = [{"type": "thinking", "thinking": thought}, *parts]
 
 
 def _content_for(shape: TemplateShape, content: object) -> object:

@@ -29,6 +29,9 @@ class TemplateShape:
     has_short_ids: bool = False
     """Whether call ids must have nine characters, as in Mistral's templates."""
 
+    has_thought_parts: bool = False
+    """Whether a thought may be a part of the content, as in Mistral's templates."""
+
     @classmethod
     def of(cls, tree: nodes.Template, source: str) -> TemplateShape:
         """Inspect a parsed template."""
@@ -51,6 +54,7 @@ class TemplateShape:
                 test.name == "none" and content.has(test.node) for test in tree.find_all(nodes.Test)
             ),
             names_developer="developer" in constants,
+            has_thought_parts="thinking" in constants and "[THINK]" in source,
             has_short_ids=_SHORT_ID.search(source) is not None,
         )
 

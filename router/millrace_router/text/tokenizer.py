@@ -137,6 +137,10 @@ class Tokenizer:
         text: str = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def id_of(self, text: str) -> int | None:
+        """The id of the token that is written as `text`, if there is one."""
+        return self._rust.token_to_id(text)
+
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a control token, such as end of sequence."""
         return token_id in self._special_ids

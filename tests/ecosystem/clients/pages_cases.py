@@ -55,6 +55,11 @@ def says(text: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}
 
 
+def thinks(text: str) -> dict[str, Any]:
+    delta = {"reasoning_content": text, "reasoning": text}
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+
+
 def answer_with(page: Page, body: str, *, status: int = 200, **headers: str) -> None:
     """Answer chats with this instead of what the server says."""
     kind = "text/event-stream" if status == 200 else "application/json"
@@ -143,6 +148,25 @@ def answer_is_shown_as_it_comes(url: str) -> None:
         pieces.put("data: [DONE]\n\n")
         pieces.put("")
         assert settled(page) == shown
+
+
+def a_thought_is_folded(url: str) -> None:
+    with opened(url) as page, paced(page) as pieces:
+        send(page, QUESTION)
+        fold = page.locator(".turn.assistant .thought")
+        pieces.put(events(thinks("Hm <b>"), done=False))
+        fold.get_by_text("Thinking …", exact=True).wait_for()
+        assert not page.is_visible(".thought .words")
+        pieces.put(events(thinks(", so."), says("Yes."), done=False))
+        fold.get_by_text("Thought", exact=True).wait_for()
+        fold.locator("summary").click()
+        fold.locator(".words").get_by_text("Hm <b>, so.", exact=True).wait_for()
+        pieces.put("data: [DONE]\n\n")
+        pieces.put("")
+        assert settled(page) == "Yes."
+        page.unroute(CHAT_ROUTE)
+        asked = asked_of(page, lambda: send(page, QUESTION))
+        assert asked["messages"][1]["reasoning_content"] == "Hm <b>, so."
 
 
 def answers_have_their_figures(url: str) -> None:
@@ -626,6 +650,7 @@ def docs_fit_a_phone(url: str) -> None:
 CASES = [
     page_says_what_is_served,
     answer_is_shown_as_it_comes,
+    a_thought_is_folded,
     answers_have_their_figures,
     answers_are_counted_and_announced,
     keys_send_and_break_lines,

@@ -113,6 +113,7 @@ OURS = [
     ("--aip-predict-route", "/predict", "router", "/predict"),
     ("--aip-health-route", "/alive", "router", "/alive"),
     ("--tool-call-parser", "hermes", "router", "hermes"),
+    ("--reasoning-parser", "qwen3", "router", "qwen3"),
     ("--strict-tgi", "", "router", True),
     ("--max-restarts", "0", "launcher", 0),
     ("--step-timeout", "1.5", "router", 1.5),

@@ -307,7 +307,7 @@ def test_what_else_a_message_has_reaches_the_template() -> None:
     messages = [USER, thoughts]
     prompt = template("qwen-3").render(messages, continue_final_message=False)
     assert prompt == oracle("qwen-3", messages, add_generation_prompt=True)
-    assert shown(thoughts) == {**thoughts, "thinking": "Hm."}
+    assert shown(thoughts) == {**thoughts, "thinking": "Hm.", "reasoning": "Hm."}
 
 
 def test_tools_have_a_template_of_their_own() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from http import HTTPStatus
 from itertools import chain
 from typing import Any
@@ -20,7 +22,7 @@ from millrace_router.api.anthropic.protocol import (
     MessagesUsageJson,
 )
 from millrace_router.api.anthropic.to_chat import tool_use_id
-from millrace_router.api.openai.choice import ChatDelta, parts_of
+from millrace_router.api.openai.choice import ChatDelta, Thought, parts_of
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import GenerationError, RouterError
 from millrace_router.tool_calls.tool import CallDelta
@@ -117,7 +119,12 @@ def blocks_of(deltas: Sequence[ChatDelta]) -> list[BlockJson]:
     """By the index of the block."""
     for part in chain.from_iterable(map(parts_of, deltas)):
         last = blocks[-1] if blocks else None
-        if isinstance(part, CallDelta):
+        if isinstance(part, Thought):
+            if last is None or last["type"] != "thinking":
+                last = {"type": "thinking", "thinking": "", "signature": ""}
+                blocks.append(last)
+            last["thinking"] += part
+        elif isinstance(part, CallDelta):
             if part.id is not None:
                 arguments[len(blocks)] = ""
                 blocks.append(tool_use_block(part))
@@ -126,11 +133,19 @@ def blocks_of(deltas: Sequence[ChatDelta]) -> list[BlockJson]:
             last["text"] += part
         else:
             blocks.append({"type": "text", "text": part})
+    for block in blocks:
+        if block["type"] == "thinking":
+            block["signature"] = signature(block["thinking"])
     for place, text in arguments.items():
         block = blocks[place]
         assert block["type"] == "tool_use"
         block["input"] = input_of(text)
     return blocks
+
+
+def signature(thought: str) -> str:
+    """Sign a thought with its hash: there is no secret in it, and clients need one."""
+    return b64encode(blake2b(thought.encode(errors="surrogatepass")).digest()).decode()
 
 
 def tool_use_block(first: CallDelta) -> MessagesToolUseJson:

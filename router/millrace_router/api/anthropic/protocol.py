@@ -23,7 +23,16 @@ class MessagesToolUseJson(TypedDict):
     input: dict[str, Any]
 
 
-BlockJson = MessagesTextJson | MessagesToolUseJson
+class MessagesThinkingJson(TypedDict):
+    """The assistant's thought."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+    """A hash of the thought, which clients send back with it; empty until the thought has ended."""
+
+
+BlockJson = MessagesThinkingJson | MessagesTextJson | MessagesToolUseJson
 
 
 class MessagesUsageJson(TypedDict):
@@ -82,6 +91,20 @@ class MessagesTextDeltaJson(TypedDict):
     text: str
 
 
+class ThinkingDeltaJson(TypedDict):
+    """More thought."""
+
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class SignatureDeltaJson(TypedDict):
+    """The signature, which ends a thought."""
+
+    type: Literal["signature_delta"]
+    signature: str
+
+
 class InputJsonDeltaJson(TypedDict):
     """More of the JSON of a call's arguments."""
 
@@ -94,7 +117,7 @@ class ContentBlockDeltaJson(TypedDict):
 
     type: Literal["content_block_delta"]
     index: int
-    delta: MessagesTextDeltaJson | InputJsonDeltaJson
+    delta: MessagesTextDeltaJson | ThinkingDeltaJson | SignatureDeltaJson | InputJsonDeltaJson
 
 
 class ContentBlockStopJson(TypedDict):

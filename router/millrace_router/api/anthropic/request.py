@@ -49,9 +49,18 @@ class ToolResultBlock(RequestModel):
 
 
 class ThinkingBlock(RequestModel):
-    """The assistant's thoughts, which templates do not get."""
+    """The assistant's thought, for templates that ask for it."""
 
-    type: Literal["thinking", "redacted_thinking"]
+    type: Literal["thinking"]
+    thinking: str = ""
+    signature: str | None = None
+    """Not checked."""
+
+
+class RedactedThinkingBlock(RequestModel):
+    """A thought that Anthropic's servers hid, and that templates do not get."""
+
+    type: Literal["redacted_thinking"]
 
 
 Block = Annotated[
@@ -59,7 +68,7 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
     | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[ThinkingBlock, Tag("redacted_thinking")],
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")],
     Discriminator(
         _type_of,
         custom_error_type="content_block",
@@ -116,10 +125,17 @@ class MessagesToolChoice(RequestModel):
         return self
 
 
-class MessagesThinking(RequestModel):
-    """Whether the model thinks before it answers; templates get it as `enable_thinking`."""
+class ThinkingConfig(RequestModel):
+    """Whether the model thinks before it answers; templates get it as `enable_thinking` and `thinking`.
 
-    type: Literal["disabled"]
+    With `adaptive`, as without all this, the template decides.
+    """
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(default=None, ge=1, le=UINT32_MAX)
+    """Tokens after which the thought is closed."""
+    display: Literal["summarized", "omitted"] | None = None
+    """Whether the answer has the thought; it has by default."""
 
 
 class MessagesOutputFormat(RequestModel):
@@ -133,6 +149,8 @@ class MessagesOutput(RequestModel):
     """The form of the answer."""
 
     format: MessagesOutputFormat | None = None
+    effort: str | None = None
+    """How much the model is to think; templates get it as `reasoning_effort`."""
 
 
 class CountTokensRequest(RequestModel):
@@ -143,7 +161,7 @@ class CountTokensRequest(RequestModel):
     system: Text | None = None
     tools: Items[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
-    thinking: MessagesThinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: MessagesOutput | None = None
 
 

@@ -13,6 +13,8 @@ from millrace_router.api.anthropic.request import (
     MessagesRequest,
     MessagesTurn,
     TextBlock,
+    ThinkingBlock,
+    ThinkingConfig,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -22,9 +24,10 @@ from millrace_router.api.chat.sampling import openai_generation
 from millrace_router.api.chat.tools import choose_by_word, choose_named, new_tool
 from millrace_router.api.grammars import raw_schema
 from millrace_router.errors import ValidationError
+from millrace_router.reasoning.reasoning_format import switch
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
-from millrace_router.text.template_messages import Message
+from millrace_router.text.template_messages import THOUGHT, Message
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 NAMES = FieldNames(prompt="messages", max_new_tokens="max_tokens", stop="stop_sequences")
@@ -50,8 +53,17 @@ def chat_of(body: CountTokensRequest, dialect: Dialect) -> Chat:
         messages=messages,
         tools=tools,
         choice=choice,
-        template_variables={"enable_thinking": False} if body.thinking else None,
+        template_variables=_switched(body.thinking),
+        effort=None if body.output_config is None else body.output_config.effort,
+        thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
+        shows_thought=body.thinking is None or body.thinking.display != "omitted",
     )
+
+
+def _switched(thinking: ThinkingConfig | None) -> dict[str, bool] | None:
+    if thinking is None or thinking.type == "adaptive":
+        return None
+    return switch(thinks=thinking.type == "enabled")
 
 
 def tool_use_id(call_id: str) -> str:
@@ -110,12 +122,14 @@ def _turns(turns: Sequence[MessagesTurn]) -> Iterator[Message]:
 
 def _assistant(blocks: Sequence[Block], calls: Sequence[ToolUseBlock]) -> Message:
     text = _joined(blocks)
+    thought = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    thoughts = {THOUGHT: thought} if thought else {}
     if not calls:
-        return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": text, **thoughts}
     made = [
         called(call_id(call.id), call.name, orjson.dumps(call.input).decode()) for call in calls
     ]
-    return {"role": "assistant", "content": text or None, "tool_calls": made}
+    return {"role": "assistant", "content": text or None, "tool_calls": made, **thoughts}
 
 
 def _others(role: str, blocks: Sequence[Block], names: dict[str, str]) -> Iterator[Message]:

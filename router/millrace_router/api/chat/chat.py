@@ -9,7 +9,7 @@ from typing import Any
 from millrace_router.errors import ToolError
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.text.template_messages import Message
+from millrace_router.text.template_messages import Message, text_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 AUTO = ToolChoice("auto")
@@ -35,6 +35,23 @@ class Chat:
     """Candidates beside the log probability of each token; None for no log probabilities."""
     keeps_stops: bool = False
     """Whether stop strings stay in the text."""
+    effort: str | None = None
+    """How much the model is to think, in OpenAI's words; None leaves it to the template."""
+    thinking_budget: int | None = None
+    """Tokens after which a thought is closed."""
+    splits_thought: bool = True
+    """Whether thoughts are told from the text."""
+    shows_thought: bool = True
+
+    @property
+    def continued(self) -> str | None:
+        """The text of the last message if the model is to go on with it."""
+        if self.add_generation_prompt or self.continue_final_message is False:
+            return None
+        last = self.messages[-1]
+        if last.get("role") != "assistant" or last.get("tool_calls"):
+            return None
+        return text_of(last.get("content"))
 
 
 def check_exclusive(tools: object, request: GenerationRequest, dialect: Dialect) -> None:

@@ -11,7 +11,7 @@ from millrace_router.api.chat.tools import without_functions
 from millrace_router.api.fields import Items, RequestModel
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import Dialect
-from millrace_router.text.template_messages import Message
+from millrace_router.text.template_messages import THOUGHT, Message
 
 
 class TextPart(RequestModel):
@@ -102,7 +102,10 @@ class ChatMessage(RequestModel):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    """Not in either contract: the assistant's thoughts, for templates that ask for them."""
+    """Not in either contract: the assistant's thought, for templates that ask for it."""
+    reasoning: Any = None
+    """Another server's name, like the one below; what is no text is ignored."""
+    thinking: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -113,9 +116,15 @@ class ChatMessage(RequestModel):
     def _has_content(self) -> ChatMessage:
         if self.role == "function":
             raise ValueError("the role `function` is not supported: use `tool`")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not (self.tool_calls or self.thought):
             raise ValueError("a message needs `content` or `tool_calls`")
         return self
+
+    @property
+    def thought(self) -> str | None:
+        """The assistant's thought, whatever its name."""
+        given = (self.reasoning_content, self.reasoning, self.thinking)
+        return next((one for one in given if isinstance(one, str) and one), None)
 
     def for_template(self, dialect: Dialect) -> Message:
         """Translate, with the structure of the content; raises ValidationError for a part that is no text."""
@@ -128,10 +137,8 @@ class ChatMessage(RequestModel):
                 )
                 for call in self.tool_calls
             ]
-        for key in ("tool_call_id", "name", "reasoning_content"):
-            value = getattr(self, key)
-            if value is not None:
-                given[key] = value
+        named = {"tool_call_id": self.tool_call_id, "name": self.name, THOUGHT: self.thought}
+        given |= {key: value for key, value in named.items() if value is not None}
         return given
 
 

@@ -20,12 +20,15 @@ from millrace_router.errors import RouterError
 
 def usage_json(usage: Usage) -> UsageJson:
     """Render token counts."""
-    return {
+    told: UsageJson = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        told["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return told
 
 
 class AnswerHead:
@@ -49,7 +52,7 @@ class AnswerHead:
 
 
 class ChunkTemplate:
-    """A chunk that is rendered once, with a gap for the text of each token."""
+    """A chunk that is rendered once, with gaps for the text of each token."""
 
     def __init__(
         self,
@@ -60,11 +63,11 @@ class ChunkTemplate:
         """`frame` adds the framing around the rendered chunk."""
         mark = uuid.uuid4().hex
         framed = frame(orjson.dumps(render(mark)))
-        self._before, self._after = framed.split(orjson.dumps(mark))
+        self._parts = framed.split(orjson.dumps(mark))
 
     def fill(self, text: str) -> bytes:
         """Render the chunk with `text`."""
-        return b"%b%b%b" % (self._before, orjson.dumps(text), self._after)
+        return orjson.dumps(text).join(self._parts)
 
 
 def error_answer(error: RouterError) -> OpenAIErrorResponseJson:

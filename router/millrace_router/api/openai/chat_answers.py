@@ -17,6 +17,8 @@ from millrace_router.api.openai.protocol import (
     FunctionJson,
     OutputMessageJson,
     TextDeltaJson,
+    ThoughtDeltaJson,
+    ThoughtsJson,
     ToolCallDeltaJson,
 )
 from millrace_router.engine.usage import Usage
@@ -43,6 +45,10 @@ class ChatAnswers:
     def text_chunk(self, index: int, text: str) -> ChatCompletionChunkJson:
         """Render a chunk with nothing but text."""
         return self._chunk(index, self._said(text))
+
+    def thought_chunk(self, index: int, thought: str) -> ChatCompletionChunkJson:
+        """Render a chunk with nothing but thought."""
+        return self._chunk(index, self._thought(thought))
 
     def chunks(
         self, index: int, delta: ChatDelta, usage: Usage | None = None
@@ -115,8 +121,16 @@ class ChatAnswers:
     def _said(self, text: str) -> TextDeltaJson:
         return {"role": ROLE, "content": text} if self._dialect.repeats_role else {"content": text}
 
+    def _thought(self, text: str) -> ThoughtDeltaJson:
+        thought: ThoughtDeltaJson = {"reasoning_content": text, "reasoning": text}
+        return {"role": ROLE, **thought} if self._dialect.repeats_role else thought
+
     def _parts(self, delta: ChatDelta) -> list[ChatCompletionDeltaJson]:
-        parts: list[ChatCompletionDeltaJson] = [self._said(delta.text)] if delta.text else []
+        parts: list[ChatCompletionDeltaJson] = []
+        if delta.thought:
+            parts.append(self._thought(delta.thought))
+        if delta.text:
+            parts.append(self._said(delta.text))
         for call in _joined(delta.calls):
             called: ToolCallDeltaJson = {"tool_calls": [self._called(call)]}
             parts.append({"role": ROLE, **called} if self._dialect.repeats_role else called)
@@ -138,11 +152,16 @@ class ChatAnswers:
     def _message(self, deltas: Sequence[ChatDelta]) -> OutputMessageJson:
         text = "".join(delta.text for delta in deltas)
         calls = _joined([call for delta in deltas for call in delta.calls])
+        thought = "".join(delta.thought for delta in deltas)
+        thoughts: ThoughtsJson = (
+            {"reasoning_content": thought, "reasoning": thought} if thought else {}
+        )
         if not calls:
-            return {"role": ROLE, "content": text}
+            return {"role": ROLE, "content": text, **thoughts}
         return {
             "role": ROLE,
             "content": text or None,
+            **thoughts,
             "tool_calls": [
                 {
                     "id": self._id(call),

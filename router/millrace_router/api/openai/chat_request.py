@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from pydantic import Field, model_validator
 
 from millrace_router.api.chat.chat import Chat, check_exclusive
 from millrace_router.api.chat.messages import ChatMessage
+from millrace_router.api.chat.reasoning import ReasoningFields
 from millrace_router.api.chat.tools import (
     ToolChoiceField,
     ToolDefinition,
@@ -23,7 +23,7 @@ from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
 
 
-class ChatCompletionRequest(CommonRequest):
+class ChatCompletionRequest(ReasoningFields, CommonRequest):
     """Body of `/v1/chat/completions` and `/chat_tokenize`."""
 
     messages: Items[ChatMessage] = Field(min_length=1)
@@ -40,8 +40,6 @@ class ChatCompletionRequest(CommonRequest):
     """Not in either contract: whether the prompt ends with the beginning of the assistant's turn."""
     continue_final_message: bool | None = None
     """Not in either contract: whether the last turn is continued. As in TGI it is if it is the assistant's."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Not in either contract: further variables for the template, such as `enable_thinking`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -83,4 +81,8 @@ class ChatCompletionRequest(CommonRequest):
             template_variables=self.chat_template_kwargs,
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             keeps_stops=dialect.keeps_stops,
+            effort=self.effort,
+            thinking_budget=self.thinking_budget,
+            splits_thought=self.separate_reasoning is not False,
+            shows_thought=self.shows_thought,
         )

@@ -28,7 +28,7 @@ class ChatStream(ChoiceStream):
         is_plain: bool,
         continuous_usage: bool,
     ) -> None:
-        """With `is_plain`, a token that does not end its choice adds nothing but text.
+        """With `is_plain`, a token that does not end its choice adds nothing but thought and text.
 
         With `continuous_usage` every token's chunk has the usage of its choice so far, in which the prompt is
         counted with the first choice alone.
@@ -38,6 +38,9 @@ class ChatStream(ChoiceStream):
         self._text = text
         self._answers = answers
         self._continuous_usage = continuous_usage
+        self._frame_thought = ChunkTemplate(
+            lambda text: answers.thought_chunk(index, text), frame=framed
+        ).fill
         self._frame = ChunkTemplate(lambda text: answers.text_chunk(index, text), frame=framed).fill
         self._is_plain = is_plain and not continuous_usage
         self._has_begun = False
@@ -51,9 +54,12 @@ class ChatStream(ChoiceStream):
             if opening is not None:
                 self._send(opening)
         if self._is_plain and delta.finish_reason is None:
-            self._sink.token(self._frame(delta.text))
+            if delta.thought:
+                self._sink.token(self._frame_thought(delta.thought))
+            if delta.text or not delta.thought:
+                self._sink.token(self._frame(delta.text))
             return
-        usage = self._generation.usage(delta.num_tokens)
+        usage = self._generation.usage(delta.num_tokens, self._text.reasoning_tokens)
         told = usage if self._continuous_usage else None
         for chunk in self._answers.chunks(self._index, delta, told):
             self._send(chunk)

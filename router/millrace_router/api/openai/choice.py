@@ -11,6 +11,7 @@ from millrace_router.api.openai.protocol import (
     ChatCompletionLogprobJson,
     ChatCompletionTopLogprobJson,
 )
+from millrace_router.reasoning.splitter import Split, Splitter
 from millrace_router.request.events import Token, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
@@ -44,6 +45,8 @@ class ChoiceDelta(Generic[Logprobs]):
     """Tokens of the choice so far."""
     logprobs: Logprobs | None
     calls: tuple[CallDelta, ...] = ()
+    thought: str = ""
+    """It precedes the text."""
 
 
 ChatDelta = ChoiceDelta[ChatCompletionLogprobJson]
@@ -110,10 +113,13 @@ class ChoiceText(TrimmedText):
         parser: CallParser | None = None,
         markers: Sequence[str] = (),
         keeps_stops: bool = False,
+        splitter: Splitter | None = None,
+        shows_thought: bool = True,
     ) -> None:
-        """With `parser` the choice may have calls; their text includes the special tokens `markers`.
+        """With `parser` the choice may have calls, and with `splitter` a thought; their text includes `markers`.
 
-        With `keeps_stops` a stop string stays in the text, and the finish reason names it, as in TGI.
+        Markers are special tokens. With `keeps_stops` a stop string stays in the text, and the finish reason names it,
+        as in TGI.
         """
         super().__init__([] if keeps_stops else stop_sequences)
         self._logprobs = logprobs
@@ -121,18 +127,25 @@ class ChoiceText(TrimmedText):
         self._markers = tuple(markers)
         self._keeps_stops = keeps_stops
         self._has_called = False
+        self._splitter = splitter
+        self._shows_thought = shows_thought
+        self.reasoning_tokens: int | None = None if splitter is None else 0
+        """Tokens of the thought so far, its tags among them; None if no thought is told from the text."""
 
     def push(self, event: TokenEvent) -> ChatDelta:
         """Take the next token; nothing may follow a delta that has a finish reason."""
         token = event.token
         text, reason = self._trim(event, self._hidden(token) if token.special else token.text)
         logprobs = None if self._logprobs is None else self._logprobs.json(event)
+        thought = ""
+        if self._splitter is not None:
+            thought, text = self._split(self._splitter, text, ended=reason is not None)
         if self._parser is None:
-            return ChoiceDelta(text, reason, event.index, logprobs)
+            return ChoiceDelta(text, reason, event.index, logprobs, (), thought)
         parsed = self._parse(self._parser, text, ended=reason is not None)
         if reason == STOP and self._has_called:
             reason = TOOL_CALLS
-        return ChoiceDelta(parsed.text, reason, event.index, logprobs, parsed.calls)
+        return ChoiceDelta(parsed.text, reason, event.index, logprobs, parsed.calls, thought)
 
     def _hidden(self, token: Token) -> str:
         """Return the part of a special token that the parser needs."""
@@ -143,6 +156,17 @@ class ChoiceText(TrimmedText):
             return STOP_SEQUENCE
         return super()._reason(reason)
 
+    def _split(self, splitter: Splitter, text: str, *, ended: bool) -> Split:
+        thought = splitter.thinks
+        split = splitter.push(text)
+        if ended:
+            rest = splitter.finish()
+            split = Split(split.thought + rest.thought, split.answer + rest.answer)
+        if thought or splitter.thinks or split.thought:
+            assert self.reasoning_tokens is not None
+            self.reasoning_tokens += 1
+        return split if self._shows_thought else Split("", split.answer)
+
     def _parse(self, parser: CallParser, text: str, *, ended: bool) -> Parsed:
         parsed = parser.push(text)
         if ended:
@@ -152,8 +176,16 @@ class ChoiceText(TrimmedText):
         return parsed
 
 
-def parts_of(delta: ChatDelta) -> Iterator[str | CallDelta]:
-    """Yield the parts of a delta in order: the rest of a call, text, new calls."""
+class Thought(str):
+    """A part of a thought, where other text is a part of the answer."""
+
+    __slots__ = ()
+
+
+def parts_of(delta: ChatDelta) -> Iterator[Thought | str | CallDelta]:
+    """Yield the parts of a delta in order: thought, the rest of a call, text, new calls."""
+    if delta.thought:
+        yield Thought(delta.thought)
     calls = iter(delta.calls)
     for call in calls:
         if call.id is not None:

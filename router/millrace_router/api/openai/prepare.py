@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from millrace_router.api.chat.chat import EXCLUSIVE, Chat
 from millrace_router.api.openai.choice import ChoiceText, TokenLogprobs
 from millrace_router.errors import ToolError
+from millrace_router.reasoning.reasoning_format import ReasoningFormat, ThoughtLimit
+from millrace_router.reasoning.splitter import Start
 from millrace_router.request.events import Token
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
@@ -31,10 +34,14 @@ class PreparedChat:
     tool_format: CallFormat
     logprobs: TokenLogprobs | None
     keeps_stops: bool
+    reasoning: ReasoningFormat | None
+    """How thoughts are told from the text; None if they are not."""
+    start: Start
+    shows_thought: bool
 
     @property
     def is_plain(self) -> bool:
-        """Whether a token can become nothing but text."""
+        """Whether a token can become nothing but thought and text."""
         return self.logprobs is None and not self.tools
 
     def text(self) -> ChoiceText:
@@ -43,9 +50,18 @@ class PreparedChat:
             self.request.stop,
             logprobs=self.logprobs,
             parser=self.tool_format.parser(self.tools, self.choice) if self.tools else None,
-            markers=sorted(self.tool_format.markers) if self.tools else (),
+            markers=self._markers(),
             keeps_stops=self.keeps_stops,
+            splitter=None
+            if self.reasoning is None
+            else self.reasoning.splitter(self.start, keeps_calls=bool(self.tools)),
+            shows_thought=self.shows_thought,
         )
+
+    def _markers(self) -> Sequence[str]:
+        """Return the special tokens that the text has for its readers."""
+        markers = set(self.tool_format.markers) if self.tools else set()
+        return sorted(markers if self.reasoning is None else markers | self.reasoning.special)
 
 
 async def prepare_chat(services: Services, chat: Chat) -> PreparedChat:
@@ -55,6 +71,11 @@ async def prepare_chat(services: Services, chat: Chat) -> PreparedChat:
     if tools:
         grammar = await _with_tools(services, tools, chat.choice, grammar)
     prompt = await _render(services, chat, tools)
+    found = services.reasoning
+    start = Start.FREE if found is None else found.start_of(prompt, chat.continued)
+    if found is not None:
+        grammar = await _behind_thought(services, found, start, chat, grammar)
+    reasoning = found if chat.splits_thought else None
     return PreparedChat(
         request=replace(chat.request, prompt=prompt, adds_special_tokens=False, grammar=grammar),
         tools=tools,
@@ -62,7 +83,30 @@ async def prepare_chat(services: Services, chat: Chat) -> PreparedChat:
         tool_format=services.tool_format,
         logprobs=_logprobs(services.tokenizer, chat.num_logprobs),
         keeps_stops=chat.keeps_stops,
+        reasoning=reasoning,
+        start=start,
+        shows_thought=chat.shows_thought,
     )
+
+
+async def _behind_thought(
+    services: Services,
+    reasoning: ReasoningFormat,
+    start: Start,
+    chat: Chat,
+    grammar: RawGrammar | Grammar | None,
+) -> RawGrammar | Grammar | None:
+    """Return the grammar of an answer behind a thought; raises RouterError."""
+    budget = chat.thinking_budget
+    if budget is not None and budget >= services.limits.max_total_tokens:
+        budget = None
+    if grammar is None and budget is None:
+        return None
+    if isinstance(grammar, RawGrammar):
+        grammar = await services.tokenizer.in_thread(grammar.read)
+    limit = ThoughtLimit(budget=budget, ends=services.shard.eos_token_ids)
+    has_calls = bool(chat.tools) and chat.choice.kind != "none"
+    return reasoning.grammar(start, grammar, limit, is_text=not has_calls)
 
 
 async def _with_tools(
@@ -99,8 +143,17 @@ async def _render(services: Services, chat: Chat, tools: Sequence[Tool]) -> str:
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
         tools=[tool.as_json() for tool in tools] or None,
-        variables=chat.template_variables,
+        variables=_variables(services, chat),
     )
+
+
+def _variables(services: Services, chat: Chat) -> Mapping[str, Any] | None:
+    """Return the variables of the template; the client's own beat those of its effort."""
+    if chat.effort is None:
+        return chat.template_variables
+    found = services.reasoning
+    asked = {"reasoning_effort": chat.effort} if found is None else found.variables(chat.effort)
+    return {**asked, **(chat.template_variables or {})}
 
 
 def _logprobs(tokenizer: Tokenizer, num_candidates: int | None) -> TokenLogprobs | None:

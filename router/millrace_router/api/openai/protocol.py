@@ -15,6 +15,12 @@ class CachedTokensJson(TypedDict):
     cached_tokens: int
 
 
+class ReasoningTokensJson(TypedDict):
+    """Details of an answer's tokens."""
+
+    reasoning_tokens: int
+
+
 class UsageJson(TypedDict):
     """Token counts."""
 
@@ -22,6 +28,8 @@ class UsageJson(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokensJson
+    completion_tokens_details: NotRequired[ReasoningTokensJson]
+    """Only models that write thoughts have it."""
 
 
 class HeadJson(TypedDict):
@@ -72,14 +80,22 @@ class ToolCallJson(TypedDict):
     function: CalledFunctionJson
 
 
-class TextMessageJson(TypedDict):
+class ThoughtsJson(TypedDict):
+    """The assistant's thought, if there is one."""
+
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    """The same text: clients know it under either name."""
+
+
+class TextMessageJson(ThoughtsJson):
     """The assistant's text."""
 
     role: str
     content: str
 
 
-class ToolCallMessageJson(TypedDict):
+class ToolCallMessageJson(ThoughtsJson):
     """The assistant's calls, and the text before them, if any."""
 
     role: str
@@ -138,8 +154,16 @@ class ToolCallDeltaJson(TypedDict):
     tool_calls: list[DeltaToolCallJson]
 
 
+class ThoughtDeltaJson(TypedDict):
+    """A part of the assistant's thought, under both of its names."""
+
+    role: NotRequired[str]
+    reasoning_content: str
+    reasoning: str
+
+
 ChatCompletionDeltaJson = TypeAliasType(
-    "ChatCompletionDeltaJson", TextDeltaJson | ToolCallDeltaJson
+    "ChatCompletionDeltaJson", TextDeltaJson | ToolCallDeltaJson | ThoughtDeltaJson
 )
 """The part of a choice that a chunk adds."""
 

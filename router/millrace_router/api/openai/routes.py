@@ -139,8 +139,9 @@ async def _answer(
     choices: list[ChatCompletionCompleteJson] = []
     usage = Usage()
     for index, generation in enumerate(generations):
-        pieces = await deltas_of(generation, chat.text())
+        text = chat.text()
+        pieces = await deltas_of(generation, text)
         choices.append(answers.choice(index, pieces))
-        usage += generation.usage(pieces[-1].num_tokens)
+        usage += generation.usage(pieces[-1].num_tokens, text.reasoning_tokens)
     headers = {**answer_headers(services, generations, usage), **headers}
     return json_response(answers.answer(choices, usage), headers=headers)

@@ -117,12 +117,13 @@ async function answer(fields) {
   place();
   log.scrollTop = log.scrollHeight;
   say("Answering");
-  const onText = (text) => {
-    turn.content += text;
+  const take = (name) => (text) => {
+    turn[name] = (turn[name] ?? "") + text;
     shown.soon();
   };
+  const on = { text: take("content"), thought: take("thought") };
   try {
-    await ask(asked, { model, system: settings.system, fields, progress, signal, onText });
+    await ask(asked, { model, system: settings.system, fields, progress, signal, on });
   } catch (error) {
     if (error.name === "AbortError") turn.isStopped = true;
     else if (error instanceof ApiError) showTrouble(turn, error);

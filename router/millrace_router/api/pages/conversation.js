@@ -5,8 +5,8 @@ const CONVERSATION_NAME = "millrace.conversation";
 const SHORTEST_RATED_SECONDS = 0.05;
 
 /**
- * Turns of a user and of the model: `{role, content}`, and for the model's `stats` once it has ended,
- * `trouble` if it failed, `isStopped` if the user did not want more of it.
+ * Turns of a user and of the model: `{role, content}`, and for the model's `thought` if it wrote one, `stats` once it
+ * has ended, `trouble` if it failed, `isStopped` if the user did not want more of it.
  */
 class Conversation {
   constructor() {
@@ -37,11 +37,11 @@ class Conversation {
   /** Messages for a chat; turns of one speaker in a row, as failures leave them, become one. */
   messages(system) {
     const messages = system ? [{ role: "system", content: system }] : [];
-    for (const { role, content } of this.turns) {
+    for (const { role, content, thought } of this.turns) {
       if (content === "") continue;
       const last = messages.at(-1);
       if (last?.role === role) last.content += `\n\n${content}`;
-      else messages.push({ role, content });
+      else messages.push({ role, content, ...(thought ? { reasoning_content: thought } : {}) });
     }
     return messages;
   }
@@ -95,15 +95,15 @@ class Progress {
 }
 
 /**
- * Requests the model's answer; `onText` gets each piece. Fails with ApiError, or AbortError.
+ * Requests the model's answer; `on.text` gets each piece, and `on.thought` each piece of a thought before it. Fails with ApiError, or AbortError.
  * A model without a chat template continues the text instead, now and for the rest of the conversation.
  */
-async function ask(conversation, { model, system, fields, progress, signal, onText }) {
+async function ask(conversation, { model, system, fields, progress, signal, on }) {
   const common = { model, stream: true, stream_options: { include_usage: true }, ...fields };
   if (!conversation.isPlain) {
     const body = JSON.stringify({ ...common, messages: conversation.messages(system) });
     const response = await api("v1/chat/completions", { method: "POST", body, signal });
-    if (response.ok) return readAnswer(response, progress, onText);
+    if (response.ok) return readAnswer(response, progress, on);
     const failure = await failureOf(response);
     if (failure.type !== "template_error" || !/not found|not valid/.test(failure.message)) throw failure;
     conversation.isPlain = true;
@@ -111,14 +111,14 @@ async function ask(conversation, { model, system, fields, progress, signal, onTe
   const body = JSON.stringify({ ...common, prompt: conversation.prompt(system) });
   const response = await api("v1/completions", { method: "POST", body, signal });
   if (!response.ok) throw await failureOf(response);
-  return readAnswer(response, progress, onText);
+  return readAnswer(response, progress, on);
 }
 
-async function readAnswer(response, progress, onText) {
+async function readAnswer(response, progress, on) {
   try {
     for await (const data of eventsOf(response)) {
       if (data === "[DONE]") return;
-      readChunk(JSON.parse(data), progress, onText);
+      readChunk(JSON.parse(data), progress, on);
     }
   } catch (error) {
     if (error.name === "AbortError" || error instanceof ApiError) throw error;
@@ -127,7 +127,7 @@ async function readAnswer(response, progress, onText) {
   throw new ApiError("The connection was lost.");
 }
 
-function readChunk(chunk, progress, onText) {
+function readChunk(chunk, progress, on) {
   if (chunk.error) {
     const { message, type } = messageOf(chunk);
     throw new ApiError(message, { type, status: chunk.error.http_status_code ?? 0 });
@@ -135,9 +135,9 @@ function readChunk(chunk, progress, onText) {
   const choice = chunk.choices?.[0];
   progress.usage = chunk.usage ?? progress.usage;
   progress.finish = choice?.finish_reason ?? progress.finish;
+  const thought = choice?.delta?.reasoning_content;
   const text = choice?.delta?.content ?? choice?.text;
-  if (text) {
-    progress.piece();
-    onText(text);
-  }
+  if (thought || text) progress.piece();
+  if (thought) on.thought(thought);
+  if (text) on.text(text);
 }

@@ -10,8 +10,10 @@ class TurnView {
     this.isBusy = false;
     this.text = el("div", { class: turn.role === "user" ? "text" : "text md" });
     this.below = el("div", {});
+    this.thought = el("div", { class: "words" });
+    this.fold = el("details", { class: "thought", hidden: true }, el("summary", {}), this.thought);
     const who = turn.role === "user" ? "You" : "Answer";
-    this.node = el("li", { class: `turn ${turn.role}` }, el("span", { class: "visually-hidden" }, who), this.text, this.below);
+    this.node = el("li", { class: `turn ${turn.role}` }, el("span", { class: "visually-hidden" }, who), this.fold, this.text, this.below);
     this.markdown = turn.role === "user" ? null : new Markdown(this.text);
     this.showText();
     this.showBelow();
@@ -25,8 +27,18 @@ class TurnView {
     this.showBelow();
   }
 
+  showThought() {
+    const { content, thought } = this.turn;
+    this.fold.hidden = !thought;
+    if (!thought) return;
+    const isComing = this.isBusy && this.isLast && content === "";
+    this.fold.firstChild.textContent = isComing ? "Thinking …" : "Thought";
+    if (this.thought.textContent !== thought) this.thought.textContent = thought;
+  }
+
   showText() {
     const { content } = this.turn;
+    this.showThought();
     if (this.markdown === null) {
       this.text.textContent = content;
       return;
@@ -37,12 +49,13 @@ class TurnView {
   }
 
   showBelow(stats = this.turn.stats) {
-    const { content, role, trouble, isStopped } = this.turn;
+    const { content, role, thought, trouble, isStopped } = this.turn;
+    this.showThought();
     const isComing = this.isBusy && this.isLast && role !== "user";
     const parts = [];
     if (trouble) parts.push(troubleElement(trouble, this.isLast && !this.isBusy ? this.on.retry : null));
     const row = isComing ? [] : this.buttons();
-    if (role !== "user" && (content !== "" || isStopped)) row.push(metaElement(stats, { isStopped }));
+    if (role !== "user" && (content !== "" || thought || isStopped)) row.push(metaElement(stats, { isStopped }));
     if (row.length > 0) parts.push(el("div", { class: "actions" }, ...row));
     this.below.replaceChildren(...parts);
     if (this.markdown !== null && content === "") this.showText();

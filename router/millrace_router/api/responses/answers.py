@@ -10,10 +10,15 @@ from millrace_router.api.responses.protocol import (
     ResponseErrorJson,
     ResponseItemJson,
     ResponseJson,
+    ResponseReasoningJson,
     ResponseToolJson,
     ResponseUsageJson,
 )
-from millrace_router.api.responses.request import ResponsesRequest, ResponsesTool
+from millrace_router.api.responses.request import (
+    ResponsesReasoning,
+    ResponsesRequest,
+    ResponsesTool,
+)
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import Overloaded, RouterError
 from millrace_router.request.float32 import shortest
@@ -41,7 +46,7 @@ class ResponseHead:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": _reasoning(body),
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": False,
@@ -91,7 +96,7 @@ def usage_json(usage: Usage) -> ResponseUsageJson:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
@@ -113,6 +118,11 @@ def _format(body: ResponsesRequest) -> dict[str, Any]:
     if body.text is None or body.text.format is None:
         return {"type": "text"}
     return body.text.format.model_dump(by_alias=True)
+
+
+def _reasoning(body: ResponsesRequest) -> ResponseReasoningJson:
+    asked = body.reasoning or ResponsesReasoning()
+    return {"effort": asked.effort, "summary": asked.summary}
 
 
 def _choice(body: ResponsesRequest) -> str | dict[str, Any]:

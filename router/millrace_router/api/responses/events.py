@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from millrace_router.api.openai.choice import ChatDelta, parts_of
+from millrace_router.api.openai.choice import ChatDelta, Thought, parts_of
 from millrace_router.api.openai.protocol import ChatCompletionLogprobJson
 from millrace_router.api.responses.answers import ResponseHead, is_cut
-from millrace_router.api.responses.items import GrowingCall, GrowingMessage
+from millrace_router.api.responses.items import GrowingCall, GrowingMessage, GrowingThought
 from millrace_router.api.responses.protocol import ResponseItemJson
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import RouterError
@@ -26,7 +26,7 @@ class ResponseEvents:
         self._num_events = 0
         self._output: list[ResponseItemJson] = []
         """Items that have ended."""
-        self._open: GrowingMessage | GrowingCall | None = None
+        self._open: GrowingThought | GrowingMessage | GrowingCall | None = None
         self._logprobs: list[ChatCompletionLogprobJson] = []
         """Log probabilities of tokens whose text has not come yet."""
 
@@ -46,7 +46,9 @@ class ResponseEvents:
         if delta.logprobs is not None:
             self._logprobs.append(delta.logprobs)
         for part in parts_of(delta):
-            if isinstance(part, CallDelta):
+            if isinstance(part, Thought):
+                yield from self._push_thought(part)
+            elif isinstance(part, CallDelta):
                 yield from self._push_call(part)
             else:
                 yield from self._push_text(part)
@@ -68,6 +70,16 @@ class ResponseEvents:
         yield self._event("error", code=error.error_type, message=str(error), param=None)
         output = self._output if self._open is None else [*self._output, self._item("incomplete")]
         yield self._event("response.failed", response=self._head.failed(output, error))
+
+    def _push_thought(self, thought: str) -> Iterator[ResponseEvent]:
+        self._logprobs.clear()
+        if not isinstance(self._open, GrowingThought):
+            yield from self._close("completed")
+            self._open = GrowingThought()
+            yield self._of_item("response.output_item.added", self._open.json("in_progress", ()))
+            yield self._of_thought("response.reasoning_summary_part.added", part=self._open.part())
+        self._open.texts.append(thought)
+        yield self._of_thought("response.reasoning_summary_text.delta", delta=thought)
 
     def _push_text(self, text: str) -> Iterator[ResponseEvent]:
         if not isinstance(self._open, GrowingMessage):
@@ -100,7 +112,11 @@ class ResponseEvents:
         if self._open is None:
             return
         item = self._item(status)
-        if item["type"] == "message":
+        if item["type"] == "reasoning":
+            (thought,) = item["summary"]
+            yield self._of_thought("response.reasoning_summary_text.done", text=thought["text"])
+            yield self._of_thought("response.reasoning_summary_part.done", part=thought)
+        elif item["type"] == "message":
             (part,) = item["content"]
             text, logprobs = part["text"], part["logprobs"]
             yield self._of_text("response.output_text.done", text=text, logprobs=logprobs)
@@ -117,9 +133,11 @@ class ResponseEvents:
     def _item(self, status: Literal["in_progress", "completed", "incomplete"]) -> ResponseItemJson:
         """Render the open item."""
         assert self._open is not None
-        if isinstance(self._open, GrowingMessage):
+        if isinstance(self._open, GrowingCall):
+            return self._open.json(status)
+        if isinstance(self._open, GrowingThought):
             return self._open.json(status, (self._open.part(),))
-        return self._open.json(status)
+        return self._open.json(status, (self._open.part(),))
 
     def _of_item(self, type_: str, item: ResponseItemJson) -> ResponseEvent:
         return self._event(type_, output_index=len(self._output), item=item)
@@ -130,6 +148,9 @@ class ResponseEvents:
 
     def _of_text(self, type_: str, **fields: object) -> ResponseEvent:
         return self._in_item(type_, content_index=0, **fields)
+
+    def _of_thought(self, type_: str, **fields: object) -> ResponseEvent:
+        return self._in_item(type_, summary_index=0, **fields)
 
     def _event(self, type_: str, **fields: object) -> ResponseEvent:
         number = self._num_events

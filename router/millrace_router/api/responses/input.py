@@ -36,10 +36,24 @@ class FunctionCallOutputItem(RequestModel):
     output: str | Items[ContentPart]
 
 
+class ReasoningPart(RequestModel):
+    """A part of a thought, or of its summary."""
+
+    type: str
+    text: str
+
+
 class ReasoningItem(RequestModel):
-    """The assistant's thoughts, which templates do not get."""
+    """The assistant's thought, for templates that ask for it."""
 
     type: Literal["reasoning"]
+    summary: Items[ReasoningPart] | None = None
+    content: Items[ReasoningPart] | None = None
+
+    @property
+    def text(self) -> str:
+        """The thought itself if it is there, else its summary."""
+        return "\n".join(part.text for part in self.content or self.summary or ())
 
 
 class ItemReference(RequestModel):

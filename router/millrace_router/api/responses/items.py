@@ -13,13 +13,15 @@ from millrace_router.api.responses.protocol import (
     ResponseFunctionCallJson,
     ResponseMessageJson,
     ResponseOutputTextJson,
+    ResponseReasoningItemJson,
+    ResponseSummaryTextJson,
 )
 
 NUM_ID_BYTES = 24
 """The same number as in OpenAI's ids."""
 
 
-def new_id(prefix: Literal["resp", "msg", "fc"]) -> str:
+def new_id(prefix: Literal["resp", "msg", "fc", "rs"]) -> str:
     """Make a unique id."""
     return f"{prefix}_{secrets.token_hex(NUM_ID_BYTES)}"
 
@@ -52,6 +54,24 @@ class GrowingMessage:
             "role": "assistant",
             "content": list(parts),
         }
+
+
+@dataclass(slots=True)
+class GrowingThought:
+    """The assistant's thought, which stands whole in the place of its summary."""
+
+    id: str = field(default_factory=lambda: new_id("rs"))
+    texts: list[str] = field(default_factory=list)
+
+    def part(self) -> ResponseSummaryTextJson:
+        """Render the thought so far."""
+        return {"type": "summary_text", "text": "".join(self.texts)}
+
+    def json(
+        self, status: ItemStatus, parts: Iterable[ResponseSummaryTextJson]
+    ) -> ResponseReasoningItemJson:
+        """Render the item with `parts`, which are its thought or none."""
+        return {"type": "reasoning", "id": self.id, "status": status, "summary": list(parts)}
 
 
 @dataclass(slots=True)

@@ -41,7 +41,25 @@ class ResponseFunctionCallJson(TypedDict):
     arguments: str
 
 
-ResponseItemJson = TypeAliasType("ResponseItemJson", ResponseMessageJson | ResponseFunctionCallJson)
+class ResponseSummaryTextJson(TypedDict):
+    """A thought."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
+class ResponseReasoningItemJson(TypedDict):
+    """The assistant's thought, which stands whole in the place of its summary."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: ItemStatus
+    summary: list[ResponseSummaryTextJson]
+
+
+ResponseItemJson = TypeAliasType(
+    "ResponseItemJson", ResponseReasoningItemJson | ResponseMessageJson | ResponseFunctionCallJson
+)
 
 
 class InputTokensDetailsJson(CachedTokensJson):
@@ -96,10 +114,10 @@ class ResponseTextJson(TypedDict):
 
 
 class ResponseReasoningJson(TypedDict):
-    """Settings of reasoning: null, because the chat template decides."""
+    """Settings of reasoning, as the request has them; with null, the chat template decides."""
 
-    effort: None
-    summary: None
+    effort: str | None
+    summary: str | None
 
 
 class ResponseJson(TypedDict):
@@ -204,6 +222,36 @@ class OutputTextDoneJson(_EventJson):
     logprobs: list[ChatCompletionLogprobJson]
 
 
+class SummaryPartEventJson(_EventJson):
+    """A thought begins, or ends."""
+
+    type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
+    item_id: str
+    output_index: int
+    summary_index: int
+    part: ResponseSummaryTextJson
+
+
+class SummaryTextDeltaJson(_EventJson):
+    """More thought."""
+
+    type: Literal["response.reasoning_summary_text.delta"]
+    item_id: str
+    output_index: int
+    summary_index: int
+    delta: str
+
+
+class SummaryTextDoneJson(_EventJson):
+    """All of a thought."""
+
+    type: Literal["response.reasoning_summary_text.done"]
+    item_id: str
+    output_index: int
+    summary_index: int
+    text: str
+
+
 class ArgumentsDeltaJson(_EventJson):
     """More of a call's arguments."""
 
@@ -239,6 +287,9 @@ ResponseEventJson = TypeAliasType(
     | ContentPartEventJson
     | OutputTextDeltaJson
     | OutputTextDoneJson
+    | SummaryPartEventJson
+    | SummaryTextDeltaJson
+    | SummaryTextDoneJson
     | ArgumentsDeltaJson
     | ArgumentsDoneJson
     | ResponseErrorEventJson,

@@ -81,6 +81,15 @@ class ResponsesText(RequestModel):
     )
 
 
+class ResponsesReasoning(RequestModel):
+    """How much the model is to think."""
+
+    effort: str | None = None
+    """Templates get it as `reasoning_effort`."""
+    summary: str | None = None
+    """Repeated in the answer, which has the whole thought in any case."""
+
+
 def _as_items(given: object) -> object:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
@@ -100,6 +109,9 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: UInt32 | None = None
     include: Items[str] | None = None
     text: ResponsesText | None = None
+    reasoning: ResponsesReasoning | None = None
+    thinking_token_budget: UInt32 | None = None
+    """Not in OpenAI's: tokens after which the thought is closed."""
     tools: Items[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = (
         None

@@ -79,11 +79,12 @@ async def responses(request: web.Request) -> web.StreamResponse:
 async def _answer(
     services: Services, generation: Generation, chat: PreparedChat, events: ResponseEvents
 ) -> web.Response:
-    for last in await deltas_of(generation, chat.text()):
+    text = chat.text()
+    for last in await deltas_of(generation, text):
         for _ in events.push(last):
             pass
     assert last.finish_reason is not None
-    usage = generation.usage(last.num_tokens)
+    usage = generation.usage(last.num_tokens, text.reasoning_tokens)
     *_, end = events.end(usage, last.finish_reason)
     headers = answer_headers(services, [generation], usage)
     return json_response(end["response"], headers=headers)

@@ -36,7 +36,7 @@ class ResponseStream(EventStream):
 
     def _end(self, delta: ChatDelta, finish_reason: str) -> Iterator[bytes]:
         self._send(self._push(delta))
-        usage = self._generation.usage(delta.num_tokens)
+        usage = self._generation.usage(delta.num_tokens, self._text.reasoning_tokens)
         yield from _framed(self._events.end(usage, finish_reason))
 
 

@@ -16,12 +16,13 @@ from millrace_router.api.responses.input import (
     InputItem,
     ItemReference,
     MessageItem,
+    ReasoningItem,
 )
 from millrace_router.api.responses.request import AllowedFunctions, NamedFunction, ResponsesRequest
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
-from millrace_router.text.template_messages import Message
+from millrace_router.text.template_messages import THOUGHT, Message
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 NAMES = FieldNames(
@@ -48,6 +49,8 @@ def chat_of(body: ResponsesRequest, dialect: Dialect) -> Chat:
         # The answer is a new turn, even after a turn of the assistant.
         continue_final_message=False,
         template_variables=body.chat_template_kwargs,
+        thinking_budget=body.thinking_token_budget,
+        effort=None if body.reasoning is None else body.reasoning.effort,
         num_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
     )
 
@@ -80,7 +83,11 @@ def _turns(items: Iterable[InputItem], dialect: Dialect) -> list[Message]:
         match item:
             case MessageItem():
                 content = template_content(item.content, dialect)
-                turns.append({"role": item.role, "content": content})
+                turn = _assistant_turn(turns) if _is_thought(turns, item.role) else _new(turns)
+                turn.update(role=item.role, content=content)
+            case ReasoningItem():
+                if item.text:
+                    turns.append({"role": "assistant", "content": None, THOUGHT: item.text})
             case FunctionCallItem():
                 call = called(item.call_id, item.name, item.arguments)
                 _assistant_turn(turns).setdefault("tool_calls", []).append(call)
@@ -96,7 +103,19 @@ def _turns(items: Iterable[InputItem], dialect: Dialect) -> list[Message]:
                 raise ValidationError(
                     f"`input` has an item of type `{item.type[:40]}`, which is not supported"
                 )
-    return turns
+    return [turn for turn in turns if turn["content"] is not None or turn.get("tool_calls")]
+
+
+def _is_thought(turns: list[Message], role: str) -> bool:
+    """Whether the last turn is so far a thought alone, and the next message of `role` belongs to it."""
+    if role != "assistant" or not turns or THOUGHT not in turns[-1]:
+        return False
+    return turns[-1]["content"] is None and "tool_calls" not in turns[-1]
+
+
+def _new(turns: list[Message]) -> Message:
+    turns.append({})
+    return turns[-1]
 
 
 def _assistant_turn(turns: list[Message]) -> Message:

@@ -54,7 +54,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [USER, {"role": "system", "content": "be brief"}, USER],
         [USER, {"role": "system", "content": "be brief"}, USER],
     ),
-    "thoughts are left out": (
+    "thoughts are given back": (
         [
             USER,
             {
@@ -66,7 +66,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
                 ],
             },
         ],
-        [USER, {"role": "assistant", "content": "hi"}],
+        [USER, {"role": "assistant", "content": "hi", "reasoning_content": "hm"}],
     ),
     "a call and its result": (
         [
@@ -167,7 +167,7 @@ def test_parameters() -> None:
             names=NAMES,
         ),
         messages=[USER],
-        template_variables={"enable_thinking": False},
+        template_variables={"enable_thinking": False, "thinking": False},
     )
 
 
@@ -239,9 +239,13 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         "a turn of role 'user' has no block of type 'tool_use'",
     ),
     "a result by the assistant": (in_content(RESULT, "assistant"), "'tool_result'"),
-    "thoughts of its own": (
-        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-        "thinking.type: Input should be 'disabled'",
+    "another kind of thoughts": (
+        {"thinking": {"type": "deep"}},
+        "thinking.type: Input should be 'enabled', 'adaptive' or 'disabled'",
+    ),
+    "thoughts without room": (
+        {"thinking": {"type": "enabled", "budget_tokens": 0}},
+        "thinking.budget_tokens: Input should be greater than or equal to 1",
     ),
     "a tool of the server's": (
         {"tools": [TOOL | {"type": "web_search_20250305"}]},

@@ -149,7 +149,6 @@ async def test_the_answer_repeats_the_request_s_fields() -> None:
 ACCEPTED: dict[str, Any] = {
     "store": True,
     "truncation": "auto",
-    "reasoning": {"effort": "high", "summary": "auto"},
     "include": ["reasoning.encrypted_content", "file_search_call.results"],
     "service_tier": "flex",
     "background": False,

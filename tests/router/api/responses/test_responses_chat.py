@@ -21,6 +21,12 @@ LIMITS = limits_with(max_input_tokens=100, max_total_tokens=400)
 CALL = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a":1}'}
 OTHER = CALL | {"call_id": "call_2", "arguments": '{"a":2}', "id": "fc_2", "status": "completed"}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "2"}
+THOUGHT = {
+    "type": "reasoning",
+    "id": "rs_2",
+    "summary": [{"type": "summary_text", "text": "Why?"}],
+}
+THOUGHTS = {"reasoning_content": "Why?"}
 REASONING = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
 
 
@@ -75,6 +81,22 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "parts": (
         {"input": [{"type": "message", "role": "user", "content": parts("a", "b")}]},
         [{"role": "user", "content": parts("a", "b", kind="text")}],
+    ),
+    "a_thought": (
+        {"input": [said("user", "a"), THOUGHT, said("assistant", "b"), said("user", "c")]},
+        [said("user", "a"), {**said("assistant", "b"), **THOUGHTS}, said("user", "c")],
+    ),
+    "a_thought_before_calls": (
+        {"input": [said("user", "a"), THOUGHT, CALL, RESULT]},
+        [
+            said("user", "a"),
+            {**turn(CALL), **THOUGHTS},
+            {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+        ],
+    ),
+    "a_thought_of_nothing": (
+        {"input": [said("user", "a"), THOUGHT, said("user", "c")]},
+        [said("user", "a"), said("user", "c")],
     ),
     "calls_of_one_turn": (
         {"input": [said("user", "a"), CALL, REASONING, OTHER, RESULT]},

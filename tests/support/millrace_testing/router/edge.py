@@ -24,6 +24,7 @@ from millrace_router.engine.infer import Infer
 from millrace_router.errors import GenerationError
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.estimate import Estimate
+from millrace_router.reasoning.formats import reasoning_of_model
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.dialect import dialect_of
@@ -237,6 +238,7 @@ def services_over(
         tokenizer=tokenizer,
         template=ChatTemplate(template, special_tokens={}),
         tool_format=format_of(template, str(config.get("tool_call_parser", "auto"))),
+        reasoning=reasoning_of_model(_config(**config), template, tokenizer),
         validator=validator,
         infer=_infer(batcher, validator, metrics, health, config, adapters),
         metrics=metrics,

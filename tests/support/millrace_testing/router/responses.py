@@ -61,7 +61,9 @@ class Told:
         assert self._open is not None
         assert event["item_id"] == self._open["id"]
         assert event["output_index"] == len(self.output) - 1
-        if self._open["type"] == "message":
+        if self._open["type"] == "reasoning":
+            self._take_thought(kind, event, self._open)
+        elif self._open["type"] == "message":
             self._take_text(kind, event, self._open)
         elif kind == "function_call_arguments.delta":
             assert event["delta"]
@@ -91,6 +93,24 @@ class Told:
                 assert kind == "content_part.done"
                 assert event["part"] == self._part
                 self._part = None
+
+    def _take_thought(self, kind: str, event: Json, item: Json) -> None:
+        assert event["summary_index"] == 0
+        if kind == "reasoning_summary_part.added":
+            assert item["summary"] == []
+            self._part = event["part"]
+            item["summary"].append(self._part)
+            return
+        assert self._part is not None
+        if kind == "reasoning_summary_text.delta":
+            assert event["delta"]
+            self._part["text"] += event["delta"]
+        elif kind == "reasoning_summary_text.done":
+            assert event["text"] == self._part["text"]
+        else:
+            assert kind == "reasoning_summary_part.done"
+            assert event["part"] == self._part
+            self._part = None
 
     def _end_item(self, event: Json) -> None:
         assert self._part is None

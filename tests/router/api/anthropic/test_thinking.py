@@ -1,0 +1,125 @@
+"""Thoughts in Anthropic's messages: blocks, their events, signatures, and what asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from millrace_testing.router.edge import Edge, limits_with, serving
+from millrace_testing.router.messages import events_in, message_of
+from millrace_testing.text.texts import Generations
+from millrace_testing.text.thoughts import tagged
+
+TEMPLATE = (
+    "{% for turn in messages %}{{ turn.role }} {% if turn.reasoning_content %}"
+    "<think>{{ turn.reasoning_content }}</think>{% endif %}{{ turn.content }} {% endfor %}bot "
+    "{{ enable_thinking | default('free') }} {{ reasoning_effort | default('') }}"
+)
+LIMITS = limits_with(max_input_tokens=600, max_total_tokens=1500, vocab_size=500)
+TOKENS = tagged()
+END = 0
+MESSAGES = "/v1/messages"
+USER = {"role": "user", "content": "hello"}
+ASKED: dict[str, Any] = {"model": "claude", "max_tokens": 300, "messages": [USER]}
+TOOL = {"name": "add", "input_schema": {"type": "object"}}
+THINKS = "<think>\nWörld or not?\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def served(*texts: str) -> Any:
+    plans = [[*TOKENS.encode(text), END] for text in texts]
+    return serving(
+        Generations(*plans, tokenizer=TOKENS),
+        limits=LIMITS,
+        template=TEMPLATE,
+        tokenizer=TOKENS,
+        tool_call_parser="hermes",
+    )
+
+
+async def whole(edge: Edge, **body: Any) -> dict[str, Any]:
+    status, answer, _ = await edge.post(MESSAGES, ASKED | body)
+    assert status == 200, answer
+    result: dict[str, Any] = answer
+    return result
+
+
+async def streamed(edge: Edge, **body: Any) -> list[tuple[str, Any]]:
+    status, text, _ = await edge.post(MESSAGES, ASKED | body | {"stream": True})
+    assert status == 200
+    return events_in(text)
+
+
+async def test_a_thought_is_the_first_block() -> None:
+    async with served(THINKS + "Yes." + CALL) as edge:
+        answer = await whole(edge, tools=[TOOL])
+    thought, text, call = answer["content"]
+    assert thought.pop("signature")
+    assert thought == {"type": "thinking", "thinking": "Wörld or not?"}
+    assert text == {"type": "text", "text": "Yes."}
+    assert (call["type"], call["input"]) == ("tool_use", {"a": 1})
+
+
+@pytest.mark.parametrize("rest", ["Yes.", CALL, ""])
+async def test_a_stream_tells_the_same_blocks(rest: str) -> None:
+    async with served(THINKS + rest, THINKS + rest) as edge:
+        answer = await whole(edge, tools=[TOOL])
+        events = await streamed(edge, tools=[TOOL])
+    message = message_of(events)
+    for block in (*message["content"], *answer["content"]):
+        block.pop("id", None)
+    assert message["content"] == answer["content"]
+    deltas = [data["delta"]["type"] for name, data in events if name == "content_block_delta"]
+    signed = deltas.index("signature_delta")
+    assert set(deltas[:signed]) == {"thinking_delta"}
+    assert "thinking_delta" not in deltas[signed:]
+    assert signed > 1
+
+
+async def test_signatures_tell_thoughts_apart() -> None:
+    async with served(THINKS, THINKS, THINKS.replace("not", "so")) as edge:
+        one, same, other = [(await whole(edge))["content"][0]["signature"] for _ in range(3)]
+    assert one == same != other
+
+
+@pytest.mark.parametrize(
+    ("body", "end"),
+    [
+        ({}, "free "),
+        ({"thinking": {"type": "adaptive"}}, "free "),
+        ({"thinking": {"type": "enabled"}}, "True "),
+        ({"thinking": {"type": "disabled"}}, "False "),
+        ({"output_config": {"effort": "low"}}, "True low"),
+    ],
+)
+async def test_templates_learn_whether_to_think(body: dict[str, Any], end: str) -> None:
+    async with served("Yes.") as edge:
+        await whole(edge, **body)
+        prompt = TOKENS.decode(edge.batcher.requests[0].input_ids, skip_special_tokens=False)
+    assert prompt.endswith(f"bot {end}")
+
+
+async def test_blocks_are_given_back() -> None:
+    async with served(THINKS + "Yes.", "Yes.") as edge:
+        answer = await whole(edge)
+        turns = [USER, {"role": "assistant", "content": answer["content"]}, USER]
+        await whole(edge, messages=turns)
+        prompt = TOKENS.decode(edge.batcher.requests[1].input_ids, skip_special_tokens=False)
+    assert "assistant <think>Wörld or not?</think>Yes. user" in prompt
+
+
+async def test_a_thought_may_be_left_out() -> None:
+    async with served(THINKS + "Yes.") as edge:
+        answer = await whole(edge, thinking={"type": "adaptive", "display": "omitted"})
+    assert answer["content"] == [{"type": "text", "text": "Yes."}]
+
+
+async def test_a_budget_bounds_the_thought() -> None:
+    async with served("Yes.", "Yes.") as edge:
+        await whole(edge, thinking={"type": "enabled", "budget_tokens": 7})
+        await whole(edge, thinking={"type": "enabled", "budget_tokens": 1500})
+        bounded, free = [request.grammar for request in edge.batcher.requests]
+    assert bounded is not None
+    assert "{0,7}" in bounded.source
+    assert free is None
