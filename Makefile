@@ -25,7 +25,7 @@ GENERATED := proto/millrace_proto/generate_pb2.py
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install serve test test-ecosystem test-residency test-json-schema fuzz-adapters check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
+.PHONY: help install serve test test-ecosystem test-residency test-json-schema fuzz-adapters fuzz-checkpoints check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make test-json-schema the official JSON-Schema-Test-Suite, from the package index"
 	@echo "make test-residency   a hundred thousand random histories of adapters in the shards' memory"
 	@echo "make fuzz-adapters    mutate the files of LoRA adapters a hundred thousand times; some minutes"
+	@echo "make fuzz-checkpoints mutate quantised checkpoints and GGUF files ten thousand times; some minutes"
 	@echo "make verify           output does not depend on the batch composition: demo model, every architecture"
 	@echo "make bench            all cases and load levels beside the installed peers, to bench/out"
 	@echo "make bench-quick      whether our engine became slower; three minutes"
@@ -85,6 +86,9 @@ test-residency: install
 
 fuzz-adapters: install
 	PYTHONPATH=tests/support $(BIN)/python -m millrace_testing.adapters.fuzz_files 100000
+
+fuzz-checkpoints: install
+	PYTHONPATH=tests/support $(BIN)/python -m millrace_testing.quantized.fuzz_checkpoints 10000
 
 # Its cases come with the source distribution of jsonschema, and only with that.
 test-json-schema: install

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+LONGEST_MESSAGE = 2000
+
 
 class ModelError(ValueError):
-    """The model in this folder cannot be served."""
+    """The model in this folder cannot be served. The message is one line, whatever names from files it quotes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message))
 
 
 class UnsupportedModel(ModelError):  # noqa: N818
@@ -33,3 +38,10 @@ class EngineEnded(Exception):  # noqa: N818
 
 class StepInvalid(Exception):  # noqa: N818
     """A step contradicts the state of the batch or itself: the router has sent a wrong step."""
+
+
+def _one_line(message: str) -> str:
+    """`message` without line breaks, control characters and a tail beyond LONGEST_MESSAGE."""
+    joined = " ".join(message[: LONGEST_MESSAGE + 1].splitlines())
+    text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in joined)
+    return text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"

@@ -73,10 +73,16 @@ class RandomWeights(Weights):
     def close(self) -> None:
         """Do nothing."""
 
-    def _fill(self, out: Tensor, name: str, shape: tuple[int, ...], span: tuple[int, int]) -> None:
-        del span
+    def check_layers(self, count: int) -> None:
+        """Do nothing: the layers are those of the config."""
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if self._shapes.get(name) != shape:
             raise WeightsError(f"tensor {name} has shape {self._shapes.get(name)}, not {shape}")
+
+    def _fill(self, out: Tensor, name: str, shape: tuple[int, ...], span: tuple[int, int]) -> None:
+        del span
+        self._check(name, shape)
         fill(out, name)
 
     def _linear(self, name: str, cut: Cut) -> Tensor:

@@ -16,8 +16,10 @@ from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.quantized.code_format import CodeFormat
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import check_model
+from millrace_shard.models.quantized.code_formats import code_formats
 from millrace_shard.speculation.medusa_config import is_medusa
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ def chosen_kernels(config: ShardConfig, device: torch.device, dtype: torch.dtype
         device,
         dtype,
         deterministic=is_deterministic(config, device),
-        shapes=_layer_shapes(config, choose_cache_dtype(config, device, dtype)),
+        shapes=_layer_shapes(config, device, choose_cache_dtype(config, device, dtype)),
         custom=not config.disable_custom_kernels,
         adapters=config.enable_lora,
         integer=config.quantize_activations == "int8",
@@ -65,13 +67,27 @@ def _int8(
     return with_int8(kernels, integer=integer)
 
 
-def _layer_shapes(config: ShardConfig, cache_dtype: torch.dtype) -> tuple[LayerShape, ...]:
+def _layer_shapes(
+    config: ShardConfig, device: torch.device, cache_dtype: torch.dtype
+) -> tuple[LayerShape, ...]:
     """The shapes of the model and of the draft model, which share the kernels."""
-    folders = [config.model_folder]
+    folders = [(config.model_folder, config.quantize)]
     if config.draft_model is not None and not is_medusa(Path(config.draft_model)):
-        folders.append(Path(config.draft_model))
-    models = [ModelDescription.read(folder) for folder in folders]
-    for model in models:
+        folders.append((Path(config.draft_model), None))
+    shapes = list[LayerShape]()
+    for folder, quantize in folders:
+        model = ModelDescription.read(folder)
         check_model(model, allow_unlisted=config.allow_unlisted_model)
-    shapes = (model.layer_shape(config.world_size) for model in models)
-    return tuple(replace(shape, cache_dtype=cache_dtype) for shape in shapes)
+        shape = model.layer_shape(config.world_size)
+        formats: tuple[CodeFormat, ...] = ()
+        # Kernels on CPU are compiled for all formats, and compare each when they first pack it.
+        if device.type == "cuda" and model.spec is not None:
+            formats = code_formats(
+                folder,
+                model.spec,
+                quantize=quantize,
+                rank=config.rank,
+                world_size=config.world_size,
+            )
+        shapes.append(replace(shape, cache_dtype=cache_dtype, formats=formats))
+    return tuple(shapes)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from millrace_shard.errors import ModelError
+from millrace_shard.model_loader.json_object import parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -97,7 +97,7 @@ def missing_files(folder: Path) -> list[str]:
 def indexed_names(index: bytes) -> set[str]:
     """The names of the files that an index lists. Raises ModelError for a damaged index."""
     try:
-        return set(json.loads(index)["weight_map"].values())
+        return set(parse_json(index)["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{INDEX} is damaged: {error!r}") from error
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from millrace_shard.errors import WeightsError
+from millrace_shard.model_loader.json_object import parse_json
 from millrace_shard.model_loader.mapped_files import release_pages
 
 INDEX = "model.safetensors.index.json"
@@ -19,6 +20,8 @@ SINGLE = "model.safetensors"
 PREFIX = "model."
 TEXT_PREFIXES = ("language_model.", "model.language_model.")
 """Prefixes of the text model in multimodal checkpoints."""
+LAYER = re.compile(r"(?:language_model\.|model\.language_model\.)?(?:model\.)?layers\.(\d{1,9})\.")
+"""Begins the names of the text model's layers."""
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = {
@@ -98,6 +101,15 @@ class SafetensorFiles:
         """Release the pages under `values`, which `read` returned."""
         release_pages(values)
 
+    def check_layers(self, count: int) -> None:
+        """Raise if there are layers of the text model after the first `count`, which its config says."""
+        for name in self._paths:
+            found = LAYER.match(name)
+            if found is not None and int(found[1]) >= count:
+                raise WeightsError(
+                    f"tensor {name} in {self.file_name(name)} is of layer {found[1]}, its config says {count} layers"
+                )
+
     def paths(self) -> list[Path]:
         """The paths of all existing files, in the order of their names."""
         return sorted(path for path in set(self._paths.values()) if path.is_file())
@@ -151,7 +163,7 @@ class SafetensorFiles:
 
 def _read_index(index: Path) -> dict[str, Path]:
     try:
-        names = json.loads(index.read_bytes())["weight_map"]
+        names = parse_json(index.read_bytes())["weight_map"]
         files = {str(name): str(file) for name, file in names.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} is damaged: {error!r}") from error

@@ -68,6 +68,10 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def check_layers(self, count: int) -> None:
+        """Raise WeightsError if the files have layers after the first `count`."""
+        self._files.check_layers(count)
+
     def close(self) -> None:
         """Close the files."""
         self._ahead.close()
@@ -76,6 +80,7 @@ class Weights:
 
     def replicated(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The whole tensor, in `dtype` if it is given."""
+        self._check(name, shape)
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
         self._fill(out, name, shape, (0, shape[0]))
         return out
@@ -93,6 +98,8 @@ class Weights:
 
     def biases(self, parts: Sequence[Columns]) -> Tensor:
         """The rank's outputs of all `parts`, each [rows]."""
+        for part in parts:
+            self._check(part.name, (part.rows,))
         spans = [self._span(part) for part in parts]
         out = self._new(sum(end - start for start, end in spans))
         values = torch.split(out, [end - start for start, end in spans])
@@ -108,6 +115,7 @@ class Weights:
             self._fill(out, name, (heads.rows,), (start, end))
             return out
         size = heads.unit_size
+        self._check(name, (heads.units, size))
         out = self._new((end - start) // size, size)
         self._fill(out, name, (heads.units, size), (start // size, end // size))
         return out
@@ -154,8 +162,10 @@ class Weights:
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
         """The rank's rows of the vocabulary, [ceil(vocab_size / world_size), hidden_size]; zeros past the last id."""
         share, start, end = self._vocabulary_span(vocab_size)
-        out = self._new(share, hidden_size)
         stored = self._codes(name, vocab_size, hidden_size, (start, end))
+        if stored is None:
+            self._check(name, (vocab_size, hidden_size))
+        out = self._new(share, hidden_size)
         if stored is not None:
             out[: end - start] = stored.copied()
             self.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,9 @@ from huggingface_hub.errors import StrictDataclassError
 
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.model_loader.json_object import read_json_object
 from millrace_shard.models import split
+from millrace_shard.models.config.config_reader import LARGEST_COUNT, LARGEST_COUNTS
 from millrace_shard.models.config.kv_cache_scheme import cache_dtype_of, kv_cache_scheme
 from millrace_shard.models.config.text_part import text_part
 from millrace_shard.models.families.registry import FAMILIES
@@ -48,13 +49,13 @@ class ModelDescription:
 
         Raises UnsupportedModel for models that are not supported, and ModelError for a missing or invalid config.
         """
-        raw = _read_json(folder / "config.json")
+        raw = read_json_object(folder / "config.json")
         if raw is None:
             raise ModelError(f"no config.json in {folder}")
         text = text_part(raw)
         family = FAMILIES.get(str(text.get("model_type")))
         config: Any = read_any_config(folder) if family is None else None
-        generation = _read_json(folder / "generation_config.json") or {}
+        generation = read_json_object(folder / "generation_config.json") or {}
         eos = generation.get("eos_token_id")
         if eos is None:
             eos = config.eos_token_id if family is None else family.eos_token_id(text)
@@ -123,7 +124,7 @@ def read_any_config(folder: Path) -> PretrainedConfig:
     """
     from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415
 
-    raw = _read_json(folder / "config.json")
+    raw = read_json_object(folder / "config.json")
     if raw is None:
         raise ModelError(f"no config.json in {folder}")
     kind = raw.get("model_type")
@@ -148,8 +149,13 @@ def read_any_config(folder: Path) -> PretrainedConfig:
 
 
 def _longest_sequence(spec: DecoderSpec) -> int:
+    """The positions that all rotations of a decoder support. Raises UnsupportedModel for more than are counted."""
     ropes = {layer.attention.rope for layer in spec.layers} - {None}
-    return max((longest_position(rope) for rope in ropes if rope), default=spec.max_positions)
+    found = max((longest_position(rope) for rope in ropes if rope), default=spec.max_positions)
+    most = LARGEST_COUNTS["max_position_embeddings"]
+    if found > most:
+        raise UnsupportedModel(f"sequences of {found} tokens are not supported; at most {most} is")
+    return found
 
 
 def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
@@ -159,19 +165,6 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
 
 def _ids(eos: object) -> tuple[int, ...]:
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(isinstance(token, int) for token in ids):
+    if not all(type(token) is int and 0 <= token <= LARGEST_COUNT for token in ids):
         raise ModelError(f"eos_token_id={eos!r} is neither a token id nor a list of them")
     return tuple(dict.fromkeys(ids))
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`; None if the file does not exist."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return found

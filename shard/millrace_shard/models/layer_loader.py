@@ -37,6 +37,8 @@ class LayerLoader:
         group: ProcessGroup,
         adapters: AdapterTable | None = None,
     ) -> None:
+        """Raise WeightsError if the files have more layers than `spec`."""
+        weights.check_layers(spec.num_stored_layers)
         self._spec = spec
         self._ropes = ropes
         self._weights = weights

@@ -22,7 +22,7 @@ from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.layer_loader import LayerLoader
 from millrace_shard.models.operations import uses_plain_torch
-from millrace_shard.models.quantization import quantization_of
+from millrace_shard.models.quantized.quantization import quantization_of
 from millrace_shard.models.rope_override import RopeOverride
 from millrace_shard.models.rope_tables import RopeTables
 from millrace_shard.models.split import check_split
@@ -51,13 +51,13 @@ def load_model(  # noqa: PLR0913
     if model.spec is not None:
         check_split(model.spec, group.world_size)
         found = quantization_of(folder, quantize, model.spec, group.world_size)
-        is_invariant = device.type == "cpu" or not uses_plain_torch(model.spec)
         method = _method(folder, found, quantize)
-        ropes = RopeTables(max_total_tokens, device)
+        is_invariant = device.type == "cpu" or not uses_plain_torch(model.spec)
+        info = replace(model.info(), quantization=method, batch_invariant=is_invariant)
         weights = Weights(folder, dtype=dtype, device=device, group=group, quantization=found)
         with closing(weights):
+            ropes = RopeTables(max_total_tokens, device)
             loader = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
-            info = replace(model.info(), quantization=method, batch_invariant=is_invariant)
             return Decoder(model.spec, info, loader, kernels, group, adapters)
     _check_class(model, quantize, allow_unlisted=allow_unlisted)
     assert model.config is not None

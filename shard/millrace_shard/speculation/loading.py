@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_loader.checkpoint_files import TOKENIZER
+from millrace_shard.model_loader.json_object import parse_json
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
@@ -115,7 +115,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
     """The tokens of tokenizer.json; None if there is no such file, or its vocabulary is no mapping."""
     path = folder / TOKENIZER
     try:
-        found = json.loads(path.read_bytes())["model"]["vocab"]
+        found = parse_json(path.read_bytes())["model"]["vocab"]
     except (OSError, KeyError, TypeError):
         return None
     except ValueError as error:

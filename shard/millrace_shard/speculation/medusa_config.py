@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from millrace_shard.errors import ModelError, UnsupportedModel
+from millrace_shard.model_loader.json_object import parse_json
 
 WEIGHTS = "medusa_lm_head.safetensors"
 PICKLE = "medusa_lm_head.pt"
@@ -53,7 +53,7 @@ def is_medusa(folder: Path) -> bool:
 def _read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, or an empty one."""
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

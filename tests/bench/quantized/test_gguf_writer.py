@@ -12,6 +12,9 @@ from bench.quantized.gguf_writer import write_gguf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from millrace_shard.model_loader.gguf.files import GgufFiles
+from millrace_shard.model_loader.gguf.folder import prepare_gguf
+
 SMALL = Shape(
     hidden_size=64,
     num_layers=2,
@@ -44,3 +47,17 @@ def test_the_tokenizer_is_the_same(folder: Path, tmp_path: Path) -> None:
     ours = AutoTokenizer.from_pretrained(folder)
     text = " a few words zz qqq"
     assert theirs(text).input_ids == ours(text).input_ids
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_the_shard_reads_the_numbers_of_the_blocks(folder: Path, tmp_path: Path, kind: str) -> None:
+    block_type = gguf.GGMLQuantizationType[kind]
+    write_gguf(folder, tmp_path / "model.gguf", block_type)
+    files = GgufFiles(prepare_gguf(tmp_path / "model.gguf", tmp_path / "cache", tokenizer=None))
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        expected = tensor.float()
+        if tensor.dim() > 1:
+            blocks = gguf.quants.quantize(expected.numpy(), block_type)
+            expected = torch.from_numpy(gguf.quants.dequantize(blocks, block_type))
+        assert torch.equal(files.read(name, dim=0, span=(0, len(tensor))), expected), name
+    files.close()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace_testing.adapters.fuzz_files import WEIGHTS, AdapterFuzz, check_header, mutated_file
+from millrace_testing.adapters.fuzz_files import WEIGHTS, AdapterFuzz, check_header
 from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_llama
+from millrace_testing.mutations import mutated_file
 
 
 @pytest.mark.parametrize("seed", range(4))

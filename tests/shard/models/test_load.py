@@ -188,6 +188,7 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
     [
         ("{", "is not JSON"),
         ("[1]", "is not a JSON object"),
+        pytest.param("[" * 100_000, "is not JSON: it has too many levels", id="deep"),
         ("{}", "model_type=None"),
         ('{"model_type": "nothing_known"}', "model_type='nothing_known'"),
         ('{"model_type": "llama", "num_attention_heads": "four"}', "num_attention_heads='four'"),
@@ -198,6 +199,13 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_used(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=message):
+        load(tmp_path)
+
+
+def test_an_end_of_sequence_below_0_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    edit_json(tmp_path / "generation_config.json", eos_token_id=[2, -1])
+    with pytest.raises(ModelError, match=r"eos_token_id=\[2, -1\] is neither"):
         load(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,18 @@ class CodeFormat:
     """None: one group of all inputs."""
     has_offsets: bool = False
     has_input_order: bool = False
+
+    @classmethod
+    def of(cls, weight: QuantizedTensor) -> CodeFormat:
+        """The format of a weight."""
+        # A NaN equals itself by identity alone, and equal formats must be equal.
+        values = (math.nan if math.isnan(each) else each for each in weight.values.tolist())
+        return cls(
+            values=tuple(values),
+            group_size=weight.group_size if weight.group_size < weight.shape[1] else None,
+            has_offsets=weight.offsets is not None,
+            has_input_order=weight.input_order is not None,
+        )
 
     def random(
         self, outputs: int, inputs: int, device: torch.device, seed: int = 0

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.model_loader.gguf.block_formats import BlockFormat
 from millrace_shard.model_loader.gguf.header import GgufHeader, StoredTensor
 from millrace_shard.model_loader.gguf.metadata import Metadata
 from millrace_shard.model_loader.gguf.tensor_data import read_codes, read_part
@@ -49,6 +50,10 @@ class GgufFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the whole tensor."""
         return self._tensor(name).shape
+
+    def format(self, name: str) -> BlockFormat:
+        """The format of a tensor's blocks."""
+        return self._tensor(name).format
 
     def stored_bytes(self, name: str) -> int:
         """The bytes of the whole tensor in the file."""
@@ -91,6 +96,9 @@ class GgufFiles:
 
     def release(self, values: Tensor) -> None:
         """Do nothing: `values` are a copy, whose memory ends with it."""
+
+    def check_layers(self, count: int) -> None:
+        """Do nothing: all tensors were compared with the metadata when the folder was made."""
 
     def paths(self) -> list[Path]:
         """The path of the file."""

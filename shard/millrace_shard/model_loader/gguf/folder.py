@@ -23,6 +23,7 @@ from millrace_shard.model_loader.gguf.tensor_data import read_part
 from millrace_shard.model_loader.gguf.tensor_names import ROPE_FACTORS, check_tensors
 from millrace_shard.model_loader.gguf.tokenizer import tokenizer_config, tokenizer_json
 from millrace_shard.model_loader.gguf.vocabulary import Vocabulary
+from millrace_shard.model_loader.json_object import read_json_object
 
 FORMAT_VERSION = 1
 """Changes with the contents of a prepared folder."""
@@ -114,14 +115,14 @@ def _copy_tokenizer(folder: Path, source: Path, *, vocab_size: int) -> dict[str,
         raise WeightsError(
             f"the tokenizer in {source} has ids up to {largest}, and the model embeddings for {vocab_size}"
         )
-    generation = _read_json(source / "generation_config.json")
+    generation = read_json_object(source / "generation_config.json") or {}
     if "eos_token_id" not in generation:
         generation["eos_token_id"] = _eos_id(source, tokenizer)
     return generation
 
 
 def _eos_id(source: Path, tokenizer: Tokenizer) -> int | None:
-    token = _read_json(source / "tokenizer_config.json").get("eos_token")
+    token = (read_json_object(source / "tokenizer_config.json") or {}).get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     return tokenizer.token_to_id(text) if isinstance(text, str) else None
 
@@ -138,13 +139,3 @@ def _rope_factors(header: GgufHeader) -> Tensor | None:
 
 def _write_json(path: Path, found: dict[str, Any]) -> None:
     path.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    return found if isinstance(found, dict) else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from io import BufferedReader
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def read_part(file: BufferedReader, tensor: StoredTensor, rows: Span, columns: S
     for start, end, blocks in _pieces(file, tensor, rows, columns):
         values = tensor.format.decode(blocks)
         values = values.view(end - start, -1)[:, cut : cut + out.shape[1]]
-        _check_finite(tensor, values)
+        _check_finite(file, tensor, values)
         out[start - rows[0] : end - rows[0]] = values
     return out
 
@@ -52,7 +53,7 @@ def read_codes(
         )
         for each in (scales, offsets):
             if each is not None:
-                _check_finite(tensor, each)
+                _check_finite(file, tensor, each)
         assert scales is not None
         found.append(BlockCodes(parts.codes.view(end - start, -1)[:, inside], scales, offsets))
     offsets_found = [part.offsets for part in found if part.offsets is not None]
@@ -79,9 +80,11 @@ def _pieces(
         yield start, end, blocks.reshape(-1, num_bytes)
 
 
-def _check_finite(tensor: StoredTensor, values: Tensor) -> None:
+def _check_finite(file: BufferedReader, tensor: StoredTensor, values: Tensor) -> None:
     if not values.isfinite().all():
-        raise WeightsError(f"tensor {tensor.name} has values that are not finite numbers")
+        raise WeightsError(
+            f"tensor {tensor.name} in {_name(file)} has values that are not finite numbers"
+        )
 
 
 def _read(file: BufferedReader, tensor: StoredTensor, start: int, end: int) -> Tensor:
@@ -91,7 +94,14 @@ def _read(file: BufferedReader, tensor: StoredTensor, start: int, end: int) -> T
         file.seek(tensor.offset + start * tensor.row_bytes)
         found = file.readinto(stored.numpy().data)
     except OSError as error:
-        raise WeightsError(f"tensor {tensor.name} cannot be read: {error}") from error
+        raise WeightsError(
+            f"tensor {tensor.name} in {_name(file)} cannot be read: {error}"
+        ) from error
     if found != len(stored):
-        raise WeightsError(f"the file was cut short while tensor {tensor.name} was read")
+        raise WeightsError(f"{_name(file)} was cut short while tensor {tensor.name} was read")
     return stored
+
+
+def _name(file: BufferedReader) -> str:
+    """The name of the file itself, to which a model's folder has a link."""
+    return Path(file.name).resolve().name

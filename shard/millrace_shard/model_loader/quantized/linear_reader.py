@@ -13,6 +13,8 @@ from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.safetensor_files import SafetensorFiles
 
 WEIGHT = ".weight"
+OF_CODES = ("weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
+"""Tensors beside a weight of codes that has the name of a plain one."""
 
 
 class LinearReader:
@@ -34,8 +36,20 @@ class LinearReader:
 
         Raises WeightsError, naming tensor and file.
         """
-        if self._files.is_plain(name):
-            return None
         tensors = ModuleTensors(self._files, name.removesuffix(WEIGHT), self._on_read)
         found = self._quantization.format_of(tensors.names())
+        if self._files.is_plain(name):
+            if found is not None:
+                _check_plain(tensors)
+            return None
         return None if found is None else found.read(tensors, cut)
+
+
+def _check_plain(tensors: ModuleTensors) -> None:
+    """Raise WeightsError for scales beside a weight that is not quantised, though its config says so."""
+    for kind in OF_CODES:
+        if kind in tensors:
+            dtype = str(tensors.dtype("weight")).removeprefix("torch.")
+            raise tensors.error(
+                "weight", f"has dtype {dtype}, and {tensors.module}.{kind} is of codes"
+            )

@@ -22,10 +22,16 @@ class LinearFormat(Protocol):
     def group_size(self, inputs: int) -> int:
         """Inputs that share a scale; all `inputs` if an output has one scale."""
 
+    @property
+    def whole_groups(self) -> bool:
+        """Whether the last group must be as large as the others."""
+
     def read(self, tensors: ModuleTensors, cut: Cut) -> QuantizedTensor:
         """The rank's part. Raises WeightsError, naming the tensor."""
 
 
+MOST_RANKS = 1024
+"""Numbers of ranks that are tried for a message."""
 FormatOf = Callable[[Sequence[str]], LinearFormat | None]
 """The format of a module by its names, of which any may be in the config; None if it is not quantised."""
 
@@ -42,17 +48,32 @@ class Quantization:
     notes: tuple[str, ...] = ()
     """What differs from the settings of the checkpoint, for the log."""
 
+    def check_groups(self, modules: Sequence[tuple[str, int]]) -> None:
+        """Raise UnsupportedModel unless kernels take the groups of each (module, inputs)."""
+        for module, inputs in modules:
+            found = self.format_of((module,))
+            if found is not None and not _splits(found, inputs, 1):
+                size = found.group_size(inputs)
+                wanted = (
+                    f"multiples of {size}"
+                    if size >= SMALLEST_GROUP
+                    else f"groups of {SMALLEST_GROUP} or more"
+                )
+                raise UnsupportedModel(
+                    f"{self.method}: groups of {size} do not fit the {inputs} inputs of {module}; {wanted} do"
+                )
+
     def check_ranks(self, modules: Sequence[tuple[str, int]], world_size: int) -> None:
-        """Raise UnsupportedModel unless `world_size` ranks can share the inputs of each (module, inputs)."""
+        """Raise UnsupportedModel unless `world_size` ranks can share the inputs of each (module, inputs).
+
+        `check_groups` must have accepted the modules.
+        """
         for module, inputs in modules:
             found = self.format_of((module,))
             if found is None or _splits(found, inputs, world_size):
                 continue
-            possible = [n for n in range(1, inputs + 1) if _splits(found, inputs, n)]
-            if not possible:
-                raise UnsupportedModel(
-                    f"{self.method}: groups of {found.group_size(inputs)} do not fit the {inputs} inputs of {module}"
-                )
+            most = min(inputs, MOST_RANKS)
+            possible = [n for n in range(1, most + 1) if _splits(found, inputs, n)]
             reason = (
                 f"share groups of {found.group_size(inputs)} among {inputs} inputs"
                 if found.splits_inputs
@@ -65,6 +86,8 @@ class Quantization:
 
 
 def _splits(found: LinearFormat, inputs: int, ranks: int) -> bool:
+    if found.whole_groups and inputs % found.group_size(inputs):
+        return False
     if ranks == 1:
         return min(found.group_size(inputs), inputs) >= min(SMALLEST_GROUP, inputs)
     if not found.splits_inputs or inputs % ranks:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace_shard.errors import ModelError, UnsupportedModel
+from millrace_shard.errors import UnsupportedModel
 from millrace_shard.model_loader.gguf.files import MODEL
+from millrace_shard.model_loader.json_object import read_json_object
 from millrace_shard.model_loader.quantized.methods.awq import auto_round_awq, awq
 from millrace_shard.model_loader.quantized.methods.bitsandbytes import bitsandbytes
 from millrace_shard.model_loader.quantized.methods.compressed_tensors import compressed_tensors
@@ -92,19 +92,19 @@ def _read(raw: Mapping[str, Any]) -> Quantization:
 
 def _raw_config(folder: Path) -> Mapping[str, Any] | None:
     """The object that says how the weights are quantised, from config.json or one of the files beside it."""
-    config = _read_json(folder / "config.json") or {}
+    config = read_json_object(folder / "config.json") or {}
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         for name in ("quantization_config", "compression_config"):
             if part.get(name) is not None:
                 return _object(part[name], name)
-    gptq_file = _read_json(folder / "quantize_config.json")
+    gptq_file = read_json_object(folder / "quantize_config.json")
     if gptq_file is not None:
         return {"quant_method": "gptq", **gptq_file}
-    awq_file = _read_json(folder / "quant_config.json")
+    awq_file = read_json_object(folder / "quant_config.json")
     if awq_file is not None:
         return {"quant_method": "awq", **awq_file}
-    modelopt = _read_json(folder / "hf_quant_config.json")
+    modelopt = read_json_object(folder / "hf_quant_config.json")
     if modelopt is not None:
         return {"quant_method": "modelopt", **_object(modelopt.get("quantization"), "quantization")}
     return None
@@ -113,17 +113,4 @@ def _raw_config(folder: Path) -> Mapping[str, Any] | None:
 def _object(found: object, name: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise UnsupportedModel(f"{name}={found!r} must be an object")
-    return found
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`; None if the file does not exist."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} is not a JSON object")
     return found

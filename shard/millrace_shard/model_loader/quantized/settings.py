@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from millrace_shard.errors import UnsupportedModel
+
+LARGEST_GROUP = 1 << 24
+"""Of inputs, outputs or elements that share a scale; no weight is wider."""
 
 
 class Settings:
@@ -50,7 +53,7 @@ class Settings:
         found = self.value(*names)
         if found in (None, -1):
             return None
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        if not is_group(found):
             raise UnsupportedModel(
                 f"{self.method}: {names[0]}={found!r} must be a positive number or -1"
             )
@@ -77,3 +80,8 @@ class Settings:
     def overridden(self, changes: Mapping[str, Any]) -> Settings:
         """The same settings with other values of some fields."""
         return Settings(self.method, {**self._raw, **changes})
+
+
+def is_group(found: object) -> TypeGuard[int]:
+    """Whether `found` is a number of elements that share a scale."""
+    return isinstance(found, int) and not isinstance(found, bool) and 1 <= found <= LARGEST_GROUP

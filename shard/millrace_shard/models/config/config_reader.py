@@ -6,9 +6,8 @@ defaults of its class in transformers, since fields with default values may be a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from millrace_shard.errors import UnsupportedModel
 
@@ -30,6 +29,16 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "rope_interleaved": (False,),
     "use_bidirectional_attention": (False,),
 }
+
+LARGEST_NUMBER = 3.4028234663852886e38
+"""Of float32."""
+LARGEST_COUNT = (1 << 31) - 1
+LARGEST_COUNTS = {
+    "max_position_embeddings": 1 << 24,
+    "num_attention_heads": 1 << 12,
+    "num_hidden_layers": 1 << 12,
+}
+"""Bounds of counts by which memory is taken and loops run before tensors are compared with them."""
 
 
 class ConfigReader:
@@ -57,7 +66,14 @@ class ConfigReader:
         found = self.value(name)
         if not _is_whole(found) or found < 1:
             raise UnsupportedModel(f"{name}={found!r} must be a positive whole number")
+        most = LARGEST_COUNTS.get(name, LARGEST_COUNT)
+        if found > most:
+            raise UnsupportedModel(f"{name}={found} is not supported; at most {most} is")
         return int(found)
+
+    def whole(self, name: str) -> int:
+        """A whole number from 0; 0 if the field is absent or null."""
+        return self.count(name) if self.value(name) else 0
 
     def optional_count(self, name: str) -> int | None:
         """A positive whole number, or None."""
@@ -66,8 +82,7 @@ class ConfigReader:
     def number(self, name: str) -> float:
         """A positive finite number."""
         found = self.value(name)
-        is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-        if not is_number or not math.isfinite(found) or found <= 0:
+        if not is_number(found) or found <= 0:
             raise UnsupportedModel(f"{name}={found!r} must be a positive number")
         return float(found)
 
@@ -131,6 +146,13 @@ class ConfigReader:
     def fields_read(self) -> frozenset[str]:
         """The names of all fields that have been asked for."""
         return frozenset(self._read)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is a number, within the range of float32."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return -LARGEST_NUMBER <= value <= LARGEST_NUMBER
 
 
 def _is_whole(value: object) -> bool:

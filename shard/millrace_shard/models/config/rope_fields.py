@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.config.config_reader import LARGEST_COUNT, ConfigReader, is_number
 from millrace_shard.models.spec.rope_spec import (
     DynamicScaling,
     LinearScaling,
@@ -24,6 +24,8 @@ from millrace_shard.models.spec.rope_spec import (
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 _GENERAL = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
+_LARGEST = 1e9
+"""Of the numbers of a scaling; their reciprocals are as small."""
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -46,14 +48,15 @@ def read_rope(
     share = fields.get("partial_rotary_factor", config.value("partial_rotary_factor"))
     if share is None:
         share = 1.0
-    rotary_dim = int(head_dim * float(share))
+    rotary_dim = int(head_dim * share) if is_number(share) else 0
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise UnsupportedModel(f"partial_rotary_factor={share!r} of heads of {head_dim} channels")
+    theta = _theta(fields, config.value(theta_field))
     return RopeSpec(
         rotary_dim=rotary_dim,
-        theta=_theta(fields, config.value(theta_field)),
+        theta=theta,
         max_positions=max_positions,
-        scaling=_Scaling(config, fields, max_positions, extra).read(),
+        scaling=_Scaling(config, fields, rotary_dim, max_positions, extra).read(),
         interleaved=interleaved,
     )
 
@@ -61,8 +64,8 @@ def read_rope(
 def _theta(fields: dict[str, Any], outside: object) -> float:
     own = fields.get("rope_theta")
     found = outside if own is None else own
-    if not isinstance(found, (int, float)) or isinstance(found, bool) or found <= 0:
-        raise UnsupportedModel(f"rope_theta={found!r} must be a positive number")
+    if not is_number(found) or found <= 1:
+        raise UnsupportedModel(f"rope_theta={found!r} must be a number above 1")
     return float(found)
 
 
@@ -94,11 +97,13 @@ class _Scaling:
         self,
         config: ConfigReader,
         fields: dict[str, Any],
+        rotary_dim: int,
         max_positions: int,
         extra: frozenset[str],
     ) -> None:
         self._config = config
         self._fields = fields
+        self._rotary_dim = rotary_dim
         self._max_positions = max_positions
         self._left = set(fields) - _GENERAL - extra
 
@@ -124,6 +129,8 @@ class _Scaling:
         return LinearScaling(factor=self._number("factor"))
 
     def _dynamic(self) -> DynamicScaling:
+        if self._rotary_dim == 2:
+            raise UnsupportedModel("dynamic rotary embeddings of 2 channels are not supported")
         return DynamicScaling(factor=self._number("factor"))
 
     def _yarn(self) -> YarnScaling:
@@ -150,7 +157,7 @@ class _Scaling:
         factor = self._number("factor", self._max_positions / original)
         attention_factor = self._optional("attention_factor")
         if attention_factor is None:
-            longer = math.log(factor) / math.log(original) if factor > 1 else 0.0
+            longer = math.log(factor) / math.log(original) if min(factor, original) > 1 else 0.0
             attention_factor = math.sqrt(1 + longer)
         return LongRopeScaling(
             short_factors=self._factors("short_factor"),
@@ -160,10 +167,15 @@ class _Scaling:
         )
 
     def _llama3(self) -> Llama3Scaling:
+        low, high = self._number("low_freq_factor"), self._number("high_freq_factor")
+        if low >= high:
+            raise UnsupportedModel(
+                f"rope_parameters: low_freq_factor={low} must be below high_freq_factor={high}"
+            )
         return Llama3Scaling(
             factor=self._number("factor"),
-            low_freq_factor=self._number("low_freq_factor"),
-            high_freq_factor=self._number("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
             original_positions=self._original(),
         )
 
@@ -171,7 +183,7 @@ class _Scaling:
         """The length before the scaling; a field outside the object comes first, as in transformers."""
         own = self._take(_ORIGINAL)
         found = self._config.value(_ORIGINAL) or own or self._max_positions
-        if not isinstance(found, (int, float)) or found < 1:
+        if not is_number(found) or not 1 <= found <= LARGEST_COUNT:
             raise UnsupportedModel(f"{_ORIGINAL}={found!r} must be a positive whole number")
         return int(found)
 
@@ -179,22 +191,24 @@ class _Scaling:
         found = self._optional(name)
         if found is None:
             found = default
-        if found is None:
-            raise UnsupportedModel(f"rope_parameters have no {name}")
+        if not found:
+            raise UnsupportedModel(f"rope_parameters have no {name}, or it is 0")
         return found
 
     def _optional(self, name: str) -> float | None:
         found = self._take(name)
         if found is None:
             return None
-        if not isinstance(found, (int, float)) or not math.isfinite(found) or found < 0:
+        if not is_number(found) or not (found == 0 or 1 / _LARGEST <= found <= _LARGEST):
             raise UnsupportedModel(f"rope_parameters: {name}={found!r} must be a positive number")
         return float(found)
 
     def _factors(self, name: str) -> tuple[float, ...]:
         found = self._take(name)
-        if not isinstance(found, list) or not all(isinstance(f, (int, float)) for f in found):
-            raise UnsupportedModel(f"rope_parameters: {name} must be a list of numbers")
+        count = self._rotary_dim // 2
+        is_list = isinstance(found, list) and len(found) == count
+        if not is_list or not all(is_number(each) and each > 0 for each in found):
+            raise UnsupportedModel(f"rope_parameters: {name} must be {count} positive numbers")
         return tuple(map(float, found))
 
     def _take(self, name: str) -> Any:  # noqa: ANN401

@@ -34,7 +34,7 @@ class Heads:
 def activation(config: ConfigReader, field: str = "hidden_act") -> Activation:
     """The activation of the gates."""
     name = config.value(field)
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise UnsupportedModel(f"{field}={name!r} is not supported for {config.model_type}")
     return _ACTIVATIONS[name]
 
@@ -42,15 +42,13 @@ def activation(config: ConfigReader, field: str = "hidden_act") -> Activation:
 def qwen_windows(config: ConfigReader) -> tuple[int | None, ...]:
     """The window of each layer: `sliding_window` counts with `use_sliding_window`, from `max_window_layers` on."""
     num_layers = config.count("num_hidden_layers")
-    is_used, first = config.flag("use_sliding_window"), config.value("max_window_layers")
+    is_used, first = config.flag("use_sliding_window"), config.whole("max_window_layers")
     window = config.value("sliding_window")
     if is_used and window is not None:
         window = config.count("sliding_window")
     kinds = config.layer_types(num_layers)
     if kinds is None:
-        return tuple(
-            window if is_used and layer >= (first or 0) else None for layer in range(num_layers)
-        )
+        return tuple(window if is_used and layer >= first else None for layer in range(num_layers))
     if "sliding_attention" in kinds and (window is None or not is_used):
         raise UnsupportedModel("layer_types asks for sliding_attention, but sliding_window is off")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

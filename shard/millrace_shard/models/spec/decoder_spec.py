@@ -31,6 +31,8 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
     """Before the head."""
+    num_more_layers: int = 0
+    """Layers of the file after `layers`: they predict further tokens and are not computed."""
     max_positions: int
     """`max_position_embeddings`."""
     tied_head: bool = False
@@ -41,3 +43,8 @@ class DecoderSpec:
     logit_softcap: float | None = None
     """Logits become softcap · tanh(logit / softcap)."""
     names: WeightNames = field(default_factory=WeightNames)
+
+    @property
+    def num_stored_layers(self) -> int:
+        """The number of layers in the file."""
+        return len(self.layers) + self.num_more_layers

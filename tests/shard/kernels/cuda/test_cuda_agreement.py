@@ -14,6 +14,7 @@ from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_
 from millrace_shard.kernels.experts import experts_agreement
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.kernels.quantized.code_format import CodeFormat
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP32 = torch.float32
@@ -25,6 +26,10 @@ SHAPE = LayerShape(
     experts=((40, 24, 2),),
     linears=((40, 600),),
     head=(50, 32),
+    formats=(
+        CodeFormat(values=tuple(range(-8, 8)), group_size=64, has_offsets=True),
+        CodeFormat(values=tuple(range(256)), group_size=None, has_input_order=True),
+    ),
 )
 
 

@@ -8,11 +8,18 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from millrace_shard.errors import ModelError
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.model_loader.gguf.files import GgufFiles
 from millrace_shard.model_loader.gguf.folder import prepare_gguf
-from millrace_testing.models.gguf_files import TinyGguf
+from millrace_shard.models.load import load_model
+from millrace_testing.models.gguf_files import BLOCK_TYPES, HALVES, TinyGguf
+from millrace_testing.mutations import mutated_gguf
 
 NUM_MUTATIONS = 300
 MOST_BYTES = 64 << 20
@@ -27,36 +34,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return TinyGguf("llama", "Q4_0").write(tmp_path_factory.mktemp("gguf") / "m.gguf").read_bytes()
 
 
-def header_end(data: bytes) -> int:
-    """A place behind the last tensor info, whose name is among the last in the header."""
-    return data.rindex(b"output_norm.weight") + 100
-
-
-def mutated(data: bytes, chooser: random.Random) -> bytes:
-    """`data` with one to four changes in its header, or cut short."""
-    changed, end = bytearray(data), header_end(data)
-    for _ in range(chooser.randint(1, 4)):
-        place = chooser.randrange(max(1, min(end, len(changed) - 16)))
-        kind = chooser.randrange(5) if len(changed) > end else 0
-        if kind == 0:
-            changed[place] ^= 1 << chooser.randrange(8)
-        elif kind == 1:
-            changed[place] = chooser.choice((0, 0xFF, 0x7F, 0x80))
-        elif kind == 2:
-            number = chooser.choice((0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1))
-            changed[place : place + 8] = struct.pack("<Q", number)
-        elif kind == 3:
-            del changed[place : place + chooser.randint(1, 16)]
-        else:
-            del changed[chooser.randrange(64, len(changed)) :]
-    return bytes(changed)
-
-
 def test_mutated_headers_are_refused_or_loaded(whole: bytes, tmp_path: Path) -> None:
     messages = list[str]()
     for seed in range(NUM_MUTATIONS):
         path = tmp_path / f"{seed}.gguf"
-        path.write_bytes(mutated(whole, random.Random(seed)))
+        path.write_bytes(mutated_gguf(whole, random.Random(seed)))
         tracemalloc.start()
         try:
             prepare_gguf(path, tmp_path / "cache", tokenizer=None)
@@ -119,3 +101,58 @@ def test_a_part_of_a_split_file(whole: bytes, tmp_path: Path) -> None:
     path.write_bytes(whole)
     with pytest.raises(ModelError, match="part of a split file"):
         prepare_gguf(path, tmp_path / "cache", tokenizer=None)
+
+
+def load(folder: Path) -> None:
+    load_model(
+        folder,
+        dtype=torch.float32,
+        kernels=PlainKernels(deterministic=True),
+        group=ProcessGroup.single(),
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_weights_that_are_not_finite_are_named(kind: str, tmp_path: Path) -> None:
+    made = TinyGguf("llama", kind, num_hidden_layers=1)
+    data = made.tensors["blk.0.ffn_down.weight"][0]
+    nan = {"F32": struct.pack("<f", np.nan), "BF16": b"\xc0\x7f"}.get(
+        kind, struct.pack("<e", np.nan)
+    )
+    size = len(nan)
+    for place in HALVES.get(kind, (0,)):
+        kept = data[..., place : place + size].copy()
+        data[..., place : place + size] = np.frombuffer(nan, np.uint8)
+        folder = prepare_gguf(made.write(tmp_path / f"{place}.gguf"), tmp_path, tokenizer=None)
+        named = rf"^tensor blk.0.ffn_down.weight in {place}.gguf has values that are not finite"
+        with pytest.raises(WeightsError, match=named):
+            load(folder)
+        data[..., place : place + size] = kept
+
+
+def test_a_block_type_that_is_not_supported(whole: bytes, tmp_path: Path) -> None:
+    name = b"blk.0.ffn_down.weight"
+    at = whole.index(name) + len(name) + 4 + 2 * 8
+    assert whole[at : at + 4] == struct.pack("<I", 2)
+    for number, text in ((10, "Q2_K"), (99, "99")):
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(whole[:at] + struct.pack("<I", number) + whole[at + 4 :])
+        message = f"ffn_down.weight has the block type {text}; these are supported: F32, .*Q6_K"
+        with pytest.raises(UnsupportedModel, match=message):
+            prepare_gguf(path, tmp_path / "cache", tokenizer=None)
+
+
+def test_a_file_that_is_cut_short_after_it_was_prepared(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(whole)
+    folder = prepare_gguf(path, tmp_path / "cache", tokenizer=None)
+    path.write_bytes(whole[:-1000])
+    with pytest.raises(WeightsError, match=r"^model\.gguf is cut short: tensor"):
+        load(folder)
+    path.write_bytes(whole)
+    files = GgufFiles(folder)
+    path.write_bytes(whole[:-100_000])
+    with pytest.raises(WeightsError, match=r"^m\.gguf was cut short while tensor output.weight"):
+        files.read("lm_head.weight", dim=0, span=(0, 288))
+    files.close()

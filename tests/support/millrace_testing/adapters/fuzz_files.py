@@ -5,18 +5,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 import resource
-import struct
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import safetensors
 
@@ -27,88 +23,13 @@ from millrace_router.adapters.fetching.peft_config import PeftConfig
 from millrace_router.adapters.fetching.safetensors_file import parse_safetensors
 from millrace_router.request.adapter import AdapterModule
 from millrace_testing.adapters.fetch_jobs import fetch_request
+from millrace_testing.mutations import mutated_file, mutated_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-TEXTS = (b'"', b"{", b"}", b"[", b"]", b",", b":", b"\\u0000", b"\\ud800", b"null", b"true", b"NaN")
-NUMBERS = (b"-1", b"0", b"1e9", b"1e999", b"18446744073709551616", b"9223372036854775807", b"0.5")
-VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2**63, 2**64, 10**30, 0.5, "", "x", "\x00", "../x", [], {}),
-    *([1], [0, 8], {"a": 1}, "F32", "BF16", "F64", float("nan"), "pissa", "a\r\nb", "(", ".*"),
-)
 LONGEST_MESSAGE = 2000
 FOLDER_PERIOD = 50
 """Mutations in memory for each one on disk."""
-
-
-def mutated_bytes(data: bytes, random_: random.Random) -> bytes:
-    """Change, insert or remove a few bytes."""
-    result = bytearray(data)
-    for _ in range(random_.randint(1, 4)):
-        at = random_.randrange(len(result) + 1)
-        match random_.randrange(5):
-            case 0:
-                result[at : at + 1] = bytes([random_.randrange(256)])
-            case 1:
-                result[at:at] = random_.choice(TEXTS + NUMBERS)
-            case 2:
-                del result[at : at + random_.choice((1, 1, 8, 64))]
-            case 3:
-                del result[at:]
-            case _:
-                result[at:at] = result[at : at + random_.choice((1, 8, 64))]
-    return bytes(result)
-
-
-def mutated_json(text: bytes, random_: random.Random) -> bytes:
-    """Change values and keys of a JSON text, and now and then its bytes."""
-    value = json.loads(text)
-    for _ in range(random_.randint(1, 3)):
-        place = value
-        while True:
-            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-            if not keys:
-                break
-            key = random_.choice(keys)
-            inner = place[key]
-            if isinstance(inner, dict | list) and random_.random() < 0.7:
-                place = inner
-                continue
-            _change(place, key, random_)
-            break
-    result = json.dumps(value).encode()
-    return mutated_bytes(result, random_) if random_.random() < 0.1 else result
-
-
-def _change(place: Any, key: Any, random_: random.Random) -> None:
-    # A value in two places of one text could be put into itself.
-    old = deepcopy(place[key])
-    match random_.randrange(4):
-        case 0 if type(old) is int:
-            place[key] = old + random_.choice((-8, -1, 1, 8, 2**32, 2**64))
-        case 1 if isinstance(place, dict):
-            place[random_.choice([*place, "new", "a\x1b", "r", "__metadata__"])] = old
-        case 2 if isinstance(place, dict):
-            del place[key]
-        case _:
-            place[key] = deepcopy(random_.choice(VALUES))
-
-
-def mutated_file(data: bytes, random_: random.Random) -> bytes:
-    """Mutate a safetensors file: its header, its length, or its end."""
-    (length,) = struct.unpack_from("<Q", data)
-    header, body = data[8 : 8 + length], data[8 + length :]
-    match random_.randrange(6):
-        case 0:
-            header = mutated_bytes(header, random_)
-        case 1:
-            body = body[: random_.randrange(len(body) + 1)] + bytes(random_.choice((0, 1, 4)))
-        case 2:
-            length = random_.choice((0, 1, length + 1, length - 1, 2**23 + 1, 2**63, 2**64 - 1))
-            return struct.pack("<Q", length) + header + body
-        case _:
-            header = mutated_json(header, random_)
-    return struct.pack("<Q", len(header)) + header + body
 
 
 def check_header(data: bytes) -> bool:

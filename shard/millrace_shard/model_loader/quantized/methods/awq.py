@@ -25,6 +25,7 @@ class AwqLinear:
 
     group: int | None
     splits_inputs: bool = True
+    whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
         """See LinearFormat."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ from torch import Tensor
 
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.model_loader.json_object import parse_json
 from millrace_shard.model_loader.quantized.cut import Cut, Groups
 from millrace_shard.model_loader.quantized.module_tensors import ModuleTensors
 from millrace_shard.model_loader.quantized.quantization import Quantization
-from millrace_shard.model_loader.quantized.settings import Settings
+from millrace_shard.model_loader.quantized.settings import Settings, is_group
 from millrace_shard.model_loader.quantized.unpacking import nibbles, signed_bytes
 
 BLOCK = 64
@@ -31,6 +31,7 @@ class FourBitLinear:
     kind: str
     """nf4 or fp4."""
     splits_inputs: bool = True
+    whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
         """See LinearFormat: a block may begin inside a row."""
@@ -68,9 +69,9 @@ class FourBitLinear:
 
     def _state(self, tensors: ModuleTensors) -> Mapping[str, Any]:
         name = self._state_name
-        stored = tensors.read(name, [tensors.shape(name)], [torch.uint8])
+        stored = tensors.read(name, [(math.prod(tensors.shape(name)),)], [torch.uint8])
         try:
-            found = json.loads(bytes(stored.tolist()))
+            found = parse_json(bytes(stored.tolist()))
         except ValueError as error:
             raise tensors.error(name, f"is not JSON: {error}") from error
         if not isinstance(found, dict):
@@ -96,6 +97,7 @@ class Int8Linear:
     """`weight` [out, in] int8, and `SCB` [out], the largest magnitude of each output."""
 
     splits_inputs: bool = True
+    whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
         """See LinearFormat."""
@@ -142,6 +144,6 @@ def bitsandbytes(settings: Settings) -> Quantization:
 
 def _positive(tensors: ModuleTensors, kind: str, state: Mapping[str, Any], name: str) -> int:
     found = state.get(name)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+    if not is_group(found):
         raise tensors.error(kind, f"has {name}={found!r}")
     return found

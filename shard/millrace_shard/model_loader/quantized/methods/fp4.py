@@ -29,6 +29,7 @@ class Mxfp4Linear:
     """`weight_packed` [out, in / 2], and `weight_scale` [out, in / 32], exponents of two plus 127."""
 
     splits_inputs: bool = True
+    whole_groups: bool = True
 
     def group_size(self, inputs: int) -> int:  # noqa: ARG002
         """See LinearFormat."""
@@ -52,6 +53,7 @@ class Nvfp4Linear:
     divides: bool
     """Whether scales are divided by that of the tensor, not multiplied."""
     splits_inputs: bool = True
+    whole_groups: bool = True
 
     def group_size(self, inputs: int) -> int:  # noqa: ARG002
         """See LinearFormat."""

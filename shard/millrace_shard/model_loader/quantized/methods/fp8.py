@@ -12,7 +12,7 @@ from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.model_loader.quantized.cut import Cut, Groups
 from millrace_shard.model_loader.quantized.module_tensors import ModuleTensors, Shape
 from millrace_shard.model_loader.quantized.quantization import Quantization
-from millrace_shard.model_loader.quantized.settings import Settings
+from millrace_shard.model_loader.quantized.settings import Settings, is_group
 from millrace_shard.model_loader.quantized.unpacking import (
     FLOAT8,
     float8_values,
@@ -32,6 +32,7 @@ class Fp8Linear:
     block: Block | None = None
     """None: one scale for the tensor, or one for each output."""
     splits_inputs: bool = True
+    whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
         """See LinearFormat."""
@@ -99,7 +100,7 @@ def block_of(settings: Settings, *names: str) -> Block | None:
     if found is None:
         return None
     is_pair = isinstance(found, list) and len(found) == 2
-    if not is_pair or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in found):
+    if not is_pair or not all(map(is_group, found)):
         raise UnsupportedModel(
             f"{settings.method}: {names[0]}={found!r} must be two positive numbers"
         )

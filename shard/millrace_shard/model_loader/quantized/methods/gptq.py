@@ -37,6 +37,7 @@ class GptqLinear:
     zeros_less_one: bool
     """Whether the file has each zero less one, as in the first version of the format."""
     splits_inputs: bool
+    whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
         """See LinearFormat."""

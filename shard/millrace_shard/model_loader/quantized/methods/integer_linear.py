@@ -31,6 +31,7 @@ class IntegerLinear:
     """Whether the whole tensor has one scale."""
     symmetric: bool
     splits_inputs: bool
+    whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
         """See LinearFormat."""

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.model_loader.quantized.cut import Groups, Span
-from millrace_shard.model_loader.quantized.methods.fp4 import MX_GROUP, check_width, mx_scales
+from millrace_shard.model_loader.quantized.methods.fp4 import (
+    MX_GROUP,
+    Mxfp4Linear,
+    check_width,
+    mx_scales,
+)
 from millrace_shard.model_loader.quantized.module_tensors import ModuleTensors
 from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.quantized.unpacking import float4_values, nibbles
 
+EXPERTS = ".experts."
+"""Part of the names of experts."""
 BYTES = MX_GROUP // 2
 
 
 def mxfp4() -> Quantization:
     """A checkpoint of quant_method mxfp4, whose linears outside the experts are not quantised."""
-    return Quantization(
-        method="mxfp4", summary="mxfp4 experts, groups of 32", format_of=lambda _: None
-    )
+    linear = Mxfp4Linear()
+
+    def format_of(names: Sequence[str]) -> Mxfp4Linear | None:
+        return linear if any(EXPERTS in name for name in names) else None
+
+    return Quantization(method="mxfp4", summary="mxfp4 experts, groups of 32", format_of=format_of)
 
 
 def read_expert(

@@ -42,12 +42,11 @@ def _spec(config: ConfigReader) -> DecoderSpec:
         activation=gate,
         shared=SharedExpertSpec(mlp=GatedSpec(intermediate_size=shared_width, activation=gate)),
     )
-    num_layers, first = config.count("num_hidden_layers"), config.value("first_k_dense_replace")
-    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        raise UnsupportedModel(f"first_k_dense_replace={first!r} must be a number of layers")
+    num_layers, first = config.count("num_hidden_layers"), config.whole("first_k_dense_replace")
     is_sparse = [layer >= first for layer in range(num_layers)]
     spec = mixture_decoder(config, [attention] * num_layers, experts, is_sparse)
-    return replace(spec, names=NAMES)
+    more = config.whole("num_nextn_predict_layers")
+    return replace(spec, names=NAMES, num_more_layers=more)
 
 
 def grouped_rule(config: ConfigReader, count: int) -> RoutingRule:
@@ -86,7 +85,8 @@ FAMILY = Family(
         "topk_group": 1,
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
     },
     aliases={"num_local_experts": "n_routed_experts"},
-    without_effect=(*OF_TRAINING, "num_mtp_layers", "num_nextn_predict_layers"),
+    without_effect=(*OF_TRAINING, "num_mtp_layers"),
 )

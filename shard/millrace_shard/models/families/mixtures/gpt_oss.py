@@ -25,10 +25,12 @@ NAMES = WeightNames(layer=LayerNames(experts=(ExpertNames(router="mlp.router", t
 def _spec(config: ConfigReader) -> DecoderSpec:
     bias = config.flag("attention_bias")
     attention = replace(llama_attention(config), qkv_bias=bias, out_bias=bias, sinks=True)
-    num_layers, window = config.count("num_hidden_layers"), config.optional_count("sliding_window")
+    num_layers, window = config.count("num_hidden_layers"), config.value("sliding_window")
     kinds = config.layer_types(num_layers) or [
         "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
     ]
+    if "sliding_attention" in kinds:
+        window = config.count("sliding_window")
     layers = [
         replace(attention, window=window if kind == "sliding_attention" else None) for kind in kinds
     ]

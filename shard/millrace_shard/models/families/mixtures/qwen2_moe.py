@@ -45,7 +45,7 @@ def _spec(config: ConfigReader) -> DecoderSpec:
 def _windows(config: ConfigReader) -> list[int | None]:
     """The window of each layer; without `layer_types`, every other one below `max_window_layers` has it, if used."""
     num_layers = config.count("num_hidden_layers")
-    is_used, first = config.flag("use_sliding_window"), config.value("max_window_layers") or 0
+    is_used, first = config.flag("use_sliding_window"), config.whole("max_window_layers")
     kinds = config.layer_types(num_layers)
     if kinds is None:
         has_window = [is_used and layer % 2 == 0 and layer < first for layer in range(num_layers)]

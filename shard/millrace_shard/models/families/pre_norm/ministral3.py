@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.config.config_reader import LARGEST_COUNT, ConfigReader, is_number
 from millrace_shard.models.config.rope_fields import rope_parameters
 from millrace_shard.models.families.family import Family
 from millrace_shard.models.families.pre_norm.llama import llama_attention, llama_decoder
@@ -28,7 +28,7 @@ def _query_scaling(config: ConfigReader) -> QueryScaling:
     parameters = rope_parameters(config)
     beta = parameters.get("llama_4_scaling_beta")
     original = parameters.get("original_max_position_embeddings")
-    if not isinstance(beta, (int, float)) or not isinstance(original, int) or original < 1:
+    if not is_number(beta) or type(original) is not int or not 1 <= original <= LARGEST_COUNT:
         raise UnsupportedModel(
             "rope_parameters of ministral3 have to have llama_4_scaling_beta and"
             f" original_max_position_embeddings, not {beta!r} and {original!r}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from millrace_shard.model_loader.quantized.made_at_load import MadeAtLoad, made_at_load
 from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.quantized.quantization_config import read_quantization
+from millrace_shard.models.quantized.named_linears import expert_linears, named_linears
 from millrace_shard.models.spec.decoder_spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
@@ -26,18 +27,11 @@ def quantization_of(
         if made is not None:
             logger.info("--quantize %s: %s", made.method, made.summary)
         return made
-    found.check_ranks(_row_parallel(spec), world_size)
+    linears = (*named_linears(spec), *expert_linears(spec))
+    found.check_groups([(each.module, each.inputs) for each in linears])
+    shared = [(each.module, each.inputs) for each in linears if each.shares_inputs]
+    found.check_ranks(shared, world_size)
     logger.info("quantised weights: %s", found.summary)
     for note in found.notes:
         logger.info("quantised weights: %s", note)
-    return found
-
-
-def _row_parallel(spec: DecoderSpec) -> list[tuple[str, int]]:
-    """The linears whose inputs the ranks share."""
-    names, found = spec.names, []
-    for index, layer in enumerate(spec.layers):
-        prefix, attention = f"{names.layers}.{index}.", layer.attention
-        found.append((prefix + names.layer.out, attention.num_heads * attention.head_dim))
-        found.append((prefix + names.layer.down, layer.feed_forward.intermediate_size))
     return found

@@ -1,0 +1,70 @@
+"""Each encoded format, read by the shard, has the numbers that the encoder has chosen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from bench.quantized.encoders import ENCODERS, GROUP, int4
+from safetensors.torch import save_file
+from torch import Tensor
+
+from millrace_shard.model_loader.quantized.cut import Cut
+from millrace_shard.model_loader.quantized.linear_reader import LinearReader
+from millrace_shard.model_loader.quantized.quantization_config import read_quantization
+from millrace_shard.model_loader.safetensor_files import SafetensorFiles
+
+NAME = "model.layers.0.mlp.up_proj"
+OUTPUTS, INPUTS = 136, 2 * GROUP
+"""The last block of outputs is not whole."""
+
+
+def four_bits(weight: Tensor, _: dict[str, Tensor]) -> Tensor:
+    codes, scales = int4(weight)
+    return (codes - 8) * scales.float().repeat_interleave(GROUP, 1)
+
+
+def eight_bits(_: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    return tensors[f"{NAME}.weight"].float() * tensors[f"{NAME}.weight_scale"].float()
+
+
+def fp8(_: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    scales = tensors[f"{NAME}.weight_scale_inv"]
+    wide = scales.repeat_interleave(GROUP, 0)[:OUTPUTS].repeat_interleave(GROUP, 1)
+    return tensors[f"{NAME}.weight"].float() * wide
+
+
+NUMBERS: dict[str, tuple[Callable[[Tensor, dict[str, Tensor]], Tensor], float]] = {
+    "compressed-int4": (four_bits, 1 / 15),
+    "compressed-int8": (eight_bits, 1 / 127),
+    "gptq": (four_bits, 1 / 15),
+    "awq": (four_bits, 1 / 15),
+    "fp8": (fp8, 1 / 16),
+}
+"""What the tensors stand for, and the largest error as a part of the largest weight of a group."""
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_the_shard_reads_the_numbers_of_the_encoder(name: str, tmp_path: Path) -> None:
+    encode, config = ENCODERS[name]
+    weight = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(2))
+    tensors = encode(NAME, weight)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    quantization = read_quantization(tmp_path, None)
+    assert quantization is not None
+    reader = LinearReader(SafetensorFiles(tmp_path), quantization, lambda *_: None)
+    found = reader.read(
+        f"{NAME}.weight",
+        Cut(outputs=OUTPUTS, inputs=INPUTS, rows=(0, OUTPUTS), columns=(0, INPUTS)),
+    )
+    assert found is not None
+    numbers, error = NUMBERS[name]
+    assert torch.equal(found.dequantized(), numbers(weight, tensors))
+    # Scales are rounded, too.
+    largest = weight.abs().view(OUTPUTS, -1, GROUP).amax(2).repeat_interleave(GROUP, 1)
+    largest = weight.abs().amax() if name in ("fp8", "compressed-int8") else largest
+    assert ((found.dequantized() - weight).abs() <= 1.02 * error * largest).all()
