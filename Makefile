@@ -133,6 +133,6 @@ chaos: install
 	$(BIN)/python -m bench.faults.chaos $(ARGS)
 
 clean:
-	find proto router shard launcher tests bench demo -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find proto router shard launcher package tests bench demo -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 	rm -rf build dist bench/out bench/models .gpu-bundle .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f proto/millrace_proto/*_pb2.py proto/millrace_proto/*_pb2.pyi proto/millrace_proto/*_pb2_grpc.py proto/millrace_proto/*_pb2_grpc.pyi

@@ -20,7 +20,7 @@ from bench.comparison.results import Results, text
 from bench.comparison.served import run_levels
 from bench.harness.checkpoints import SHAPES, ensure_checkpoint
 from bench.harness.command_line import command, run_parser, say
-from bench.harness.levels import DEFAULT_LEVELS, parse_level
+from bench.harness.default_levels import DEFAULT_LEVELS
 from bench.harness.paths import MODELS_FOLDER
 from bench.harness.quiet import Quiet
 from bench.harness.record import Record
@@ -28,6 +28,7 @@ from bench.harness.server import ServerError
 from bench.peers.engines import OURS
 from bench.peers.process import EngineError
 from bench.peers.revisions import at_revision
+from millrace.load.levels import parse_level
 from millrace_launcher.settings.threads import usable_cores
 
 PEERS = ("vllm", "openvino", "llama.cpp", "transformers")

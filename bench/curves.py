@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench.charts.lines import Panel, curves
 from bench.comparison import roofline
 from bench.comparison.cases import Case, Figure
 from bench.comparison.offline import Row, run_cases
@@ -25,6 +24,7 @@ from bench.harness.repeats import figure
 from bench.harness.tables import markdown
 from bench.peers.engines import OURS
 from bench.peers.process import EngineError
+from millrace.charts.lines import Panel, curves
 from millrace_launcher.settings.threads import usable_cores
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128)

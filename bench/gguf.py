@@ -17,11 +17,11 @@ from bench.comparison.plan import Plan, installed
 from bench.comparison.report import level_table
 from bench.comparison.served import run_levels
 from bench.harness.command_line import command, run_parser
-from bench.harness.levels import Level, closed, parse_level
 from bench.harness.quiet import Quiet
 from bench.harness.record import Record
 from bench.harness.server import ServerError
 from bench.peers.engines import OURS
+from millrace.load.levels import Level, closed, parse_level
 from millrace_launcher.settings.threads import usable_cores
 from millrace_shard.model_loader.hub import HubSettings, resolve
 from millrace_shard.variables import Variables

@@ -31,9 +31,11 @@ SHELLS = ("shell", "bash", "sh", "console")
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 IMAGE = re.compile(r'\bsrc="([^"]+)"')
-OURS = re.compile(r"(make|python -m (bench|demo|tests)|(millrace|text-generation)-[a-z]+)\b")
+OURS = re.compile(
+    r"(make|python -m (bench|demo|tests)|(millrace|text-generation)-[a-z]+|millrace [a-z]+)\b"
+)
 OPERATORS = frozenset("();<>|&\n")
-SUBCOMMANDS = {"millrace_shard.__main__", "millrace_router.__main__"}
+SUBCOMMANDS = {"millrace.__main__", "millrace_shard.__main__", "millrace_router.__main__"}
 """Programs whose first word may be a command of its own."""
 FILE_NAME = re.compile(r"[\w./-]+\.(py|cpp|h|md|proto|toml|sh)")
 HELP = """
@@ -228,6 +230,7 @@ def test_every_call_on_a_page_is_found() -> None:
 A=1 millrace-launcher --port 80 \\
   --num-shard 2   # two
 docker run -p 80:80 millrace --port 3 | millrace-router replay JOURNAL && millrace-shard serve /m --rank=1
+millrace chat URL --seed 1
 ```
 """
     assert list(calls(page)) == [
@@ -235,5 +238,6 @@ docker run -p 80:80 millrace --port 3 | millrace-router replay JOURNAL && millra
         ("millrace_launcher.__main__", ["--port", "3"]),
         ("millrace_router.__main__ replay", ["JOURNAL"]),
         ("millrace_shard.__main__ serve", ["/m", "--rank=1"]),
+        ("millrace.__main__ chat", ["URL", "--seed", "1"]),
         ("bench.quick", ["--patience", "1"]),
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("proto", "router", "shard", "launcher", "deploy")
+PACKAGES = ("proto", "router", "shard", "launcher", "package", "deploy")
 SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 PAGE = ROOT / "docs" / "security.md"
 

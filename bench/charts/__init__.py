@@ -1,1 +1,1 @@
-"""Charts as SVG text: lines and flame graphs. May import `bench.harness`."""
+"""Flame graphs as SVG text, with the shared parts of `millrace.charts`."""

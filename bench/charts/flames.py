@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from bench.charts.svg import WIDTH, document, text
+from millrace.charts.svg import WIDTH, document, text
 
 ROW = 18
 MARGIN = 20

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from bench.comparison.roofline import Machine, batch_seconds, decode_step_seconds, prefill_seconds
 from bench.harness.checkpoints import Shape
-from bench.harness.levels import prompt
-from bench.harness.measurement import Timeline
 from bench.peers.worker import Limits, Request
+from millrace.load.levels import prompt
+from millrace.load.measurement import Timeline
 
 
 class Figure(StrEnum):

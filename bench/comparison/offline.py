@@ -15,12 +15,12 @@ from bench.comparison.cases import Case, limits_for, tokenizer_of, warm_up
 from bench.comparison.plan import Attempt, Plan
 from bench.harness.command_line import say
 from bench.harness.machine import CpuMeter
-from bench.harness.measurement import Timeline
 from bench.harness.quiet import wait_until_quiet
 from bench.harness.repeats import Repeated, Sample
 from bench.peers.engines import OFFLINE, SHARD_FLAGS, Offline
 from bench.peers.process import EngineError, EngineProcess
 from bench.peers.worker import Limits, Request
+from millrace.load.measurement import Timeline
 
 
 @dataclass(slots=True)

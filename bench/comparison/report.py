@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from bench.comparison.offline import Row
 from bench.comparison.roofline import Machine
 from bench.harness.checkpoints import Shape
-from bench.harness.measurement import Measurement
 from bench.harness.repeats import Repeated, Sample, figure, ratio_text
 from bench.harness.tables import markdown
 from bench.peers.engines import OURS
+from millrace.load.measurement import Measurement
 
 CASE_COLUMNS = (
     "case",

@@ -11,8 +11,8 @@ from bench.comparison.offline import Row
 from bench.comparison.report import case_table, level_table, rate, share_of_roofline
 from bench.comparison.roofline import Machine
 from bench.harness.checkpoints import SHAPES
-from bench.harness.measurement import Measurement
 from bench.harness.repeats import ratio_text
+from millrace.load.measurement import Measurement
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,13 +11,13 @@ from bench.comparison.cases import tokenizer_of
 from bench.comparison.offline import start_engine, timed
 from bench.comparison.plan import Attempt, Plan
 from bench.harness.command_line import say
-from bench.harness.levels import Level
-from bench.harness.measurement import Measurement, summarise
 from bench.harness.quiet import wait_until_quiet
 from bench.harness.server import WARM_UP, RunningServer, measure
 from bench.peers.engines import OFFLINE
 from bench.peers.servers import SERVERS, Server
 from bench.peers.worker import Limits, Request
+from millrace.load.levels import Level
+from millrace.load.measurement import Measurement, summarise
 
 UNSERVED = "transformers"
 """An engine without a server, compared with servers; the cost of HTTP is not counted against it."""

@@ -13,10 +13,10 @@ from bench.faults.deployment import Deployment, deployed
 from bench.faults.fixture import Fixture, Part, Report
 from bench.faults.memory import MEGABYTE, Reading, read
 from bench.faults.streams import Answer, Clients, mixed_bodies
-from bench.harness.measurement import Quantiles
 from bench.harness.quiet import wait_until_quiet
 from bench.harness.repeats import figure
 from bench.harness.tables import markdown
+from millrace.load.measurement import Quantiles
 
 CAPACITY, TIMES, NUM_BODIES, LONGEST = 16, 10, 48, 120
 NORMAL_SECONDS, OVERLOAD_SECONDS = 60.0, 180.0

@@ -15,7 +15,6 @@ from typing import Any
 
 import orjson
 
-from bench.charts.lines import Panel, curves
 from bench.faults.deployment import Deployment, NoShard, deployed
 from bench.faults.fixture import Fixture, Part, Report
 from bench.faults.kills.recovery import recovery_series
@@ -25,6 +24,7 @@ from bench.faults.windows import Windows, drift
 from bench.harness.quiet import wait_until_quiet
 from bench.harness.repeats import figure
 from bench.harness.tables import markdown
+from millrace.charts.lines import Panel, curves
 
 NUM_CLIENTS, NUM_BODIES, LONGEST = 64, 96, 200
 READ_SECONDS, WRITE_SECONDS, WINDOW_SECONDS = 10.0, 60.0, 300.0

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from bench.harness.dialects import BadStreamError
-from bench.harness.load import READ_TIMEOUT_SECONDS, stamped_data
+from millrace.load.dialects import BadStreamError
+from millrace.load.load import READ_TIMEOUT_SECONDS, stamped_data
 
 TOPICS = ("prefill", "decode", "a KV cache", "the router", "a shard", "a block", "a token")
 STOPS = (" batch size", "launcher", " cannot", "prefix cache")

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from bench.harness.measurement import Quantiles
+from millrace.load.measurement import Quantiles
 
 
 @dataclass(slots=True)

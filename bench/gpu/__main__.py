@@ -23,7 +23,7 @@ from bench.gpu.page import Results
 from bench.gpu.plan import LEAST_SECONDS, STAGES, TOTAL_SECONDS, Stage, limit_seconds
 from bench.harness.paths import ROOT
 
-SOURCES = ("proto", "router", "shard", "launcher", "tests/support", ".")
+SOURCES = ("proto", "router", "shard", "launcher", "package", "tests/support", ".")
 DEFAULT_SHAPE = {"cuda": "8b", "cpu": "tiny"}
 STOP_SECONDS = 5.0
 """A stage is told to end this long before its limit, so that it can end its children and keep its figures."""

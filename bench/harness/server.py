@@ -19,12 +19,12 @@ from pathlib import Path
 
 import psutil
 
-from bench.harness.dialects import TGI, Dialect
 from bench.harness.freezing import Family
-from bench.harness.levels import Level, closed
-from bench.harness.load import run_level
 from bench.harness.machine import CpuMeter, family
-from bench.harness.measurement import Measurement, summarise
+from millrace.load.dialects import TGI, Dialect
+from millrace.load.levels import Level, closed
+from millrace.load.load import run_level
+from millrace.load.measurement import Measurement, summarise
 
 LAUNCHER = ("-m", "millrace_launcher")
 READY_SECONDS = 600.0

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 from aiohttp import ClientResponse as Response
 
-from bench.harness.dialects import BadStreamError
-from bench.harness.load import READ_TIMEOUT_SECONDS, stamped_events
+from millrace.load.dialects import BadStreamError
+from millrace.load.load import READ_TIMEOUT_SECONDS, stamped_events
 
 DETAILS = {"ignore_eos": True, "details": True, "do_sample": False}
 

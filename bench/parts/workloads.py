@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from bench.harness.measurement import quantile
 from bench.parts.client import Answer
+from millrace.load.measurement import quantile
 
 
 def poisson_seconds(rate: float, count: int, *, seed: str) -> list[float]:

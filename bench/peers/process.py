@@ -14,9 +14,9 @@ from typing import IO, Any
 import psutil
 
 from bench.harness.freezing import Family
-from bench.harness.measurement import Timeline
 from bench.harness.paths import ROOT
 from bench.peers.worker import LOAD, RUN, Limits, Request
+from millrace.load.measurement import Timeline
 
 SOURCES = ("proto", "router", "shard", "launcher", ".")
 END_SECONDS = 10.0

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from bench.charts.lines import Panel, curves
 from bench.harness.command_line import say
-from bench.harness.measurement import quantile
 from bench.parts.client import Request
 from bench.parts.fixture import Fixture
 from bench.parts.outcome import Outcome
@@ -21,6 +19,8 @@ from bench.policies.outcomes import (
     ratio_in_hindsight,
     simulated,
 )
+from millrace.charts.lines import Panel, curves
+from millrace.load.measurement import quantile
 
 PROMPT_TOKENS, BATCH_SIZE = 32, 64
 MEAN_OUTPUT, CAP = 128, 512

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from bench.charts.lines import Panel, curves
 from bench.harness.command_line import say
 from bench.parts.client import Request
 from bench.parts.fixture import Fixture
@@ -22,6 +21,7 @@ from bench.policies.outcomes import (
     simulated,
     tokens_per_second,
 )
+from millrace.charts.lines import Panel, curves
 
 BATCH_SIZES = (1, 4, 16, 32)
 SHARES = (0.4, 0.7, 0.9)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from bench.harness.command_line import say
 from bench.harness.machine import CpuMeter
-from bench.harness.measurement import Timeline
 from bench.harness.quiet import wait_until_quiet
 from bench.parts.fixture import Fixture
 from bench.peers.engines import Offline, as_it_is
 from bench.peers.worker import Limits, Request
+from millrace.load.measurement import Timeline
 from millrace_launcher.settings.threads import usable_cores
 
 NAME = "transformers"

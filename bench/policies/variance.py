@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from bench.charts.lines import Panel, curves
 from bench.harness.command_line import say
 from bench.parts.client import Request
 from bench.parts.fixture import Fixture
@@ -34,6 +33,7 @@ from bench.policies.outcomes import (
     tokens_per_second,
 )
 from bench.policies.plug import send_behind_plug
+from millrace.charts.lines import Panel, curves
 
 NUM_PROMPTS, PROMPT_TOKENS, BATCH_SIZE = 256, 32, 64
 MEAN_OUTPUT = 128

@@ -25,11 +25,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.charts.flames import Event, Frame, flame_graph, own_times, tree
 from bench.harness.checkpoints import SHAPES, ensure_checkpoint
-from bench.harness.measurement import quantile
 from bench.harness.paths import MODELS_FOLDER, OUT
 from bench.harness.repeats import figure
 from bench.harness.tables import markdown
 from bench.peers.engines import launch_environment
+from millrace.load.measurement import quantile
 from millrace_launcher.settings.threads import usable_cores
 from millrace_shard.batch.sequence import Sequence as ShardSequence
 from millrace_shard.batch.step import BatchChange, Forward

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 
 from bench.harness.checkpoints import SHAPES, ensure_checkpoint
-from bench.harness.levels import parse_level
 from bench.harness.machine import cpu_seconds
 from bench.harness.paths import MODELS_FOLDER, OUT
 from bench.harness.server import WARM_UP, RunningServer, measure, serving
+from millrace.load.levels import parse_level
 
 PLANES = ("router", "shard", "launcher")
 TOP_FUNCTIONS = 25

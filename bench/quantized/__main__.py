@@ -19,8 +19,6 @@ from bench.comparison.report import over, rate
 from bench.comparison.served import run_levels
 from bench.harness.checkpoints import SHAPES, ensure_checkpoint
 from bench.harness.command_line import command, run_parser, say
-from bench.harness.levels import closed, parse_level
-from bench.harness.measurement import Measurement
 from bench.harness.quiet import Quiet
 from bench.harness.record import Record
 from bench.harness.repeats import Repeated, figure, ratio_text
@@ -30,6 +28,8 @@ from bench.peers.engines import OURS
 from bench.peers.servers import SERVERS, Server
 from bench.peers.worker import Limits
 from bench.quantized.formats import BFLOAT16, FORMATS, ensure_format, file_bytes
+from millrace.load.levels import closed, parse_level
+from millrace.load.measurement import Measurement
 from millrace_launcher.settings.threads import usable_cores
 
 BASE = f"{OURS} {BFLOAT16}"

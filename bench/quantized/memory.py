@@ -19,7 +19,6 @@ from pathlib import Path
 
 import psutil
 
-from bench.charts.lines import Panel, curves
 from bench.harness.checkpoints import SHAPES, ensure_checkpoint
 from bench.harness.command_line import command, run_parser, say
 from bench.harness.paths import IMAGES_FOLDER
@@ -28,6 +27,7 @@ from bench.harness.server import ServerError, free_port, serving
 from bench.harness.tables import markdown
 from bench.quantized.formats import FORMATS, ensure_format, file_bytes
 from bench.startup import KV_TOKENS, kv_bytes
+from millrace.charts.lines import Panel, curves
 
 MB = 1_000_000
 ALLOWED_BYTES = 700 * MB

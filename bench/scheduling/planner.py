@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from bench.harness.measurement import quantile
 from bench.parts.fixture import Fixture
 from bench.parts.part import Case, Figures, Part, Table
+from millrace.load.measurement import quantile
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.schedulable import SchedulableRequest

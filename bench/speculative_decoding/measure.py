@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from bench.harness.load import READ_TIMEOUT_SECONDS
 from bench.harness.machine import CpuMeter
 from bench.harness.repeats import Repeated, Sample
 from bench.harness.scrape import grown, parse
 from bench.harness.server import RunningServer, serving
 from bench.harness.tables import markdown
 from bench.speculative_decoding.texts import bodies
+from millrace.load.load import READ_TIMEOUT_SECONDS
 
 STREAMS = (1, 8, 32)
 LEAST_RATIO = 0.95

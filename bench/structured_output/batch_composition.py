@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.harness.measurement import quantile
 from bench.harness.repeats import Sample
 from bench.parts.client import Answer, Client, Request, succeeded
 from bench.parts.fixture import Fixture
 from bench.parts.part import Case, Figures, Question, Samples, Table, table_of
 from bench.parts.workloads import gaps_within, milliseconds
 from bench.structured_output.workloads import request, requests
+from millrace.load.measurement import quantile
 
 NUM_ROWS = 32
 SETTLED_TOKENS = 12

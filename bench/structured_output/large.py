@@ -12,8 +12,6 @@ from itertools import count, pairwise, repeat
 
 import aiohttp
 
-from bench.harness.load import READ_TIMEOUT_SECONDS
-from bench.harness.measurement import quantile
 from bench.parts.client import Answer, Client, Request, RequestsFailed, open_loop, succeeded
 from bench.parts.fixture import Fixture
 from bench.parts.part import Case, Figures, Table
@@ -36,6 +34,8 @@ from bench.structured_output.large_grammars import (
     request_of_little,
 )
 from bench.structured_output.workloads import PROMPT_TOKENS, request
+from millrace.load.load import READ_TIMEOUT_SECONDS
+from millrace.load.measurement import quantile
 
 NUM_STREAMS, NUM_CLIENTS = 8, 2
 STREAM_TOKENS = 768

@@ -14,11 +14,12 @@ COPY proto proto
 COPY launcher launcher
 COPY router router
 COPY shard shard
+COPY package package
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && python -m venv /opt/millrace
 ARG TORCH_INDEX=""
 RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
-    ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} "$(echo /wheels/*.whl)[all]"
+    ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} "$(echo /wheels/*.whl)[otel]"
 
 FROM ${PYTHON_IMAGE} AS runtime
 LABEL org.opencontainers.image.title="Millrace" \

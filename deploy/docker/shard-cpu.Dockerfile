@@ -4,18 +4,16 @@ ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
-COPY constraints.txt LICENSE README.md pyproject.toml ./
-COPY demo/model demo/model
+COPY constraints.txt ./
 COPY proto proto
-COPY launcher launcher
-COPY router router
 COPY shard shard
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels ./proto ./shard \
     && python -m venv /opt/millrace
 # PyTorch publishes its CPU builds in a separate index; without it, pip installs the CUDA build.
 ARG TORCH_INDEX=""
 RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
-    ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} "$(echo /wheels/*.whl)[shard,otel]"
+    ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} \
+    /wheels/millrace_proto-*.whl "$(echo /wheels/millrace_shard-*.whl)[otel]"
 
 FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="Millrace shard (CPU)" \

@@ -4,15 +4,13 @@ ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
-COPY constraints.txt LICENSE README.md pyproject.toml ./
-COPY demo/model demo/model
+COPY constraints.txt ./
 COPY proto proto
-COPY launcher launcher
-COPY router router
 COPY shard shard
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels ./proto ./shard \
     && python -m venv /opt/millrace \
-    && /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[cuda,otel]"
+    && /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
+    /wheels/millrace_proto-*.whl "$(echo /wheels/millrace_shard-*.whl)[cuda,otel]"
 
 FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="Millrace shard (CUDA)" \

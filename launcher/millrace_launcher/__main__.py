@@ -13,15 +13,20 @@ from contextlib import ExitStack
 
 from millrace_launcher import logs
 from millrace_launcher.errors import LaunchError
-from millrace_launcher.settings.arguments import read_settings
+from millrace_launcher.settings.arguments import PROGRAM, read_settings
 from millrace_launcher.settings.commands import Commands, Programs
 from millrace_launcher.settings.prepare import prepare
 from millrace_launcher.supervision.launcher import Launcher
 
 
-def main(argv: Sequence[str] | None = None, programs: Programs | None = None) -> int:
-    """Run and return the exit code; with 1 and 3, stderr has `Error: …`."""
-    settings = read_settings(sys.argv[1:] if argv is None else argv)
+def main(
+    argv: Sequence[str] | None = None,
+    programs: Programs | None = None,
+    *,
+    program: str = PROGRAM,
+) -> int:
+    """Run and return the exit code; with 1 and 3, stderr has `Error: …`. The help calls it `program`."""
+    settings = read_settings(sys.argv[1:] if argv is None else argv, program=program)
     logs.setup(settings.launcher)
     try:
         with ExitStack() as claims:

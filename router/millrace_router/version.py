@@ -1,11 +1,7 @@
-"""The version of this distribution."""
+"""The version of the server, for its answers."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from millrace_proto.version import VERSION
 
-try:
-    VERSION = version("millrace")
-except PackageNotFoundError:
-    # A checkout on the path, never installed.
-    VERSION = "0.0.0+checkout"
+__all__ = ["VERSION"]

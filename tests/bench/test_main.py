@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from bench.__main__ import parse_arguments
 from bench.comparison.plan import Attempt, installed
-from bench.harness.dialects import LLAMA, TGI, VLLM, BadStreamError, Dialect
-from bench.harness.levels import closed
 from bench.peers.engines import OURS
 from bench.peers.process import EngineError
+
+from millrace.load.dialects import LLAMA, TGI, VLLM, BadStreamError, Dialect
+from millrace.load.levels import closed
 
 
 def test_levels_alone_mean_servers_alone() -> None:

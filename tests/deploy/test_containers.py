@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -162,7 +163,9 @@ def test_what_is_built_without_a_target_is_the_launcher() -> None:
 
 def test_the_router_image_has_no_torch() -> None:
     text = (ROOT / "deploy" / "docker" / "router.Dockerfile").read_text()
-    assert "[router,otel]" in text
+    assert "/wheels ./proto ./router \\\n" in text
+    router = tomllib.loads((ROOT / "router" / "pyproject.toml").read_text())["project"]
+    assert "torch" not in {re.split("[^a-z-]", line)[0] for line in router["dependencies"]}
     assert "[shard]" not in text
 
 

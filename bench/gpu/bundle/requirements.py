@@ -23,7 +23,6 @@ PREINSTALLED = {
     "numpy": "2.5.2",
 }
 """The oldest versions on the machine. The bundle never replaces them."""
-EXTRAS = ("router", "shard")
 TOOLS = ("hypothesis", "psutil", "pytest")
 """The development tools that the benchmark and the tests on a GPU need."""
 FOR_CPU_ALONE = frozenset({"intel-openmp"})
@@ -49,10 +48,11 @@ Requires = Callable[[str], Iterable[str]]
 def declared(pyproject: Path) -> list[Requirement]:
     """Return the project's own requirements that apply to the machine."""
     project = tomllib.loads(pyproject.read_text())["project"]
-    optional = project["optional-dependencies"]
-    lines = [*project["dependencies"], *(line for extra in EXTRAS for line in optional[extra])]
-    tools = [Requirement(line) for line in optional["dev"]]
-    wanted = [*map(Requirement, lines), *(tool for tool in tools if tool.name in TOOLS)]
+    tools = [Requirement(line) for line in project["optional-dependencies"]["dev"]]
+    wanted = [
+        *map(Requirement, project["dependencies"]),
+        *(tool for tool in tools if tool.name in TOOLS),
+    ]
     return [each for each in wanted if name_of(each) not in FOR_CPU_ALONE and applies(each)]
 
 

@@ -14,9 +14,9 @@ from bench.gpu.engine.measure import load_figure
 from bench.gpu.engine.scale import Load
 from bench.gpu.figures import Figure
 from bench.gpu.setting import Emit, Setting, shown_on_exit
-from bench.harness.levels import closed
-from bench.harness.measurement import Measurement
 from bench.harness.server import WARM_UP, measure, serving
+from millrace.load.levels import closed
+from millrace.load.measurement import Measurement
 
 SECONDS = 8.0
 """Time for one more run of the load."""

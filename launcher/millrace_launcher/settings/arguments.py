@@ -22,6 +22,7 @@ from millrace_shard.config import ShardConfig
 
 Config = TypeVar("Config", bound=BaseSettings)
 
+PROGRAM = "millrace-launcher"
 # Placeholders until the model is resolved and the number of shards is known; torchrun and others export RANK.
 ROUTER_LATER = {"model_folder": Path()}
 SHARD_LATER = {
@@ -104,10 +105,11 @@ class Settings:
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors name the most similar flag."""
 
-    def __init__(self, flags: Sequence[Flag]) -> None:
+    def __init__(self, flags: Sequence[Flag], program: str) -> None:
+        model = "[--model-id MODEL]" if program == PROGRAM else "[MODEL]"
         super().__init__(
-            prog="millrace-launcher",
-            usage="millrace-launcher [--model-id MODEL] [FLAG ...]",
+            prog=program,
+            usage=f"{program} {model} [FLAG ...]",
             description="Serves a language model over HTTP. Every flag may also be set by the environment"
             " variable named beside it; the command line beats the environment.",
             epilog="Exit codes: 0 after SIGTERM or SIGINT; 1 when something cannot be had or started, or the router"
@@ -144,10 +146,12 @@ class _Parser(argparse.ArgumentParser):
         return f"unexpected argument '{name}' found{tip}"
 
 
-def read_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
+def read_settings(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, program: str = PROGRAM
+) -> Settings:
     """Parse and check the command line and `os.environ`; SystemExit 2 with a message if either is wrong."""
     environ = os.environ if environ is None else environ
-    parser = _Parser(list(all_flags()))
+    parser = _Parser(list(all_flags()), program)
     given = parser.parse(argv)
     show_env = bool(given.pop("env", False))
     problems: list[str] = []

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from millrace_launcher.config import HostVariables
+from millrace_proto.version import VERSION
 
 PACKAGES = ("millrace", "torch", "transformers", "tokenizers", "safetensors", "aiohttp", "grpcio")
 PROGRAM_SECONDS = 30
@@ -20,13 +21,13 @@ def runtime_info(variables: HostVariables) -> str:
     rows = {
         "Target": f"{platform.machine()}-{platform.system().lower()}",
         "Python version": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
+        **{package: version_of(package) for package in PACKAGES},
         "Commit sha": variables.vergen_git_sha or _git_commit() or "N/A",
         "Docker label": variables.docker_label or "N/A",
         "Cores": str(os.cpu_count()),
-        "nvidia-smi": _output("nvidia-smi") or "N/A",
-        "xpu-smi": _output("xpu-smi", "discovery") or "N/A",
-        "hl-smi": _output("hl-smi") or "N/A",
+        "nvidia-smi": output_of("nvidia-smi") or "N/A",
+        "xpu-smi": output_of("xpu-smi", "discovery") or "N/A",
+        "hl-smi": output_of("hl-smi") or "N/A",
     }
     return "\n".join(
         ("Runtime environment:", *(f"{name}: {value}" for name, value in rows.items()))
@@ -34,11 +35,12 @@ def runtime_info(variables: HostVariables) -> str:
 
 
 def millrace_version() -> str:
-    """The version of the installed distribution; `not installed` for a bare checkout."""
-    return _version("millrace")
+    """The version of Millrace."""
+    return VERSION
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of an installed package, else `not installed`."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -48,11 +50,12 @@ def _version(package: str) -> str:
 def _git_commit() -> str | None:
     root = Path(__file__).resolve().parents[3]
     return (
-        _output("git", "-C", str(root), "rev-parse", "HEAD") if (root / ".git").exists() else None
+        output_of("git", "-C", str(root), "rev-parse", "HEAD") if (root / ".git").exists() else None
     )
 
 
-def _output(program: str, *arguments: str) -> str | None:
+def output_of(program: str, *arguments: str) -> str | None:
+    """What a program prints on stdout; None where it is missing or fails."""
     path = shutil.which(program)
     if path is None:
         return None

@@ -7,7 +7,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from bench.charts.flames import Event, Frame, flame_graph, own_times, tree
-from bench.charts.lines import Panel, curves, round_numbers
+
+from millrace.charts.lines import Panel, curves, round_numbers
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -8,8 +8,9 @@ import pytest
 from bench.comparison.cases import BATCH, CASES, Case, Figure, limits_for, ragged, warm_up
 from bench.comparison.roofline import Machine
 from bench.harness.checkpoints import SHAPES, build_tokenizer
-from bench.harness.levels import closed
-from bench.harness.measurement import Timeline
+
+from millrace.load.levels import closed
+from millrace.load.measurement import Timeline
 
 TIMELINES = [Timeline(1.0, [1.5, 1.6, 1.8]), Timeline(1.0, [1.7, 1.9, 2.0])]
 

@@ -11,9 +11,10 @@ from bench.comparison.offline import Row
 from bench.comparison.results import Results, served_against_offline, text
 from bench.comparison.roofline import Machine, decode_step_seconds
 from bench.harness.checkpoints import SHAPES
-from bench.harness.levels import closed
-from bench.harness.measurement import Timeline, summarise
 from bench.harness.repeats import Sample
+
+from millrace.load.levels import closed
+from millrace.load.measurement import Timeline, summarise
 
 MACHINE = Machine(read_one=15e9, read_all=30e9, multiply=1.9e12, threads=2)
 

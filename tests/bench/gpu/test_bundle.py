@@ -26,10 +26,8 @@ from packaging.version import Version
 
 PYPROJECT = """
 [project]
-dependencies = ["alpha>=2"]
+dependencies = ["alpha>=2", "beta[fast]>=1", "torch>=2.11", "intel-openmp>=2025"]
 [project.optional-dependencies]
-router = ["beta[fast]>=1"]
-shard = ["torch>=2.11", "intel-openmp>=2025"]
 dev = ["pytest", "ruff"]
 """
 

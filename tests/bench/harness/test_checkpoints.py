@@ -14,10 +14,11 @@ from bench.harness.checkpoints import (
     ensure_checkpoint,
     write_checkpoint,
 )
-from bench.harness.levels import prompt
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from millrace.load.levels import prompt
 
 VOCAB_SIZE = 18_600
 TINY = Shape(

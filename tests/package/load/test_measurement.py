@@ -7,8 +7,9 @@ import statistics
 
 import pytest
 from bench.comparison.report import level_table
-from bench.harness.levels import closed
-from bench.harness.measurement import (
+
+from millrace.load.levels import closed
+from millrace.load.measurement import (
     Measurement,
     Quantiles,
     Timeline,

@@ -6,6 +6,7 @@ import random
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 NUM_LETTERS = 3
 """Every lower-case word of this length is one token of the benchmark tokenizer."""
@@ -34,6 +35,8 @@ class Level:
     concurrency: int | None = None
     rate: float | None = None
     seed: int = 0
+    given: tuple[str, ...] = ()
+    """The user's prompts, in turn; random words when empty."""
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):
@@ -43,6 +46,9 @@ class Level:
 
     def prompts(self) -> Iterator[str]:
         """The level's prompts in order; they depend on its name, seed and position alone."""
+        if self.given:
+            yield from islice(cycle(self.given), self.num_requests)
+            return
         for number in range(self.num_requests):
             yield prompt(self.prompt_tokens, seed=f"{self.name}/{self.seed}/{number}")
 
@@ -76,18 +82,6 @@ def poisson(rate: float, prompt_tokens: int, new_tokens: int, *, num_requests: i
         new_tokens=new_tokens,
         rate=rate,
     )
-
-
-DEFAULT_LEVELS: dict[str, tuple[Level, ...]] = {
-    "135m": (
-        closed(1, 128, 64, rounds=4),
-        closed(8, 128, 64),
-        closed(32, 128, 64),
-        closed(32, 128, 128, rounds=1),
-        poisson(4, 128, 64, num_requests=60),
-    ),
-    "1b": (),
-}
 
 
 def parse_level(text: str) -> Level:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from aiohttp import web
-from bench.harness.levels import Level, closed, poisson
-from bench.harness.load import run_level
 
+from millrace.load.levels import Level, closed, poisson
+from millrace.load.load import run_level
 from millrace_testing.router.sse import FakeServer, event, served, served_application, whole_stream
 
 LEVEL = closed(3, 5, 4, rounds=2)

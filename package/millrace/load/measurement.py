@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
-from bench.harness.levels import Level
+from millrace.load.levels import Level
 
 
 @dataclass(slots=True)
@@ -17,12 +18,24 @@ class Timeline:
     due: float
     """When it was due; latencies of an open loop start here, even where the client was late."""
     arrivals: list[float] = field(default_factory=list)
-    """One for each token."""
+    """One for each token, or for each event where an event may hold several."""
+    usage: tuple[int, int] | None = None
+    """Tokens of prompt and answer by the server's own count, where it tells."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer."""
+        return len(self.arrivals) if self.usage is None else self.usage[1]
 
     @property
     def first_token_seconds(self) -> float:
         """Time to first token."""
         return self.arrivals[0] - self.due
+
+    @property
+    def total_seconds(self) -> float:
+        """Time to the last token."""
+        return self.arrivals[-1] - self.due
 
     @property
     def gaps(self) -> list[float]:
@@ -69,6 +82,10 @@ class Measurement:
     tokens_per_second: float
     first_token_ms: Quantiles
     between_tokens_ms: Quantiles
+    total_ms: Quantiles = Quantiles(0.0, 0.0, 0.0)
+    """From the due time to the last token."""
+    prompt_tokens: float = 0.0
+    """Mean by the server's own count; zero where it does not tell."""
     client_cores: float = 0.0
     """CPU seconds of the load generator per second of wall time."""
     other_cores: float = 0.0
@@ -88,9 +105,10 @@ def summarise(
         raise ValueError(f"{server}, level {level.name}: every request failed: {reasons}")
     start = min(timeline.due for timeline in timelines)
     wall_seconds = max(timeline.arrivals[-1] for timeline in timelines) - start
-    num_tokens = sum(len(timeline.arrivals) for timeline in timelines)
+    num_tokens = sum(timeline.num_tokens for timeline in timelines)
     first = [timeline.first_token_seconds for timeline in timelines]
     gaps = [gap for timeline in timelines for gap in timeline.gaps]
+    prompts = [timeline.usage[0] for timeline in timelines if timeline.usage is not None]
     return Measurement(
         server=server,
         level=level.name,
@@ -101,4 +119,6 @@ def summarise(
         tokens_per_second=num_tokens / wall_seconds if wall_seconds > 0 else 0.0,
         first_token_ms=Quantiles.of(first),
         between_tokens_ms=Quantiles.of(gaps),
+        total_ms=Quantiles.of(timeline.total_seconds for timeline in timelines),
+        prompt_tokens=fmean(prompts) if prompts else 0.0,
     )

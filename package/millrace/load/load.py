@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import orjson
 
-from bench.harness.dialects import TGI, BadStreamError, Dialect
-from bench.harness.levels import Level
-from bench.harness.measurement import Timeline
+from millrace.http.client import base_of
+from millrace.http.sse import EventReader
+from millrace.load.dialects import TGI, BadStreamError, Dialect
+from millrace.load.levels import Level
+from millrace.load.measurement import Timeline
 
-DONE = b"[DONE]"
 READ_TIMEOUT_SECONDS = 600.0
 
 
@@ -29,6 +30,8 @@ class Outcome:
 
     timelines: list[Timeline] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    started: list[Timeline] = field(default_factory=list)
+    """Of all requests so far, for those who watch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +39,28 @@ class _Client:
     """The state that all requests of a level share."""
 
     session: aiohttp.ClientSession
+    url: str
     level: Level
     dialect: Dialect
     outcome: Outcome
 
 
-async def run_level(base_url: str, level: Level, *, dialect: Dialect = TGI) -> Outcome:
-    """Send every request of the level and wait for all of them."""
-    outcome = Outcome()
+async def run_level(
+    base_url: str,
+    level: Level,
+    *,
+    dialect: Dialect = TGI,
+    outcome: Outcome | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Send every request of the level and wait for all of them; a given `outcome` is filled meanwhile."""
+    outcome = Outcome() if outcome is None else outcome
     timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
     connector = aiohttp.TCPConnector(limit=0, force_close=not dialect.keeps_connections)
     async with aiohttp.ClientSession(
-        base_url=base_url, timeout=timeout, connector=connector
+        headers=headers, timeout=timeout, connector=connector
     ) as session:
-        client = _Client(session, level, dialect, outcome)
+        client = _Client(session, base_of(base_url) + dialect.path, level, dialect, outcome)
         if level.concurrency is not None:
             await _closed_loop(client, level.concurrency)
         else:
@@ -80,6 +91,7 @@ async def _open_loop(client: _Client) -> None:
 
 async def _record(client: _Client, prompt: str, *, due: float) -> None:
     timeline = Timeline(due)
+    client.outcome.started.append(timeline)
     try:
         await _stream(client, prompt, timeline)
     except (BadStreamError, aiohttp.ClientError, TimeoutError) as error:
@@ -93,17 +105,19 @@ async def _stream(client: _Client, prompt: str, timeline: Timeline) -> None:
     dialect, level = client.dialect, client.level
     last: dict[str, Any] = {}
     body = dialect.body(prompt, level)
-    async with client.session.post(dialect.path, json=body) as response:
+    async with client.session.post(client.url, json=body) as response:
         if response.status != 200:
             raise BadStreamError(f"status {response.status}: {(await response.text())[:200]}")
         async for arrival, event in stamped_events(response):
             if "error" in event:
                 raise BadStreamError(f"{event.get('error_type')}: {event['error']}")
+            if dialect.usage is not None and (usage := dialect.usage(event)) is not None:
+                timeline.usage = usage
             num_new = dialect.num_tokens(event, len(timeline.arrivals))
             timeline.arrivals += [arrival] * num_new
             last = event
     dialect.check_end(last, len(timeline.arrivals))
-    if len(timeline.arrivals) != level.new_tokens:
+    if dialect.is_exact and len(timeline.arrivals) != level.new_tokens:
         raise BadStreamError(f"asked for {level.new_tokens} tokens, got {len(timeline.arrivals)}")
 
 
@@ -116,13 +130,11 @@ async def stamped_events(
 
 
 async def stamped_data(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, bytes]]:
-    """Yield the content of each `data:` line except `[DONE]`, with the time at which its last byte was read."""
-    buffer = b""
+    """Yield the data of each event except `[DONE]`, with the time at which its last byte was read."""
+    reader = EventReader()
     async for chunk in response.content.iter_any():
         arrival = time.perf_counter()
-        *blocks, buffer = (buffer + chunk).split(b"\n\n")
-        for block in blocks:
-            if block.startswith(b"data:") and (data := block[5:].strip()) != DONE:
-                yield arrival, data
-    if buffer.strip():
-        raise BadStreamError(f"the stream ended inside an event: {buffer[:80]!r}")
+        for data in reader.feed(chunk):
+            yield arrival, data
+    if reader.rest:
+        raise BadStreamError(f"the stream ended inside an event: {reader.rest[:80]!r}")

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.harness.levels import Level
+from millrace.load.levels import Level
+
+Usage = tuple[int, int]
+"""Tokens of the prompt and of the answer."""
 
 
 class BadStreamError(Exception):
@@ -25,6 +28,10 @@ class Dialect:
     check_end: Callable[[dict[str, Any], int], None]
     """Checks the last event with a token against the number of tokens; raises BadStreamError."""
     keeps_connections: bool = True
+    is_exact: bool = True
+    """Whether every answer has the length that was asked for, and each of its tokens is seen."""
+    usage: Callable[[dict[str, Any]], Usage | None] | None = None
+    """Reads the server's own count of tokens from an event that has it."""
 
 
 def _tgi_body(prompt: str, level: Level) -> dict[str, Any]:

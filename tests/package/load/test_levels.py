@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from bench.harness.levels import DEFAULT_LEVELS, closed, parse_level, poisson
+from bench.harness.default_levels import DEFAULT_LEVELS
+
+from millrace.load.levels import closed, parse_level, poisson
 
 
 @pytest.mark.parametrize(

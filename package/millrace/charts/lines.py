@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bench.charts.svg import (
+from millrace.charts.svg import (
     COLOURS,
     FAINT,
     WIDTH,

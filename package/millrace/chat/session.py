@@ -1,0 +1,91 @@
+"""The loop of a chat: a line of the user, a streamed answer."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+from millrace.chat.conversation import Conversation
+from millrace.chat.screen import Screen
+from millrace.errors import MillraceError
+from millrace.http.client import Client
+
+PATH = "/v1/chat/completions"
+HELP = """\
+/history  show the conversation
+/clear    begin a new one
+/quit     end, as Ctrl-D does
+Ctrl-C    stop the answer"""
+
+
+class Session:
+    """One chat with one server."""
+
+    def __init__(self, client: Client, conversation: Conversation, screen: Screen) -> None:
+        self._client = client
+        self._conversation = conversation
+        self._screen = screen
+
+    def run(self, runner: asyncio.Runner) -> int:
+        """Talk until the user's end; 1 where a line from a pipe got no answer."""
+        status = 0
+        if self._screen.is_interactive:
+            self._screen.note("Ask something. /help shows the commands.")
+        while True:
+            try:
+                line = self._screen.read().strip()
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                self._screen.note("\n/quit or Ctrl-D ends the chat")
+                continue
+            if line in ("/quit", "/exit"):
+                break
+            if line.startswith("/"):
+                self._command(line)
+            elif line and not self._answer(line, runner):
+                status = 1
+                if not self._screen.is_interactive:
+                    break
+        return 0 if self._screen.is_interactive else status
+
+    def _command(self, line: str) -> None:
+        if line == "/history":
+            for message in self._conversation.messages:
+                self._screen.note(f"{message['role']}: {message['content']}")
+        elif line == "/clear":
+            self._conversation.clear()
+        elif line == "/help":
+            self._screen.note(HELP)
+        else:
+            self._screen.note(f"there is no command {line}; /help shows them")
+
+    def _answer(self, text: str, runner: asyncio.Runner) -> bool:
+        """Stream the answer to one message; whether there is one. Ctrl-C ends it, and keeps what was said."""
+        pieces: list[str] = []
+        body = self._conversation.ask(text)
+        try:
+            runner.run(self._stream(body, pieces))
+        except KeyboardInterrupt:
+            self._screen.note("\n(stopped)")
+        except MillraceError as error:
+            self._conversation.take_back()
+            self._screen.note(f"error: {error}")
+            return False
+        else:
+            self._screen.write("\n")
+        self._conversation.answered("".join(pieces))
+        return True
+
+    async def _stream(self, body: dict[str, Any], pieces: list[str]) -> None:
+        # Closing the stream closes its connection, so that the server stops too.
+        async with aclosing(self._client.stream(PATH, body)) as events:
+            async for event in events:
+                for choice in event.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                        self._screen.write(thought, is_thought=True)
+                    if piece := delta.get("content"):
+                        pieces.append(piece)
+                        self._screen.write(piece)

@@ -1,0 +1,4 @@
+"""A client of servers over HTTP, and the reader of their event streams.
+
+Entry points: `client.Client`, `sse.EventReader`. May import: errors.
+"""

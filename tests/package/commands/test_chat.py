@@ -1,0 +1,81 @@
+"""A chat in a pipe, against a server whose every word is known."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from tests.package.programs import OpenAI, run, started
+
+from millrace_testing.router.sse import served_application
+
+
+async def test_lines_are_messages_and_stdout_has_the_answers_alone() -> None:
+    server = OpenAI(lambda body: f"answer {len(body['messages'])}")
+    async with served_application(server.application()) as url:
+        words = ("chat", f"{url}/v1", "--system", "Be short.", "--max-tokens", "9")
+        status, out, err = await run(*words, text="One?\n\nTwo?\n/quit\nThree?\n", API_KEY="k")
+    assert (status, out) == (0, "answer 2\nanswer 4\n")
+    assert err == ""
+    first, second = server.bodies
+    assert first["messages"] == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "One?"},
+    ]
+    assert [message["content"] for message in second["messages"]] == [
+        *("Be short.", "One?", "answer 2", "Two?")
+    ]
+    assert (first["model"], first["max_tokens"], first["stream"]) == ("the-model", 9, True)
+    assert "temperature" not in first
+    assert server.keys == ["Bearer k"] * 2
+
+
+async def test_history_and_clear() -> None:
+    server = OpenAI(lambda body: f"answer {len(body['messages'])}")
+    async with served_application(server.application()) as url:
+        text = "One?\n/history\n/clear\n/what\nTwo?\n"
+        status, out, err = await run("chat", url, text=text)
+    assert (status, out) == (0, "answer 1\nanswer 1\n")
+    assert err.splitlines() == [
+        *("user: One?", "assistant: answer 1", "there is no command /what; /help shows them")
+    ]
+
+
+async def test_an_interrupt_ends_the_answer_and_not_the_chat() -> None:
+    server = OpenAI(lambda body: "one two three" if len(body["messages"]) == 1 else "next")
+    server.go_on.clear()
+    async with served_application(server.application()) as url:
+        process = await started("chat", url)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"Count.\n")
+        assert await process.stdout.readexactly(3) == b"one"
+        process.send_signal(signal.SIGINT)
+        server.go_on.set()
+        out, err = await process.communicate(b"And?\n")
+    assert (process.returncode, out.decode()) == (0, "next\n")
+    assert "(stopped)" in err.decode()
+    said = [message["content"] for message in server.bodies[-1]["messages"]]
+    assert said == ["Count.", "one", "And?"]
+
+
+async def test_a_refusal_ends_a_pipe_with_the_servers_words() -> None:
+    server = OpenAI(lambda body: "refuse")
+    async with served_application(server.application()) as url:
+        status, out, err = await run("chat", url, text="One?\nTwo?\n")
+    assert (status, out, err) == (1, "", "error: no such thing\n")
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "reason"),
+    [
+        (("http://127.0.0.1:9",), 1, "cannot connect"),
+        (("http://127.0.0.1:9", "--", "--port=1"), 2, "flags after --"),
+        (("--max-tokens", "0"), 2, "--max-tokens"),
+    ],
+)
+async def test_what_cannot_be_is_an_error(words: tuple[str, ...], status: int, reason: str) -> None:
+    code, out, err = await run("chat", *words)
+    assert (code, out) == (status, "")
+    assert reason in err.lower()
