@@ -323,9 +323,47 @@ class RouterConfig(BaseSettings):
     tokenizer_config_path: Path | None = Field(
         default=None, description="tokenizer_config.json to take the chat template from."
     )
-    tool_call_parser: Literal["auto", "hermes", "llama", "mistral", "json"] = Field(
+    tool_call_parser: Literal[
+        "auto",
+        "cohere_command3",
+        "cohere_command4",
+        "command_r7b",
+        "deepseek_v3",
+        "deepseek_v31",
+        "functiongemma",
+        "gemma4",
+        "glm45",
+        "glm47",
+        "gpt_oss",
+        "granite",
+        "granite-20b-fc",
+        "granite4",
+        "harmony",
+        "hermes",
+        "json",
+        "kimi_k2",
+        "lfm2",
+        "llama",
+        "llama3_json",
+        "llama4_json",
+        "llama4_pythonic",
+        "mimo",
+        "minimax_m2",
+        "mistral",
+        "nemotron_json",
+        "olmo3",
+        "openai",
+        "phi4_mini_json",
+        "pythonic",
+        "qwen3_coder",
+        "qwen3_json",
+        "qwen3_xml",
+        "seed_oss",
+        "step3p5",
+    ] = Field(
         default="auto",
-        description="How the model writes tool calls; told from its chat template when auto.",
+        description="How the model writes tool calls, by the names of docs/tool-calling.md and of other servers; told"
+        " from its chat template when auto.",
     )
     reasoning_parser: Literal[
         "auto",

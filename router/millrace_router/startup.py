@@ -40,7 +40,7 @@ from millrace_router.text.hub_cache import find_snapshot
 from millrace_router.text.model_files import ModelFiles, ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.tool_calls.call_format import CallFormat
-from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.formats import detected, format_of
 from millrace_router.trace_start import check_traces, open_traces
 from millrace_router.validation.grammar_admission import GrammarAdmission
 from millrace_router.validation.validator import Validator
@@ -279,9 +279,13 @@ def services_of(  # noqa: PLR0913
 
 
 def _tool_format(config: RouterConfig, template: ChatTemplate, tokenizer: Tokenizer) -> CallFormat:
-    return format_of(
-        template.tool_source, config.tool_call_parser, special_ids=tokenizer.special_ids
-    )
+    asked = config.tool_call_parser
+    if asked == "auto" and template.lists_tools and detected(template.tool_source) is None:
+        log.warning(
+            "The chat template has tools, but no known form of calls: answers are searched for JSON."
+            " --tool-call-parser names the form",
+        )
+    return format_of(template.tool_source, asked, special_ids=tokenizer.special_ids)
 
 
 def _show(metrics: Metrics, capacity: Capacity) -> None:

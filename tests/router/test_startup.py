@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import structlog
+from structlog.testing import capture_logs
 
 from millrace_router.checks import StartupError, check_arguments, check_capacity
 from millrace_router.config import RouterConfig
@@ -20,7 +21,7 @@ from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity
 from millrace_router.sizing import Deployment, prefill_tokens
-from millrace_router.startup import measure_steps, metrics_of, services_of, start
+from millrace_router.startup import _tool_format, measure_steps, metrics_of, services_of, start
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.warm_up import warm_up
 from millrace_testing.router.edge import FakeBatcher, services_over, word_tokenizer
@@ -134,6 +135,24 @@ def test_prefill_tokens_are_what_was_given_or_what_fits(
     capacity = capacity_with(max_batch_total_tokens=measured)
     assert prefill_tokens(config, info) == at_warmup
     assert prefill_tokens(config, info, capacity) == resolved
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "warns"),
+    [
+        ("{{ tools }}", "auto", True),
+        ("{{ tools }}", "hermes", False),
+        ("{{ tools }}<tool_call>", "auto", False),
+        ("no tools", "auto", False),
+    ],
+)
+def test_an_unknown_form_of_calls_is_a_warning_that_names_the_flag(
+    source: str, asked: str, warns: bool
+) -> None:
+    template = ChatTemplate(source, special_tokens={})
+    with capture_logs() as logs:
+        _tool_format(config_with(tool_call_parser=asked), template, word_tokenizer())
+    assert ["--tool-call-parser" in line["event"] for line in logs] == [True] * warns
 
 
 async def test_what_is_resolved_is_what_is_used() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import string
 from collections.abc import Sequence
@@ -28,8 +29,28 @@ def messages_for(
     Content is text, a list of `{"type": "text", "text": …}`, or None beside `tool_calls`, where `no_content` replaces
     it. Arguments of calls are JSON text or the parsed object.
     """
+    if shape.has_counted_ids:
+        messages = _with_counted_ids(messages)
     names = _names_of_calls(messages)
     return [_message_for(shape, message, names, no_content) for message in messages]
+
+
+def _with_counted_ids(messages: Sequence[Message]) -> list[Message]:
+    """Replace the ids of calls by `functions.name:0` and so on, and those of their results."""
+    ids: dict[str, str] = {}
+    num_calls, made = 0, []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            id_ = f"functions.{call['function']['name']}:{num_calls}"
+            ids[call.get("id") or id_] = id_
+            calls.append({**call, "id": id_})
+            num_calls += 1
+        changed: Message = {"tool_calls": calls} if calls else {}
+        if message.get("tool_call_id") in ids:
+            changed["tool_call_id"] = ids[message["tool_call_id"]]
+        made.append({**message, **changed})
+    return made
 
 
 def lacks_content(message: Message) -> bool:
@@ -103,10 +124,9 @@ def _call_for(shape: TemplateShape, call: dict[str, Any], index: int) -> dict[st
         made["id"] = _short(call_id or str(index))
     elif call_id is not None:
         made["id"] = call_id
-    made["function"] = {
-        "name": function["name"],
-        "arguments": _arguments_of(function.get("arguments")),
-    }
+    given = function.get("arguments")
+    arguments = _text_of_arguments(given) if shape.adds_arguments else _arguments_of(given)
+    made["function"] = {"name": function["name"], "arguments": arguments}
     return made
 
 
@@ -121,6 +141,13 @@ def _arguments_of(given: object) -> object:
     except orjson.JSONDecodeError:
         return given
     return value if isinstance(value, dict) else given
+
+
+def _text_of_arguments(given: object) -> str:
+    """Return the arguments as the client's JSON text."""
+    return (
+        given if given and isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+    )
 
 
 def _as_text(calls: Sequence[dict[str, Any]]) -> str:

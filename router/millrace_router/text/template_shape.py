@@ -28,6 +28,10 @@ class TemplateShape:
     """Whether it has the role `developer`."""
     has_short_ids: bool = False
     """Whether call ids must have nine characters, as in Mistral's templates."""
+    has_counted_ids: bool = False
+    """Whether call ids have the name and a number, as in Kimi's templates."""
+    adds_arguments: bool = False
+    """Whether it adds a call's arguments to text, so that they must be text, as in DeepSeek's templates."""
 
     has_thought_parts: bool = False
     """Whether a thought may be a part of the content, as in Mistral's templates."""
@@ -56,7 +60,33 @@ class TemplateShape:
             names_developer="developer" in constants,
             has_thought_parts="thinking" in constants and "[THINK]" in source,
             has_short_ids=_SHORT_ID.search(source) is not None,
+            has_counted_ids="<|tool_call_begin|>" in source,
+            adds_arguments=_adds_arguments(tree),
         )
+
+
+def _adds_arguments(tree: nodes.Template) -> bool:
+    """Whether arguments are an operand of text, and nothing tells that they may be an object."""
+    operands: list[nodes.Node] = []
+    for binary in tree.find_all(nodes.Add):
+        operands += [binary.left, binary.right]
+    for concat in tree.find_all(nodes.Concat):
+        operands += concat.nodes
+    for output in tree.find_all(nodes.Output):
+        operands += output.nodes
+    others: list[nodes.Node] = [test.node for test in tree.find_all(nodes.Test)]
+    others += [filtered.node for filtered in tree.find_all(nodes.Filter) if filtered.node]
+    others += [loop.iter for loop in tree.find_all(nodes.For)]
+    return any(map(_is_arguments, operands)) and not any(map(_is_arguments, others))
+
+
+def _is_arguments(node: nodes.Node) -> bool:
+    match node:
+        case nodes.Getattr(attr="arguments"):
+            return True
+        case nodes.Getitem(arg=nodes.Const(value="arguments")):
+            return True
+    return False
 
 
 class _Content:

@@ -17,6 +17,7 @@ from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.tool_calls.arguments_schema import SPACING, arguments_schema
 from millrace_router.tool_calls.call_parser import CallParser
 from millrace_router.tool_calls.lark import json_value, literal, token_or_literal
+from millrace_router.tool_calls.parser import AnswerParser
 from millrace_router.tool_calls.syntax import Syntax
 from millrace_router.tool_calls.tool import Tool, ToolChoice, new_call_id
 
@@ -27,12 +28,13 @@ _START = "start: "
 class CallFormat(ABC):
     """How a family of models writes tool calls; stateless, one object for all requests.
 
-    A call is a JSON object with a name and arguments, unless a format overrides `_call`.
+    A call is a JSON object with a name and arguments, unless a format overrides `_call` or `_rules_of_call`.
     """
 
     name: ClassVar[str]
     """Value of `--tool-call-parser`."""
     syntax: ClassVar[Syntax]
+    name_key: ClassVar[str] = "name"
     arguments_key: ClassVar[str] = "arguments"
     tokens: ClassVar[tuple[str, ...]] = ()
     """Texts around calls that are special tokens in some models."""
@@ -58,14 +60,15 @@ class CallFormat(ABC):
             return None
         tools = _callable(tools, choice)
         check_schemas([tool.parameters for tool in tools])
-        calls = [self._call(tool.name, json_value(arguments_schema(tool))) for tool in tools]
         rules = self._forced(choice) if choice.is_forced else self._free(choice)
-        rules["call"] = " | ".join(f"call_{index}" for index in range(len(calls)))
-        rules |= {f"call_{index}": call for index, call in enumerate(calls)}
+        names = [f"call_{index}" for index in range(len(tools))]
+        rules["call"] = " | ".join(names)
+        for name, tool in zip(names, tools, strict=True):
+            rules |= self._rules_of_call(name, tool)
         source = "".join(f"{name}: {rule}\n" for name, rule in rules.items())
         return read_text(GrammarKind.LARK, source)
 
-    def parser(self, tools: Sequence[Tool], choice: ToolChoice) -> CallParser:
+    def parser(self, tools: Sequence[Tool], choice: ToolChoice) -> AnswerParser:
         """Return a parser for one answer."""
         openers = self.syntax.openers
         # The grammar of a strict tool has calls at the start of the answer only, and any text on later lines.
@@ -78,6 +81,10 @@ class CallFormat(ABC):
             new_id=self.new_id,
         )
 
+    def answer_rule(self, value: str) -> str:
+        """Return the rule of an answer without calls that consists of `value`."""
+        return value
+
     @abstractmethod
     def _forced(self, choice: ToolChoice) -> dict[str, str]:
         """Rules from `start` on for an answer that consists of calls; each is a `call`."""
@@ -86,11 +93,16 @@ class CallFormat(ABC):
     def _free(self, choice: ToolChoice) -> dict[str, str]:
         """Rules from `start` on for text with calls; each is a `call`."""
 
+    def _rules_of_call(self, rule: str, tool: Tool) -> dict[str, str]:
+        """The rules of one call by name: `rule`, and those that it needs, whose names begin with `rule`."""
+        return {rule: self._call(tool.name, json_value(arguments_schema(tool)))}
+
     def _call(self, name: str, arguments: str) -> str:
-        """The rule of one call; `arguments` is the rule of its arguments."""
+        """The rule of one call whose arguments are JSON; `arguments` is their rule."""
         # The pieces equal those of `%json`: where both are possible, the lexer looks for the longer literal only.
         called = json.dumps(name, ensure_ascii=False)
-        pieces = ("{", '"name"', ": ", called, ", ", json.dumps(self.arguments_key), ": ")
+        keys = json.dumps(self.name_key), json.dumps(self.arguments_key)
+        pieces = ("{", keys[0], ": ", called, ", ", keys[1], ": ")
         return f"{' '.join(map(literal, pieces))} {arguments} {literal('}')}"
 
     def _marker(self, text: str) -> str:
@@ -116,7 +128,10 @@ def chat_grammar(
     assert calls.source.startswith(_START)
     value = json_value({**orjson.loads(answer.source), "x-guidance": SPACING})
     rules = calls.source.removeprefix(_START)
-    return Grammar(GrammarKind.LARK, f"{_START}calls | answer\nanswer: {value}\ncalls: {rules}")
+    return Grammar(
+        GrammarKind.LARK,
+        f"{_START}calls | answer\nanswer: {call_format.answer_rule(value)}\ncalls: {rules}",
+    )
 
 
 def _callable(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:

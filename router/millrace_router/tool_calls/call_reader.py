@@ -9,7 +9,9 @@ from collections.abc import Callable, Container
 from millrace_router.tool_calls.json_scanner import JsonScanner, behind_blanks
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
-_KEYS = frozenset({"name", "arguments", "type", "id", "index"})
+_TOOL_NAME = "tool_name"
+"""Cohere's key of the name."""
+_KEYS = frozenset({"name", "arguments", "type", "id", "index", "tool_call_id"})
 """Keys that models write before the name or the arguments; those but the two have no meaning."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -94,6 +96,8 @@ class CallReader:
             self._key = json.loads("".join(self._raw))
             if self._key in _ARGUMENTS:
                 self._key = "arguments"
+            elif self._key == _TOOL_NAME:
+                self._key = "name"
             if self.is_started:
                 self._key = "ignored"
             elif self._key not in _KEYS or self._key in self._keys_seen:

@@ -4,17 +4,96 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from millrace_router.tool_calls.blocks.harmony import Harmony
+from millrace_router.tool_calls.blocks.named import DeepSeekV3, DeepSeekV31, KimiK2
 from millrace_router.tool_calls.call_format import NO_IDS, CallFormat
+from millrace_router.tool_calls.expressions.formats import (
+    FunctionGemma,
+    Gemma4,
+    Lfm2,
+    Olmo3,
+    Pythonic,
+)
 from millrace_router.tool_calls.hermes import Hermes
+from millrace_router.tool_calls.listed import Cohere, Granite, Nemotron, Phi4Mini
 from millrace_router.tool_calls.llama import JsonCalls, Llama
 from millrace_router.tool_calls.mistral import Mistral
+from millrace_router.tool_calls.xml.formats import Glm, MiniMaxM2, Qwen3Coder, SeedOss
 
-_SIGNS = {
-    "mistral": ("[TOOL_CALLS]",),
-    "hermes": ("<tool_call>",),
-    "llama": ("<|python_tag|>", "ipython"),
+FORMATS: dict[str, type[CallFormat]] = {
+    made.name: made
+    for made in (
+        Harmony,
+        DeepSeekV3,
+        DeepSeekV31,
+        KimiK2,
+        Cohere,
+        Mistral,
+        Granite,
+        Phi4Mini,
+        Nemotron,
+        SeedOss,
+        Qwen3Coder,
+        Glm,
+        MiniMaxM2,
+        Pythonic,
+        Olmo3,
+        Lfm2,
+        Gemma4,
+        FunctionGemma,
+        Hermes,
+        Llama,
+        JsonCalls,
+    )
 }
-"""Texts in chat templates by format; the first match counts."""
+"""By the name of a format, which is the most common one among servers."""
+ALIASES = {
+    "cohere_command4": "cohere_command3",
+    "command_r7b": "cohere_command3",
+    "gpt_oss": "openai",
+    "glm47": "glm45",
+    "granite-20b-fc": "granite",
+    "granite4": "hermes",
+    "harmony": "openai",
+    "llama3_json": "llama",
+    "llama4_json": "llama",
+    "llama4_pythonic": "pythonic",
+    "mimo": "qwen3_coder",
+    "qwen3_json": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+}
+"""Names that other servers have for a format, or for a family with it."""
+_GLM_COMPACT = "</arg_key><arg_value>"
+NAMES = (*FORMATS, *ALIASES)
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("openai", ("<|channel|>commentary",)),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("cohere_command3", ("<|START_ACTION|>",)),
+    ("gemma4", ("<|tool_call>call:",)),
+    ("functiongemma", ("<start_function_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("phi4_mini_json", ("functools",)),
+    ("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
+    ("granite", ("<|tool_call|>",)),
+    ("nemotron_json", ("<TOOLCALL>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("glm45", ("<arg_key>",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("olmo3", ("<function_calls>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("lfm2", ("List of tools: [",)),
+    ("pythonic", ("[func_name1(",)),
+    ("hermes", ("<tool_call>",)),
+    ("json", ('"tool_name": ', "Action:")),
+    ("llama", ("<|python_tag|>",)),
+    ("llama", ("ipython",)),
+)
+"""Formats and texts that are all in their chat templates; the first match counts."""
 
 
 def format_of(
@@ -25,18 +104,16 @@ def format_of(
     `special_ids` are the ids of the model's special tokens, by text.
     """
     source = template or ""
-    name = _detected(source) if asked == "auto" else asked
-    if name == "hermes":
-        return Hermes(special_ids)
-    if name == "llama":
-        return Llama(special_ids)
-    if name == "mistral":
+    name = detected(source) or "json" if asked == "auto" else ALIASES.get(asked, asked)
+    if name == Mistral.name:
         known = source if "[TOOL_CALLS]" in source else special_ids
         return Mistral(special_ids, has_names="[ARGS]" in known)
-    return JsonCalls(special_ids)
+    if name == Glm.name:
+        return Glm(special_ids, has_newlines=_GLM_COMPACT not in source)
+    return FORMATS[name](special_ids)
 
 
-def _detected(source: str) -> str:
-    return next(
-        (name for name, signs in _SIGNS.items() if any(sign in source for sign in signs)), "json"
-    )
+def detected(template: str | None) -> str | None:
+    """Return the name of the format that a template has a sign of, if there is one."""
+    source = template or ""
+    return next((name for name, signs in _SIGNS if all(sign in source for sign in signs)), None)

@@ -36,14 +36,15 @@ def json_value(schema: Mapping[str, Any]) -> str:
 def matching(expression: str, *, without: Iterable[str] = ()) -> str:
     """The rule of text that matches an expression and contains none of `without`."""
     return " & ".join(
-        [_pattern(expression), *(f"~{_pattern(f'{ANY}{_escaped(text)}{ANY}')}" for text in without)]
+        [pattern(expression), *(f"~{pattern(f'{ANY}{escaped(text)}{ANY}')}" for text in without)]
     )
 
 
-def up_to(text: str) -> str:
-    """The rule of any text up to and including the first `text`."""
-    end = _escaped(text)
-    return f"{_pattern(f'{ANY}{end}')} & ~{_pattern(f'{ANY}{end}(?s:.+)')}"
+def up_to(text: str, *, without: Iterable[str] = ()) -> str:
+    """The rule of any text up to and including the first `text`, with none of `without` in it."""
+    end = escaped(text)
+    first = f"{pattern(f'{ANY}{end}')} & ~{pattern(f'{ANY}{end}(?s:.+)')}"
+    return " & ".join([first, *(f"~{pattern(f'{ANY}{escaped(one)}{ANY}')}" for one in without)])
 
 
 def _escape_brackets(text: str) -> str:
@@ -52,9 +53,11 @@ def _escape_brackets(text: str) -> str:
     return text
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """The expression of exactly `text`."""
     return re.escape(text).replace("\\\n", "\\n")
 
 
-def _pattern(expression: str) -> str:
+def pattern(expression: str) -> str:
+    """The terminal of an expression."""
     return "/" + expression.replace("/", "\\/") + "/"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from millrace_router.config import RouterConfig
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.formats import ALIASES, NAMES, format_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_testing.text import chat_templates as sources
+from millrace_testing.text import published
 from millrace_testing.text.texts import byte_level
 
 TOOL = Tool("f", None, {"type": "object", "properties": {}}, strict=False)
@@ -24,6 +28,26 @@ BY_TEMPLATE = {
     "mistral-v13": (sources.MISTRAL_V13, "mistral"),
     "a tag alone": ("{{ '<|python_tag|>' }}", "llama"),
     "no template": (None, "json"),
+    "deepseek-v3": (
+        "<｜tool▁calls▁begin｜>{{ tool['type'] }}<｜tool▁sep｜>\n```json",
+        "deepseek_v3",
+    ),
+    "deepseek-v3.1": ("<｜tool▁calls▁begin｜>{{ tool['function']['name'] }}", "deepseek_v31"),
+    "kimi-k2": ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2"),
+    "minimax-m2": ("<minimax:tool_call>\n<invoke name=", "minimax_m2"),
+    "command-r7b": ("<|START_ACTION|>[ <tool_call>", "cohere_command3"),
+    "command-r-plus": ("'Action:```json' {\"tool_name\": ", "json"),
+    "phi-4-mini": ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4_mini_json"),
+    "phi-4-mini, vLLM's": ("functools[{", "phi4_mini_json"),
+    "llama-4, vLLM's": ("Use exact format: [func_name1(param1=value1)]", "pythonic"),
+    "olmo-3": ("<function_calls>\nf(a='b')\n</function_calls>", "olmo3"),
+    "lfm2": ("List of tools: <|tool_list_start|>[", "lfm2"),
+    "lfm2.5": ("List of tools: [", "lfm2"),
+    "gemma-4": ("'<|tool_call>call:' + name", "gemma4"),
+    "functiongemma": ("<start_function_call>call:", "functiongemma"),
+    "seed-oss": ("<seed:tool_call>\n<function=f>\n<parameter=a>", "seed_oss"),
+    "nemotron-nano-2": ("<TOOLCALL>[", "nemotron_json"),
+    **{name: (published.template(name), made) for name, made in published.FORMATS.items()},
 }
 
 
@@ -32,9 +56,21 @@ def test_the_template_tells(template: str | None, expected: str) -> None:
     assert format_of(template).name == expected
 
 
-@pytest.mark.parametrize("asked", ["hermes", "llama", "mistral", "json"])
+@pytest.mark.parametrize("asked", NAMES)
 def test_the_flag_is_obeyed(asked: str) -> None:
-    assert format_of(sources.QWEN_3, asked).name == asked
+    assert format_of(sources.QWEN_3, asked).name == ALIASES.get(asked, asked)
+
+
+def test_the_flag_has_every_name() -> None:
+    flag = RouterConfig.model_fields["tool_call_parser"].annotation
+    assert get_args(flag) == ("auto", *sorted(NAMES))
+
+
+def test_glm_s_two_forms_are_distinguished() -> None:
+    for name in ("glm_4_6", "glm_4_7"):
+        grammar = format_of(published.template(name)).grammar([TOOL], REQUIRED)
+        assert grammar is not None
+        assert (r'"f" "\n"' in grammar.source) == (name == "glm_4_6")
 
 
 def source_of(template: str | None, special_ids: dict[str, int]) -> str:

@@ -16,7 +16,7 @@ from millrace_router.request.events import Token, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
 from millrace_router.text.stopping import StopTrimmer
-from millrace_router.tool_calls.call_parser import CallParser
+from millrace_router.tool_calls.parser import AnswerParser
 from millrace_router.tool_calls.tool import CallDelta, Parsed
 
 STOP = "stop"
@@ -110,7 +110,7 @@ class ChoiceText(TrimmedText):
         stop_sequences: Sequence[str],
         *,
         logprobs: TokenLogprobs | None = None,
-        parser: CallParser | None = None,
+        parser: AnswerParser | None = None,
         markers: Sequence[str] = (),
         keeps_stops: bool = False,
         splitter: Splitter | None = None,
@@ -167,7 +167,7 @@ class ChoiceText(TrimmedText):
             self.reasoning_tokens += 1
         return split if self._shows_thought else Split("", split.answer)
 
-    def _parse(self, parser: CallParser, text: str, *, ended: bool) -> Parsed:
+    def _parse(self, parser: AnswerParser, text: str, *, ended: bool) -> Parsed:
         parsed = parser.push(text)
         if ended:
             rest = parser.finish()

@@ -1,0 +1,69 @@
+"""Values without types in a format: text becomes JSON by the parameter's schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+from millrace_router.tool_calls.blocks.cursor import Cursor, Give, Wait
+from millrace_router.tool_calls.json_scanner import JsonScanner
+from millrace_router.tool_calls.parameters.kinds import Kinds, kind_of
+
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Python's words, which models write where a template had them."""
+_TEXT = frozenset({"string"})
+_NULL = "null"
+
+
+def escaped(text: str) -> str:
+    """Return the inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def read_value(cursor: Cursor, kinds: Kinds, ends: Collection[str], give: Give) -> Wait[bool]:
+    """Pass the JSON of the text before one of `ends` on, and step over the end; False if the answer ends before it.
+
+    Text that can be nothing else than a string is passed on as it comes; other text is held until its end.
+    """
+    if kinds == _TEXT:
+        give('"')
+        end = yield from cursor.copy(ends, lambda text: give(escaped(text)))
+        if end:
+            give('"')
+        return bool(end)
+    parts: list[str] = []
+    if kinds == _TEXT | {_NULL} and not (yield from _may_be_null(cursor, ends)):
+        return (yield from read_value(cursor, _TEXT, ends, give))
+    end = yield from cursor.copy(ends, parts.append)
+    if end:
+        give(json_of("".join(parts), kinds))
+    return bool(end)
+
+
+def json_of(text: str, kinds: Kinds) -> str:
+    """Return the JSON of a whole value: itself if it is JSON of one of `kinds`, else a string."""
+    stripped = text.strip()
+    stripped = _WORDS.get(stripped, stripped)
+    scanner = JsonScanner()
+    # A number ends with the character behind it.
+    is_json = scanner.push(f"{stripped} ") >= len(stripped) > 0 and scanner.ended
+    if is_json:
+        kind = kind_of(json.loads(stripped))
+        if kind != "string" and (kinds is None or kind in kinds or "string" not in kinds):
+            return stripped
+        if kind == "string" and kinds is not None and "string" not in kinds:
+            return stripped
+    return f'"{escaped(text)}"'
+
+
+def _may_be_null(cursor: Cursor, ends: Collection[str]) -> Wait[bool]:
+    """Whether null and an end follow, or the answer ends within them; the cursor stays where it is."""
+    holds, cursor.holds = cursor.holds, True
+    if not holds:
+        cursor.drop()
+    mark = cursor.place
+    nulls = [f"{word}{end}" for word in (_NULL, "None") for end in ends]
+    is_whole = bool((yield from cursor.take(nulls)))
+    cursor.place, cursor.holds = mark, holds
+    rest = cursor.text[mark:]
+    return is_whole or any(null.startswith(rest) for null in nulls)
