@@ -23,6 +23,7 @@ GENERATED := proto/millrace_proto/generate_pb2.py
 # A file's tests stay in one process, for the servers that they share. Ids of parameters have to be the same in each.
 # In the order of collection the few slow tests of whole servers come early, and leave no process alone at the end.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+WITH_INDEX := $(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL="$(TORCH_INDEX) $$PIP_EXTRA_INDEX_URL")
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: help install serve test test-ecosystem test-residency test-json-schema fuzz-adapters fuzz-checkpoints check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
@@ -76,8 +77,8 @@ test: install
 	$(PYTEST) -m "not ecosystem" $(ARGS)
 
 test-ecosystem: install
-	$(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL="$(TORCH_INDEX) $$PIP_EXTRA_INDEX_URL") $(BIN)/python -m tests.ecosystem.prepare
-	$(PYTEST) -m ecosystem tests/ecosystem tests/shard/kernels/cuda $(ARGS)
+	$(WITH_INDEX) $(BIN)/python -m tests.ecosystem.prepare
+	$(WITH_INDEX) $(PYTEST) -m ecosystem tests/ecosystem tests/shard/kernels/cuda $(ARGS)
 	$(PYTEST) tests/shard/kernels --ignore=tests/shard/kernels/cuda $(ARGS)
 
 # A hundred thousand random histories of adapters in the shards' memory, where `make test` runs some hundreds.

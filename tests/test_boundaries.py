@@ -32,6 +32,7 @@ FETCHING = "millrace_router.adapters.fetching."
             {"torch", "transformers", "numpy", "aiohttp", "tokenizers", "uvloop"},
         ),
         ("millrace_shard.config", {"torch", "numpy", "grpc"}),
+        ("millrace", {"torch", "transformers", "numpy"}),
         ("millrace_proto", {"torch", "aiohttp", "millrace_router", "millrace_shard"}),
     ],
 )

@@ -1,0 +1,59 @@
+"""The file of answers, which a later run continues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+
+
+class Output:
+    """Appends whole lines. An unfinished last line of an earlier run is cut, and its request asked again."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what is there. Raises OSError."""
+        self._file = path.open("a+b")
+        self._file.seek(0)
+        self.custom_ids: set[str] = set()
+        """Of requests that have their answer."""
+        self.bad_lines: set[int] = set()
+        """Numbers of input lines that have their error."""
+        end = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            self._remember(line)
+        self._file.truncate(end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def write(self, answer: Mapping[str, Any]) -> None:
+        """Append one line, which is with the system when this returns. Raises OSError."""
+        self._file.write(orjson.dumps(answer) + b"\n")
+        self._file.flush()
+
+    def _remember(self, line: bytes) -> None:
+        try:
+            value = orjson.loads(line)
+        except ValueError:
+            return
+        if not isinstance(value, dict):
+            return
+        error = value.get("error")
+        if isinstance(error, dict) and isinstance(error.get("line"), int):
+            self.bad_lines.add(error["line"])
+        elif isinstance(value.get("custom_id"), str):
+            self.custom_ids.add(value["custom_id"])

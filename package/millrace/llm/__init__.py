@@ -1,0 +1,4 @@
+"""A model as a Python object: without HTTP in this process, or over HTTP at a URL.
+
+Entry points: `llm.LLM`, `async_llm.AsyncLLM`. May import: http, errors.
+"""

@@ -1,0 +1,163 @@
+"""A model in this process: requests go to the router's core, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+from millrace.errors import RequestError
+from millrace.llm.deployment import Deployment
+from millrace.llm.outputs import Piece, Prompt
+from millrace.llm.params import SamplingParams
+from millrace_router.adapters.names.sources import check_name
+from millrace_router.api.completions.request import CompletionRequest
+from millrace_router.api.openai.answers import AnswerHead
+from millrace_router.api.openai.chat_answers import ChatAnswers
+from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.openai.choice import ChoiceText
+from millrace_router.api.openai.errors import deltas_of, fingerprint, model_name
+from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
+from millrace_router.engine.generation import Generation
+from millrace_router.engine.usage import Usage
+from millrace_router.errors import RouterError
+from millrace_router.request.adapter import AdapterReference
+from millrace_router.request.events import TokenEvent
+from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.server.bodies import to_model
+
+
+class Local:
+    """A `Backend` over a `Deployment` of this process."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._services = deployment.services
+
+    @property
+    def max_requests(self) -> int:
+        """See `Backend.max_requests`."""
+        return self._services.config.max_concurrent_requests
+
+    async def complete(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Piece, None]:
+        """See `Backend.complete`."""
+        services = self._services
+        with _typed(), ExitStack() as cleanup:
+            text = prompt if isinstance(prompt, str) else list(prompt)
+            body = to_model({**params.body(), "prompt": text}, CompletionRequest)
+            body.check(services.limits)
+            asked = replace(
+                body.generation(services.dialect),
+                prompt=prompt,
+                adapter=self._adapter(body.model),
+            )
+            generations = await self._started(asked, body.num_choices, cleanup)
+            texts = [ChoiceText(body.stop_sequences) for _ in generations]
+            async for index, event in _events(generations):
+                delta = texts[index].push(event)
+                yield Piece(
+                    text=delta.text,
+                    index=index,
+                    token_ids=(event.token.id,),
+                    logprobs=(event.token.logprob,),
+                    finish_reason=delta.finish_reason,
+                )
+
+    async def chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Backend.chat`."""
+        with _typed(), ExitStack() as cleanup:
+            chat, answers, generations = await self._chat(body, cleanup)
+            choices, usage = [], Usage()
+            for index, generation in enumerate(generations):
+                text = chat.text()
+                pieces = await deltas_of(generation, text)
+                choices.append(answers.choice(index, pieces))
+                usage += generation.usage(pieces[-1].num_tokens, text.reasoning_tokens)
+            return cast("Mapping[str, Any]", answers.answer(choices, usage))
+
+    async def chat_stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
+        """See `Backend.chat_stream`."""
+        with _typed(), ExitStack() as cleanup:
+            chat, answers, generations = await self._chat(body, cleanup)
+            texts = [chat.text() for _ in generations]
+            async for index, event in _events(generations):
+                for chunk in answers.chunks(index, texts[index].push(event)):
+                    yield cast("Mapping[str, Any]", chunk)
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await self._deployment.close()
+
+    async def _chat(
+        self, body: Mapping[str, Any], cleanup: ExitStack
+    ) -> tuple[PreparedChat, ChatAnswers, Sequence[Generation]]:
+        """Start a chat; raises RouterError."""
+        services = self._services
+        request = to_model(dict(body), ChatCompletionRequest)
+        chat = await prepare_chat(services, request.chat(services.limits))
+        head = AnswerHead(
+            "chat.completion",
+            "chatcmpl",
+            model=model_name(services, request.model),
+            fingerprint=fingerprint(services),
+        )
+        asked = replace(chat.request, adapter=self._adapter(request.model))
+        generations = await self._started(asked, request.num_choices, cleanup)
+        return chat, ChatAnswers(head, services.dialect), generations
+
+    def _adapter(self, model: str | None) -> AdapterReference | None:
+        """The adapter that the name means; None for the base model. Raises RouterError."""
+        resolver = self._services.adapters
+        if model and resolver is not None and resolver.is_adapter(model):
+            return AdapterReference(name=check_name(model))
+        return None
+
+    async def _started(
+        self, request: GenerationRequest, count: int, cleanup: ExitStack
+    ) -> Sequence[Generation]:
+        """Queue the samples, which close with `cleanup`; raises RouterError."""
+        generations = await self._services.infer.start_samples(request, count)
+        for generation in generations:
+            cleanup.callback(generation.close)
+        return generations
+
+
+class _Sink:
+    """Puts the tokens of one generation, with its number, in a queue that several share."""
+
+    def __init__(
+        self, index: int, queue: asyncio.Queue[tuple[int, TokenEvent | Exception]]
+    ) -> None:
+        self._index = index
+        self._queue = queue
+
+    def token(self, item: TokenEvent) -> None:
+        self._queue.put_nowait((self._index, item))
+
+    def fail(self, error: Exception) -> None:
+        self._queue.put_nowait((self._index, error))
+
+
+async def _events(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, TokenEvent]]:
+    """The tokens of all generations as they come; raises RouterError."""
+    queue: asyncio.Queue[tuple[int, TokenEvent | Exception]] = asyncio.Queue()
+    for index, generation in enumerate(generations):
+        generation.connect(_Sink(index, queue))
+    num_open = len(generations)
+    while num_open:
+        index, item = await queue.get()
+        if isinstance(item, Exception):
+            raise item
+        yield index, item
+        num_open -= item.finished is not None
+
+
+@contextmanager
+def _typed() -> Iterator[None]:
+    """Raise the router's errors as those of this package."""
+    try:
+        yield
+    except RouterError as error:
+        raise RequestError(error.status, error.error_type, str(error)) from error

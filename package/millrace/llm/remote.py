@@ -1,0 +1,73 @@
+"""A model at a URL."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from millrace.http.client import Client
+from millrace.llm.outputs import Piece, Prompt
+from millrace.llm.params import SamplingParams
+
+CHATS = "/v1/chat/completions"
+MAX_REQUESTS = 64
+
+
+class Remote:
+    """A `Backend` over OpenAI's API."""
+
+    max_requests = MAX_REQUESTS
+
+    def __init__(self, client: Client, model: str) -> None:
+        self._client = client
+        self._model = model
+
+    @classmethod
+    async def open(cls, url: str, api_key: str | None) -> Remote:
+        """Connect, and ask for the model's name. Raises ConnectionFailed or RequestError."""
+        client = Client(url, api_key)
+        await client.__aenter__()
+        try:
+            models = (await client.get("/v1/models")).get("data") or [{}]
+        except BaseException:
+            await client.close()
+            raise
+        return cls(client, str(models[0].get("id", "default")))
+
+    async def complete(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Piece, None]:
+        """See `Backend.complete`."""
+        text = prompt if isinstance(prompt, str) else list(prompt)
+        body = {"model": self._model, **params.body(), "prompt": text, "stream": True}
+        async with aclosing(self._client.stream("/v1/completions", body)) as events:
+            async for event in events:
+                for choice in event.get("choices") or ():
+                    yield _piece(choice)
+
+    async def chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Backend.chat`."""
+        answer: Mapping[str, Any] = await self._client.post(CHATS, {"model": self._model, **body})
+        return answer
+
+    async def chat_stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
+        """See `Backend.chat_stream`."""
+        asked = {"model": self._model, **body, "stream": True}
+        async with aclosing(self._client.stream(CHATS, asked)) as events:
+            async for event in events:
+                yield event
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await self._client.close()
+
+
+def _piece(choice: Mapping[str, Any]) -> Piece:
+    ids = choice.get("token_ids")
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    return Piece(
+        text=choice.get("text") or "",
+        index=choice.get("index", 0),
+        token_ids=None if ids is None else tuple(ids),
+        logprobs=None if logprobs is None else tuple(logprobs),
+        finish_reason=choice.get("finish_reason"),
+    )

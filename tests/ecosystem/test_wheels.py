@@ -1,0 +1,108 @@
+"""The wheels, built and installed in fresh environments, and the programs that they bring."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millrace_proto.version import VERSION
+from millrace_testing.project import ROOT
+
+pytestmark = pytest.mark.ecosystem
+PARTS = ("proto", "router", "shard", "launcher")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+CONSTRAINTS = str(ROOT / "constraints.txt")
+
+
+def run(*words: str, text: str = "") -> str:
+    """The stdout of a program that must succeed, without the sources of this checkout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        words, input=text, capture_output=True, text=True, env=environment, cwd="/", check=False
+    )
+    assert done.returncode == 0, f"{words}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def fresh(folder: Path, *requirements: str) -> Path:
+    """The programs of a new environment with these wheels and what they need."""
+    run(sys.executable, "-m", "venv", "--without-pip", str(folder))
+    install(folder, *requirements)
+    return folder / "bin"
+
+
+def install(folder: Path, *requirements: str) -> None:
+    """Install into an environment."""
+    run(*PIP, "--python", str(folder), "install", "--quiet", "-c", CONSTRAINTS, *requirements)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Paths of all wheels by distribution; that of the whole is built from its source distribution."""
+    folder = tmp_path_factory.mktemp("dist")
+    build = (sys.executable, "-m", "build", "--outdir", str(folder))
+    run(*build, str(ROOT))
+    for part in PARTS:
+        run(*build, "--wheel", str(ROOT / part))
+    assert [path.name for path in folder.glob("*.tar.gz")] == [f"millrace-{VERSION}.tar.gz"]
+    return {path.name.partition("-")[0]: str(path) for path in folder.glob("*.whl")}
+
+
+@pytest.fixture(scope="module")
+def whole(wheels: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment with the wheel of the whole."""
+    return fresh(tmp_path_factory.mktemp("whole"), wheels["millrace"])
+
+
+def test_there_is_a_wheel_of_the_whole_and_of_each_part(wheels: dict[str, str]) -> None:
+    assert set(wheels) == {"millrace", *(f"millrace_{part}" for part in PARTS)}
+    assert all(f"-{VERSION}-py3-none-any.whl" in path for path in wheels.values())
+
+
+def test_the_whole_chats_with_its_demo_model(whole: Path) -> None:
+    assert run(str(whole / "millrace"), "--version") == f"millrace {VERSION}\n"
+    facts = json.loads(run(str(whole / "millrace"), "env", "--json"))
+    assert "not installed" not in {facts["torch"], facts["aiohttp"], facts["grpcio"]}
+    answer = run(str(whole / "millrace"), "chat", "--temperature=0", text="What is a KV cache?\n")
+    assert "keys and values" in answer
+
+
+def test_the_whole_brings_every_program(whole: Path) -> None:
+    programs = {path.name for path in whole.glob("*") if path.name.startswith(("mill", "text-"))}
+    assert programs == {
+        *("millrace", "millrace-launcher", "millrace-router", "millrace-shard"),
+        *("millrace-simulate", "millrace-verify", "text-generation-benchmark"),
+        *("text-generation-launcher", "text-generation-router", "text-generation-server"),
+    }
+    for name in sorted(programs):
+        assert run(str(whole / name), "--help").startswith("usage:"), name
+
+
+def test_the_router_alone_needs_no_torch(
+    wheels: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("router")
+    programs = fresh(folder, wheels["millrace_proto"], wheels["millrace_router"])
+    assert run(str(programs / "millrace-router"), "--help").startswith("usage:")
+    assert run(str(programs / "millrace-simulate"), "--help").startswith("usage:")
+    names = {
+        each["name"]
+        for each in json.loads(run(*PIP, "--python", str(folder), "list", "--format=json"))
+    }
+    assert {"millrace-proto", "millrace-router", "aiohttp"} <= names
+    assert not names & {"torch", "transformers", "millrace"}
+
+
+def test_the_parts_together_have_all_that_they_need(
+    wheels: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("parts")
+    programs = fresh(folder, *(wheels[f"millrace_{part}"] for part in PARTS))
+    for name in ("millrace-launcher", "millrace-shard", "millrace-verify"):
+        assert run(str(programs / name), "--help").startswith("usage:"), name
+    run(*PIP, "--python", str(folder), "check")

@@ -1,0 +1,174 @@
+"""A batch against a server whose every word is known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from tests.package.programs import run, started
+
+from millrace.batch.lines import BadLine, BatchRequest, parse
+from millrace.batch.output import Output
+from millrace.batch.run import Counts, run_batch
+from millrace.http.client import Client
+from millrace_testing.router.sse import served_application
+
+
+class Server:
+    """Answers a chat with its last word; `fail` is refused, and `wait` answered when it may be."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.most_at_once = 0
+        self.busy = 0
+        self.may_go_on = asyncio.Event()
+        self._running = 0
+
+    def application(self) -> web.Application:
+        application = web.Application()
+        application.router.add_post("/v1/chat/completions", self._chat)
+        return application
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        text = (await request.json())["messages"][-1]["content"]
+        if self.busy:
+            self.busy -= 1
+            return web.json_response({"error": {"message": "busy"}}, status=429)
+        self.asked.append(text)
+        self._running += 1
+        self.most_at_once = max(self.most_at_once, self._running)
+        if text == "wait":
+            await self.may_go_on.wait()
+        await asyncio.sleep(0)
+        self._running -= 1
+        if text == "fail":
+            return web.json_response({"error": {"message": "no"}}, status=400)
+        return web.json_response({"choices": [{"message": {"content": f"re {text}"}}]})
+
+
+def line(custom_id: str, text: str, **more: Any) -> str:
+    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    value = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+    return json.dumps(value | more)
+
+
+def answers(path: Path) -> dict[str | None, Any]:
+    found = [json.loads(text) for text in path.read_text().splitlines()]
+    assert all(set(each) == {"id", "custom_id", "response", "error"} for each in found)
+    by_id = {each["custom_id"]: each for each in found}
+    assert len(by_id) == len(found)
+    return by_id
+
+
+async def test_every_line_gets_a_line(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_text("\n".join([line("a", "one"), "", "{", line("b", "fail"), line("c", "two")]))
+    server = Server()
+    async with served_application(server.application()) as url:
+        status, said, err = await run("run-batch", str(source), str(out), "--url", url)
+    assert (status, said) == (1, "")
+    assert err.startswith("2 answered, 2 failed, 0 answered before of 4 in")
+    found = answers(out)
+    response = found["a"]["response"]
+    assert (response["status_code"], found["a"]["error"]) == (200, None)
+    assert response["body"]["choices"][0]["message"]["content"] == "re one"
+    assert found["b"]["response"]["status_code"] == 400
+    assert found["b"]["response"]["body"] == {"error": {"message": "no"}}
+    assert found[None]["response"] is None
+    assert found[None]["error"]["message"].startswith("line 3: it is not JSON")
+
+
+async def test_a_run_goes_on_where_one_was_killed(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_text("\n".join([line("a", "one"), "bad", line("b", "wait"), line("c", "two")]))
+    server = Server()
+    async with served_application(server.application()) as url:
+        words = ("run-batch", str(source), str(out), "--url", url, "--concurrency", "1")
+        process = await started(*words)
+        while "wait" not in server.asked:
+            await asyncio.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        await process.communicate()
+        with out.open("ab") as file:
+            file.write(b'{"id": "batch_req_1", "custom_id": "c", "resp')
+        server.may_go_on.set()
+        server.asked.clear()
+        status, _, err = await run(*words)
+        assert server.asked == ["wait", "two"]
+        assert (status, err[:46]) == (0, "2 answered, 0 failed, 2 answered before of 4 i")
+        assert set(answers(out)) == {"a", "b", "c", None}
+        status, _, err = await run(*words)
+    assert (status, err[:46]) == (0, "0 answered, 0 failed, 4 answered before of 4 i")
+    assert server.asked == ["wait", "two"]
+
+
+async def test_the_concurrency_is_bounded_and_a_busy_server_is_asked_again(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_text("\n".join(line(str(number), f"t{number}") for number in range(40)))
+    server, counts = Server(), Counts()
+    server.busy = 3
+    async with served_application(server.application()) as url, Client(url) as client:
+        with Output(out) as output:
+            await run_batch(client, source, output, counts, concurrency=4, pause_seconds=0.0)
+    assert (counts.answered, counts.failed) == (40, 0)
+    assert 1 < server.most_at_once <= 4
+    assert sorted(server.asked) == sorted(f"t{number}" for number in range(40))
+
+
+async def test_a_server_that_is_gone_ends_the_run(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_text(line("a", "one"))
+    words = ("run-batch", str(source), str(out), "--url", "http://127.0.0.1:9")
+    status, _, err = await run(*words)
+    assert status == 1
+    assert "error: http://127.0.0.1:9" in err
+    assert out.read_text() == ""
+
+
+async def test_a_wrong_command_line_is_2(tmp_path: Path) -> None:
+    status, _, err = await run("run-batch", str(tmp_path / "none"), str(tmp_path / "out"))
+    assert (status, err.splitlines()[0]) == (
+        2,
+        f"error: {tmp_path / 'none'}: No such file or directory",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[]", "no object"),
+        ("{}", "custom_id"),
+        (line("a", "x", method="GET"), "method"),
+        (line("a", "x", url="/v1/other"), "url is none of"),
+        (line("a", "x", body=[]), "body is no object"),
+        (line("a", "x", body={"stream": True}), "no streams"),
+    ],
+)
+def test_bad_lines_say_why(text: str, reason: str) -> None:
+    found = parse(7, text.encode())
+    assert isinstance(found, BadLine)
+    assert reason in found.answer()["error"]["message"]
+    assert found.answer()["error"]["line"] == 7
+
+
+def test_a_good_line() -> None:
+    found = parse(1, line("a", "x").encode())
+    assert isinstance(found, BatchRequest)
+    assert (found.custom_id, found.url) == ("a", "/v1/chat/completions")
+
+
+async def test_the_second_line_of_a_custom_id_is_bad(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_text("\n".join([line("a", "one"), line("a", "two")]))
+    server = Server()
+    async with served_application(server.application()) as url:
+        for expected in (1, 0):
+            status, _, _ = await run("run-batch", str(source), str(out), "--url", url)
+            assert status == expected
+    assert server.asked == ["one"]
+    assert len(out.read_text().splitlines()) == 2

@@ -1,0 +1,153 @@
+"""A model of this process: the demo model, against `transformers` and against a killed shard."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from millrace import LLM, AsyncLLM, RequestError, SamplingParams, StartError
+from millrace.llm.local import Local
+from millrace_launcher.demo import demo_folder
+from millrace_proto.version import VERSION
+
+MESSAGES = [{"role": "user", "content": "What is a KV cache?"}]
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+PROMPTS = ["What is continuous", "The router", "A"]
+
+
+def shards() -> list[psutil.Process]:
+    """The shards of this process; what they start themselves ends with them."""
+    children = psutil.Process().children()
+    return [child for child in children if "millrace_shard" in " ".join(child.cmdline())]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(device="cpu", dtype="float32", max_concurrent_requests=8) as llm:
+        yield llm
+        assert shards()
+    assert shards() == []
+
+
+def taken(llm: LLM) -> int:
+    """Permits of running requests."""
+    backend = llm._llm._backend
+    assert isinstance(backend, Local)
+    return backend._services.infer.permits.taken
+
+
+def test_greedy_tokens_are_those_of_transformers(llm: LLM) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_folder())
+    model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32)
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")
+        with torch.inference_mode():
+            expected = model.generate(**ids, max_new_tokens=24, do_sample=False)[0]
+        new = tuple(expected[ids["input_ids"].shape[1] :].tolist())
+        assert output.outputs[0].token_ids == new
+        assert output.prompt == prompt
+        assert output.text == tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_more_prompts_than_requests_may_be_in_flight(llm: LLM) -> None:
+    params = SamplingParams(seed=3, n=2, max_tokens=4, temperature=1.0)
+    many = llm.generate(["A router"] * 20, params)
+    assert len(many) == 20
+    texts = {tuple(output.text for output in one.outputs) for one in many}
+    assert len(texts) == 1
+    assert len(texts.pop()) == 2
+    assert taken(llm) == 0
+
+
+def test_token_ids_are_a_prompt(llm: LLM) -> None:
+    ids = AutoTokenizer.from_pretrained(demo_folder())(PROMPTS[0])["input_ids"]
+    (from_ids,) = llm.generate([ids], GREEDY)
+    (from_text,) = llm.generate(PROMPTS[0], GREEDY)
+    assert from_ids.outputs == from_text.outputs
+
+
+def test_streams_are_whole_answers_in_pieces(llm: LLM) -> None:
+    (whole,) = llm.generate(PROMPTS[0], GREEDY)
+    pieces = list(llm.stream(PROMPTS[0], GREEDY))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == whole.outputs[0].finish_reason
+    chat = llm.chat(MESSAGES, GREEDY)
+    assert "".join(piece.text for piece in llm.chat_stream(MESSAGES, GREEDY)) == chat.text
+    assert chat.text.startswith("The KV cache keeps")
+    assert chat.usage["completion_tokens"] == 24
+    assert chat.finish_reason == "length"
+    assert chat.answer["system_fingerprint"].startswith(VERSION)
+
+
+def test_a_stop_string_is_cut(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, stop="attention")
+    answer = llm.chat(MESSAGES, params)
+    assert (answer.text, answer.finish_reason) == ("The KV cache keeps the ", "stop")
+
+
+def test_chats_and_fields_of_the_body(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    field = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    answers = llm.chats([MESSAGES, MESSAGES], SamplingParams(seed=1), response_format=field)
+    assert all(answer.text.lstrip().startswith("{") for answer in answers)
+
+
+def test_a_closed_stream_frees_its_request(llm: LLM) -> None:
+    stream = llm.stream("A", SamplingParams(max_tokens=100, ignore_eos=True))
+    assert len(list(islice(stream, 2))) == 2
+    assert taken(llm) == 1
+    stream.close()
+    assert taken(llm) == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "status", "reason"),
+    [
+        (SamplingParams(max_tokens=10**6), 422, "max_new_tokens"),
+        (SamplingParams(temperature=-1.0), 422, "temperature"),
+        (SamplingParams(extra={"frequency_penalty": 9.0}), 422, "frequency_penalty"),
+    ],
+)
+def test_a_refusal_is_typed(llm: LLM, params: SamplingParams, status: int, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason) as refused:
+        llm.generate("A", params)
+    assert (refused.value.status, refused.value.kind) == (status, "validation")
+    assert taken(llm) == 0
+
+
+def test_a_killed_shard_costs_no_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    (expected,) = llm.generate("A", params)
+    stream = llm.stream("A", params)
+    pieces = list(islice(stream, 3))
+    (shard,) = shards()
+    shard.send_signal(signal.SIGKILL)
+    pieces += stream
+    ids = tuple(each for piece in pieces for each in piece.token_ids or ())
+    assert ids == expected.outputs[0].token_ids
+
+
+async def test_the_asynchronous_form_on_a_loop_of_its_own() -> None:
+    before = shards()
+    async with AsyncLLM(device="cpu", adapter_cache=None) as llm:
+        chat, outputs = await asyncio.gather(llm.chat(MESSAGES, GREEDY), llm.generate("A", GREEDY))
+        assert chat.text.startswith("The KV cache keeps")
+        assert len(outputs) == 1
+        assert len(shards()) == len(before) + 1
+    assert shards() == before
+
+
+def test_a_model_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
+    before = psutil.Process().children()
+    with pytest.raises(StartError, match="there is no folder"):
+        LLM(str(tmp_path / "none"))
+    assert psutil.Process().children() == before
