@@ -72,21 +72,27 @@ def threads() -> Iterator[None]:
 EVERYWHERE = ("cpu-bf16", "cpu-fp32")
 FALLBACKS = ("cpu-bf16-without-tiles", "plain-bf16", "plain-fp32")
 """Other products and attention below the same modules."""
+CODES = ("cpu-bf16-int4", "cpu-bf16-int4-integer", "cpu-bf16-fp8")
+"""Weights of codes, with activations in bfloat16 or in int8."""
 CASES = [(name, kernels) for name in VARIATIONS for kernels in EVERYWHERE] + [
     (name, kernels)
     for name in ("llama-odd", "mistral-window", "gpt2-odd", "gemma2-caps", "qwen2_moe-odd")
     for kernels in FALLBACKS
 ]
+CASES += [(name, kernels) for name in ("mixtral", "gpt_oss") for kernels in CODES]
 
 
 def loader_of(kernels: str, folder: Path) -> Loader:
     """Loads with the kernels and in the dtype that `kernels` names."""
-    name, kind, *without_tiles = kernels.split("-", 2)
+    name, kind, *rest = kernels.split("-", 2)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
     made = make_kernels(name, deterministic=True, dtype=dtype)
-    return Loader(
-        CpuKernels(deterministic=True, tiles=False) if without_tiles else made, dtype, folder
-    )
+    if rest == ["without-tiles"]:
+        return Loader(CpuKernels(deterministic=True, tiles=False), dtype, folder)
+    quantize = rest[0].removesuffix("-integer") if rest else None
+    if quantize is not None and kernels.endswith("-integer"):
+        made = CpuKernels(deterministic=True, integer=True)
+    return Loader(made, dtype, folder, quantize)
 
 
 @dataclass
@@ -96,6 +102,7 @@ class Loader:
     kernels: Kernels
     dtype: torch.dtype
     folder: Path
+    quantize: str | None = None
 
     def __call__(self, model_type: str, **overrides: Any) -> CausalModel:
         save_tiny(self.folder, model_type, **overrides)
@@ -105,6 +112,7 @@ class Loader:
             kernels=self.kernels,
             group=ProcessGroup.single(),
             device=CPU,
+            quantize=self.quantize,
         )
 
     def driver(self, model: CausalModel) -> Driver:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,16 +34,20 @@ logger = logging.getLogger(__name__)
 
 
 def packed_codes(
-    parts: Sequence[QuantizedTensor], *, integer: bool, gated: bool = False
+    parts: Sequence[QuantizedTensor],
+    *,
+    integer: bool,
+    gated: bool = False,
+    warn: Callable[[str], object] = logger.warning,
 ) -> Tensor | None:
-    """The concatenation of `parts` [n, in], packed; None, with a warning, if it has to be dequantised.
+    """The concatenation of `parts` [n, in], packed; None if it has to be dequantised, and `warn` gets the reason.
 
     `integer` asks for products of integers, which values that are no integers do not get. With `gated`, panels hold
     gates and ups, as those of `pack_panels`.
     """
     common = in_common_form(parts)
     if common is None:
-        logger.warning("dequantized: the parts of a fused linear have no common form")
+        warn("dequantized: the parts of a fused linear have no common form")
         return None
     forms = [_for_integers(common)] if integer else []
     forms.append(with_groups_of_multiples(common, EXACT_STEP))
@@ -54,8 +58,14 @@ def packed_codes(
             return None
         return _pack(form, integer=is_integer, gated=gated)
     size = common[0].group_size
-    logger.warning("dequantized: groups of %d inputs; kernels have multiples of 16", size)
+    warn(f"dequantized: groups of {size} inputs; kernels have multiples of 16")
     return None
+
+
+def has_integer_products(weight: QuantizedTensor) -> bool:
+    """Whether products of integers are possible with this weight."""
+    common = in_common_form([weight])
+    return common is not None and _for_integers(common) is not None
 
 
 def _for_integers(parts: list[QuantizedTensor]) -> list[QuantizedTensor] | None:
@@ -85,7 +95,8 @@ def _pack(parts: list[QuantizedTensor], *, integer: bool, gated: bool) -> Tensor
     offsets = [part.offsets for part in parts if part.offsets is not None]
     order = torch.empty(0, dtype=torch.int64) if first.input_order is None else first.input_order
     packed: Tensor = torch.ops.millrace.pack_codes(
-        [part.codes for part in parts],
+        # Codes that were made of a transposed weight are transposed.
+        [part.codes if part.codes.stride(1) == 1 else part.codes.contiguous() for part in parts],
         first.values,
         [part.scales.contiguous() for part in parts],
         [each.contiguous() for each in offsets],

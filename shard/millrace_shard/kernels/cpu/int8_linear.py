@@ -16,6 +16,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import (
     AttentionBlock,
+    Experts,
     Kernels,
     Layer,
     Layers,
@@ -25,6 +26,7 @@ from millrace_shard.kernels.base import (
 )
 from millrace_shard.kernels.build import operators_loaded
 from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.experts.expert_weights import ExpertsWeights, ExpertWeights
 from millrace_shard.kernels.layer.blocks import ComposedBlocks
 from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.lora_site import LoraSite
@@ -102,6 +104,14 @@ class TiledInt8Kernels(Int8Kernels):
         """The second half of a layer, with its linears in int8."""
         gate_up, down = _in_int8(weights.gate_up), _in_int8(weights.down)
         return self._tiled.mlp(replace(weights, gate_up=gate_up, down=down))
+
+    def experts(self, weights: ExpertsWeights) -> Experts:
+        """The experts of a layer, with their linears in int8."""
+        quantized = (
+            ExpertWeights(gate_up=_in_int8(each.gate_up), down=_in_int8(each.down))
+            for each in weights.experts
+        )
+        return self._tiled.experts(replace(weights, experts=quantized))
 
     def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
         """One operator for all layers, where there is one."""

@@ -25,6 +25,7 @@ from millrace_shard.kernels.base import (
     Reduce,
 )
 from millrace_shard.kernels.cpu import cpu_linear, tile_blocks
+from millrace_shard.kernels.cpu.coded_experts import codes_agree, formats_of
 from millrace_shard.kernels.cpu.tile_blocks import (
     PanelLinear,
     TiledAttention,
@@ -105,9 +106,11 @@ class CpuKernels(ComposedBlocks):
         return super().mlp(weights)
 
     def experts(self, weights: ExpertsWeights) -> Experts:
-        """Pack the experts of a layer."""
+        """Pack the experts of a layer; codes stay codes."""
         if self.tiles and fits_experts(weights):
-            return TiledExperts(weights)
+            first, weights = weights.peeked()
+            if codes_agree(formats_of(first), integer=self.integer):
+                return TiledExperts(weights, integer=self.integer)
         return super().experts(weights)
 
     def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:

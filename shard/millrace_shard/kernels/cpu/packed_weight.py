@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,24 +16,31 @@ from millrace_shard.kernels.stored_weight import StoredWeight
 logger = logging.getLogger(__name__)
 
 
-def packed(weights: LinearWeights, *, integer: bool, gated: bool = False) -> tuple[Tensor, Tensor]:
+def packed(
+    weights: LinearWeights,
+    *,
+    integer: bool,
+    gated: bool = False,
+    warn: Callable[[str], object] = logger.warning,
+) -> tuple[Tensor, Tensor]:
     """Packed weight and bias: codes stay codes, and are multiplied as `packed_codes` says.
 
-    The weight is packed directly from the mapped file if it needs no conversion.
+    The weight is packed directly from the mapped file if it needs no conversion. `warn` gets the reason if codes have
+    to be dequantised.
     """
     stored = weights.weight
     codes = [part for part in stored.parts if isinstance(part, QuantizedTensor)]
     bias = or_empty(weights.bias)
     if len(codes) == len(stored.parts):
-        coded = packed_codes(codes, integer=integer, gated=gated)
+        coded = packed_codes(codes, integer=integer, gated=gated, warn=warn)
         if coded is not None:
             return coded, bias
     elif codes:
-        logger.warning("dequantized: some parts of a fused linear have no codes")
-    return torch.ops.millrace.pack_panels(unpacked_parts(stored), gated), bias
+        warn("dequantized: some parts of a fused linear have no codes")
+    return torch.ops.millrace.pack_panels(_unpacked_parts(stored), gated), bias
 
 
-def unpacked_parts(weight: StoredWeight) -> Sequence[Tensor]:
+def _unpacked_parts(weight: StoredWeight) -> Sequence[Tensor]:
     """The parts of a weight as panels are packed of them: as they lie in the file, if they need no conversion."""
     parts = weight.tensors
     if parts is not None and all(part.stride(1) == 1 for part in parts):

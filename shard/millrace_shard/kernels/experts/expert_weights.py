@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +54,12 @@ class ExpertsWeights:
     def num_experts(self) -> int:
         """The number of experts."""
         return len(self.router.weight)
+
+    def peeked(self) -> tuple[ExpertWeights, ExpertsWeights]:
+        """The first expert, and the weights with it as if it had not been asked for."""
+        experts = iter(self.experts)
+        first = next(experts)
+        return first, replace(self, experts=itertools.chain((first,), experts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

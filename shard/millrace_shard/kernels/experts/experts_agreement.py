@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from millrace_shard.kernels.experts.expert_weights import (
 from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
 from millrace_shard.kernels.layer.activation import Activation, ClampedSwiglu
 from millrace_shard.kernels.layer.layer_weights import LinearWeights
+from millrace_shard.kernels.quantized.code_format import CodeFormat
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 NUM_EXPERTS = 12
@@ -37,6 +39,8 @@ RULES = (
     ),
 )
 Random = Callable[..., Tensor]
+Formats = tuple[CodeFormat | None, CodeFormat | None]
+"""Of gates and ups, and of down; None: weights in the model's dtype."""
 
 
 def outputs(kernels: Kernels, random: Random, dtype: torch.dtype) -> list[Tensor]:
@@ -56,18 +60,24 @@ def experts_weights(
     hidden: int = HIDDEN,
     inter: int = INTER,
     num_experts: int = NUM_EXPERTS,
+    formats: Formats = (None, None),
 ) -> ExpertsWeights:
     """Random weights; experts that are chosen by the softmax of the chosen have biases and clamped gates."""
     is_clamped = rule.scoring is Scoring.SOFTMAX_OF_CHOSEN
     is_sigmoid = rule.scoring is Scoring.SIGMOID
 
-    def linear(outputs: int, inputs: int) -> LinearWeights:
+    def linear(outputs: int, inputs: int, of: CodeFormat | None, seed: int) -> LinearWeights:
         weight = StoredWeight.of(random(outputs, inputs) / inputs**0.5)
+        if of is not None:
+            codes = of.random(outputs, inputs, weight.device, seed)
+            weight = replace(weight, parts=(codes,))
         return LinearWeights(weight, random(outputs) / 4 if is_clamped else None)
 
     def each() -> Iterator[ExpertWeights]:
-        for _ in range(num_experts):
-            yield ExpertWeights(gate_up=linear(2 * inter, hidden), down=linear(hidden, inter))
+        for index in range(num_experts):
+            gate_up = linear(2 * inter, hidden, formats[0], 2 * index)
+            down = linear(hidden, inter, formats[1], 2 * index + 1)
+            yield ExpertWeights(gate_up=gate_up, down=down)
 
     router = RouterWeights(
         weight=random(num_experts, hidden).float() / hidden**0.5,

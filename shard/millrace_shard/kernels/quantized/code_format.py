@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +22,11 @@ class CodeFormat:
 
     @classmethod
     def of(cls, weight: QuantizedTensor) -> CodeFormat:
-        """The format of a weight."""
-        # A NaN equals itself by identity alone, and equal formats must be equal.
-        values = (math.nan if math.isnan(each) else each for each in weight.values.tolist())
+        """The format of a weight. Codes without a number stand for 0 here."""
+        is_whole = weight.group_size >= weight.shape[1]
         return cls(
-            values=tuple(values),
-            group_size=weight.group_size if weight.group_size < weight.shape[1] else None,
+            values=tuple(weight.values.nan_to_num(0.0).tolist()),
+            group_size=None if is_whole else weight.group_size,
             has_offsets=weight.offsets is not None,
             has_input_order=weight.input_order is not None,
         )

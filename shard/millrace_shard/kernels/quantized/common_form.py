@@ -72,7 +72,7 @@ def _group_size(part: QuantizedTensor) -> int:
 def _with_common_values(parts: Sequence[QuantizedTensor]) -> list[QuantizedTensor] | None:
     """The parts with one table, of 16 values if all have the same 16."""
     first = parts[0].values
-    if all(torch.equal(part.values, first) for part in parts):
+    if all(len(part.values) == len(first) and _are_equal(part.values, first) for part in parts):
         return list(parts)
     for table in (part.values for part in parts if len(part.values) == MOST_VALUES):
         if (found := _with_values(parts, table)) is not None:
@@ -87,12 +87,21 @@ def _with_values(parts: Sequence[QuantizedTensor], values: Tensor) -> list[Quant
     """The parts with the table `values`; None if it lacks one of theirs."""
     found = []
     for part in parts:
-        matches = part.values.unsqueeze(1) == values
+        matches = _matches(part.values.unsqueeze(1), values)
         if not bool(matches.any(1).all()):
             return None
         codes = matches.int().argmax(1).to(torch.uint8)
         found.append(replace(part, codes=codes[part.codes.int()], values=values))
     return found
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return bool(_matches(one, other).all())
+
+
+def _matches(one: Tensor, other: Tensor) -> Tensor:
+    """Which values are equal; codes without a number, as fp8 has, are equal to each other."""
+    return (one == other) | (one.isnan() & other.isnan())
 
 
 def _with_groups_of(part: QuantizedTensor, size: int) -> QuantizedTensor:

@@ -22,6 +22,7 @@ from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
 from millrace_shard.kernels.layer.activation import Activation
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_testing.engines.kernels import make_kernels
+from millrace_testing.quantized.defined_experts import defined_experts
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -55,32 +56,6 @@ def rows_of(count: int, shape: str, seed: int = 1) -> Tensor:
     return torch.randn(count, SHAPES[shape][0], generator=generator).to(BF16)
 
 
-def defined(weights: ExpertsWeights, x: Tensor) -> Tensor:
-    """In float64; the choice by the logits in float32, which float64 would not change but for ties."""
-    router, wide = weights.router, x.double()
-    logits = wide @ router.weight.double().T
-    if router.bias is not None:
-        logits += router.bias
-    chosen, shares = router.rule.choose(logits.float(), router.correction)
-    total = torch.zeros_like(wide)
-    for index, expert in enumerate(weights.experts):
-        gate_up = wide @ expert.gate_up.weight.copied().double().T
-        if expert.gate_up.bias is not None:
-            gate_up += expert.gate_up.bias
-        gate, up = gate_up.chunk(2, dim=1)
-        if isinstance(weights.activation, Activation):
-            gated = gate * gate.sigmoid() * up
-        else:
-            alpha, limit = weights.activation.alpha, weights.activation.limit
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            gated = (up + 1) * gate * (gate * alpha).sigmoid()
-        out = gated @ expert.down.weight.copied().double().T
-        if expert.down.bias is not None:
-            out += expert.down.bias
-        total += out * ((chosen == index) * shares).sum(1, keepdim=True)
-    return total
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.scoring.value)
 def test_experts_are_what_their_definition_says(
@@ -90,7 +65,7 @@ def test_experts_are_what_their_definition_says(
     assert isinstance(made, TiledExperts)
     for count in (1, 5, 200):
         x = rows_of(count, shape)
-        expected = defined(weights_of(rule, shape), x)
+        expected = defined_experts(weights_of(rule, shape), x)
         error = (made(x).double() - expected).abs() / (1 + expected.abs())
         assert error.max() < 0.015
 

@@ -53,31 +53,61 @@ inline int32_t sum_int8(const int8_t* values, int64_t count) {
   return static_cast<int32_t>(lanes[0] + lanes[1] + lanes[2] + lanes[3] - 128 * count);
 }
 
-// The rows of a product with panels of codes. Instances of a thread share one working memory.
-class CodedRows {
+// What the prepared rows of one or several weights take.
+struct RowSizes {
+  int64_t columns = 0, groups = 0;  // of the operand, in units of two bytes; of the sums
+
+  void add(const CodePanels& w) {
+    if (w.replaces_rows()) columns = std::max(columns, w.steps * tiles::kDepth);
+    if (w.needs_sums()) groups = std::max(groups, w.groups);
+  }
+  void add(const RowSizes& other) {
+    columns = std::max(columns, other.columns);
+    groups = std::max(groups, other.groups);
+  }
+  bool any() const { return columns > 0 || groups > 0; }
+};
+
+// Memory for prepared rows. Instances of a thread share it.
+class RowMemory {
  public:
   // Makes room for `rows` rows.
-  CodedRows(const CodePanels& w, int64_t rows) : w_(w) {
-    static thread_local Scratch tiles_scratch, sums_scratch, scales_scratch;
-    tiles_ = &tiles_scratch;
-    sums_ = &sums_scratch;
-    scales_ = &scales_scratch;
-    if (replaces_rows()) tiles_->reserve(tiles::Tiled::bytes(rows, width()));
-    if (has_sums()) sums_->reserve(rows * w.groups * static_cast<int64_t>(sizeof(float)));
-    if (w.is_integer()) scales_->reserve(rows * static_cast<int64_t>(sizeof(float)));
+  RowMemory(const RowSizes& sizes, int64_t rows) : sizes_(sizes) {
+    static thread_local Scratch operands, sums, scales;
+    operands_ = &operands;
+    sums_ = &sums;
+    scales_ = &scales;
+    if (sizes.columns > 0) {
+      operands.reserve(tiles::Tiled::bytes(rows, sizes.columns));
+      scales.reserve(rows * static_cast<int64_t>(sizeof(float)));
+    }
+    if (sizes.groups > 0) sums.reserve(rows * sizes.groups * static_cast<int64_t>(sizeof(float)));
   }
 
-  bool needs_work() const { return replaces_rows() || has_sums(); }
+  tiles::Tiled operands() const { return {operands_->data(), sizes_.columns}; }
+  float* sums(int64_t row) const { return reinterpret_cast<float*>(sums_->data()) + row * sizes_.groups; }
+  float* scale(int64_t row) const { return reinterpret_cast<float*>(scales_->data()) + row; }
+
+ private:
+  RowSizes sizes_;
+  Scratch *operands_, *sums_, *scales_;
+};
+
+// The rows of a product with panels of codes.
+class CodedRows {
+ public:
+  // Rows in `memory`, whose sizes fit the weight.
+  CodedRows(const CodePanels& w, const RowMemory& memory) : w_(w), memory_(memory) {}
+
+  bool needs_work() const { return w_.replaces_rows() || has_sums(); }
 
   // The operand of products: `x` itself, if rows are multiplied as they are.
-  tiles::Tiled operand(const tiles::Tiled& x) const {
-    return replaces_rows() ? tiles::Tiled(tiles_->data(), width()) : x;
-  }
+  tiles::Tiled operand(const tiles::Tiled& x) const { return w_.replaces_rows() ? memory_.operands() : x; }
   // [groups] of a row: float32 with exact products, else int32.
-  const float* sums(int64_t row) const { return reinterpret_cast<float*>(sums_->data()) + row * w_.groups; }
+  const float* sums(int64_t row) const { return memory_.sums(row); }
   const int32_t* integer_sums(int64_t row) const { return reinterpret_cast<const int32_t*>(sums(row)); }
-  bool has_sums() const { return w_.offset_size > 0 || (w_.is_integer() && w_.header->zero != 0); }
-  float scale(int64_t row) const { return reinterpret_cast<const float*>(scales_->data())[row]; }
+  bool has_sums() const { return w_.needs_sums(); }
+  float scale(int64_t row) const { return *memory_.scale(row); }
 
   // Prepares rows [begin, end) of `x`, whose columns past the inputs are 0.
   void prepare(const tiles::Tiled& x, int64_t begin, int64_t end) const {
@@ -95,10 +125,6 @@ class CodedRows {
   }
 
  private:
-  bool replaces_rows() const { return w_.is_integer() || w_.order != nullptr; }
-  // The columns of the operand, in units of two bytes.
-  int64_t width() const { return w_.steps * tiles::kDepth; }
-
   // Copies a row in the order of the codes.
   void read_row(BFloat16* line, const tiles::Tiled& x, int64_t row, int64_t padded) const {
     const int64_t in = w_.header->in, whole = round_up(in, tiles::kDepth);
@@ -113,12 +139,12 @@ class CodedRows {
 
   void finish(const BFloat16* line, int64_t row) const {
     if (w_.order != nullptr) {
-      const tiles::Tiled to = operand({nullptr, 0});
+      const tiles::Tiled to = memory_.operands();
       for (int64_t step = 0; step < w_.steps; step++)
         std::memcpy(to.at(row, step * tiles::kDepth), line + step * tiles::kDepth, tiles::kTileStride);
     }
     if (!has_sums()) return;
-    float* sums = const_cast<float*>(this->sums(row));
+    float* sums = memory_.sums(row);
     for (int64_t group = 0; group < w_.groups; group++) {
       Vec total(0.f);
       const auto [first, last] = columns(group);
@@ -131,13 +157,13 @@ class CodedRows {
     const float largest = largest_of(line, padded);
     const float inverse = largest > kSmallestRow ? kLargestInt8 / largest : 0.f;
     const bool is_finite = std::isfinite(largest);
-    reinterpret_cast<float*>(scales_->data())[row] =
+    *memory_.scale(row) =
         is_finite ? largest / kLargestInt8 : std::numeric_limits<float>::quiet_NaN();
-    const tiles::Tiled to = operand({nullptr, 0});
+    const tiles::Tiled to = memory_.operands();
     const auto place = [&](int64_t i) { return reinterpret_cast<int8_t*>(to.at(row, i / 2)); };
     for (int64_t i = 0; i < padded; i += 16) save_int8(place(i / 64 * 64) + i % 64, line + i, inverse);
     if (!has_sums()) return;
-    int32_t* sums = const_cast<int32_t*>(integer_sums(row));
+    int32_t* sums = reinterpret_cast<int32_t*>(memory_.sums(row));
     for (int64_t group = 0; group < w_.groups; group++) {
       const auto [first, last] = columns(group);
       int32_t total = 0;
@@ -153,7 +179,7 @@ class CodedRows {
   }
 
   CodePanels w_;
-  Scratch *tiles_, *sums_, *scales_;
+  RowMemory memory_;
 };
 
 }  // namespace millrace

@@ -106,6 +106,10 @@ struct CodePanels {
   bool is_integer() const { return header->is_integer != 0; }
   int64_t depth() const { return is_integer() ? 2 * tiles::kDepth : tiles::kDepth; }
   int64_t bits() const { return header->codes == Codes::kTable4 ? 4 : 8; }
+  // Whether rows are multiplied in another form or order than they have.
+  bool replaces_rows() const { return is_integer() || order != nullptr; }
+  // Whether products need the sums of a row over groups.
+  bool needs_sums() const { return offset_size > 0 || (is_integer() && header->zero != 0); }
   // Whether codes are operands as they are.
   bool is_direct() const { return is_integer() && header->codes == Codes::kInteger8 && !is_half; }
   int64_t grain() const { return std::max<int64_t>(1, kGrainOfWeights / panel_bytes); }

@@ -31,8 +31,7 @@ TORCH_LIBRARY(millrace, library) {
   library.def("tile_unit() -> str", millrace::tiles::name);
   library.def("use_amx(bool wanted) -> bool", millrace::tiles::use_amx);
   library.def("pack_panels(Tensor[] parts, bool gated) -> Tensor");
-  library.def("new_panels(int count, int outputs, int inputs) -> Tensor", millrace::new_panels);
-  library.def("pack_into(Tensor(a!) packed, Tensor[] parts, bool gated) -> ()");
+  library.def("expert_table(Tensor[] packed, int inputs, int outputs) -> Tensor");
   library.def(
       "experts(Tensor(a!) y, Tensor x, Tensor router, Tensor router_bias, Tensor correction, int[] rule, float scale, "
       "Tensor gate_up, Tensor gate_up_bias, Tensor down, Tensor down_bias, float alpha, float limit) -> ()");
@@ -73,7 +72,7 @@ TORCH_LIBRARY_IMPL(millrace, CPU, library) {
   library.impl("greedy", millrace::greedy);
   library.impl("forbid", millrace::forbid);
   library.impl("pack_panels", millrace::pack_panels);
-  library.impl("pack_into", millrace::pack_into);
+  library.impl("expert_table", millrace::expert_table);
   library.impl("experts", millrace::experts);
   library.impl("panel_linear", millrace::panel_linear);
   library.impl("mlp_block", millrace::mlp_block);

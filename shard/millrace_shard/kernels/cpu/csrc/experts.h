@@ -2,8 +2,8 @@
 // added in the order of its choice. A row's bits do not depend on the experts of other rows.
 #pragma once
 
+#include "expert_table.h"
 #include "norms.h"
-#include "panels.h"
 #include "router.h"
 
 namespace millrace {
@@ -23,27 +23,6 @@ struct GateFunction {
   }
 };
 
-// The weights of all experts: panels [experts, panels, steps, 2, 16, 16, 2], biases [experts, outputs] or null.
-struct StackedPanels {
-  const BFloat16 *weights, *bias;
-  int64_t panels, steps, outputs;
-
-  StackedPanels(const at::Tensor& packed, const at::Tensor& biases, int64_t experts, int64_t in, int64_t out)
-      : weights(packed.const_data_ptr<BFloat16>()),
-        bias(biases.numel() == 0 ? nullptr : biases.const_data_ptr<BFloat16>()),
-        panels(packed.size(1)),
-        steps(packed.size(2)),
-        outputs(out) {
-    TORCH_CHECK(packed.is_contiguous() && packed.dim() == 7 && packed.size(0) == experts);
-    TORCH_CHECK(steps == (in + tiles::kDepth - 1) / tiles::kDepth);
-    TORCH_CHECK(panels == (out + kPanelColumns - 1) / kPanelColumns);
-    TORCH_CHECK(biases.is_contiguous() && (biases.numel() == 0 || biases.numel() == experts * out));
-  }
-
-  Panels of(int64_t expert) const { return {weights + expert * panels * steps * kPanelTile, panels, steps}; }
-  const BFloat16* bias_of(int64_t expert) const { return bias == nullptr ? nullptr : bias + expert * outputs; }
-};
-
 // Up to kRowsAtOnce pairs of one expert, at rows from `first` on of the gathered rows.
 struct ExpertRows {
   int32_t expert;
@@ -52,13 +31,13 @@ struct ExpertRows {
 
 class ExpertsOfRows {
  public:
-  ExpertsOfRows(const at::Tensor& y, const at::Tensor& x, const Router& router, const StackedPanels& gate_up,
-                const StackedPanels& down, const GateFunction& activate)
+  ExpertsOfRows(const at::Tensor& y, const at::Tensor& x, const Router& router, const ExpertTable& gate_up,
+                const ExpertTable& down, int64_t inner, const GateFunction& activate)
       : y_(y.mutable_data_ptr<BFloat16>()),
         x_(x.const_data_ptr<BFloat16>()),
         rows_(x.size(0)),
         width_(router.width),
-        inner_(gate_up.outputs / 2),
+        inner_(inner),
         router_(router),
         first_(gate_up),
         second_(down),
@@ -80,6 +59,9 @@ class ExpertsOfRows {
     gathered_ = {tiled.reserve(gathered + gated), width_};
     gated_ = {reinterpret_cast<char*>(gathered_.data) + gathered, inner_};
     if (inner_ % tiles::kDepth != 0) std::memset(gated_.data, 0, gated);
+    RowSizes sizes = first_.sizes();
+    sizes.add(second_.sizes());
+    memory_.emplace(sizes, most);
     results_ = reinterpret_cast<float*>(floats.reserve(most * width_ * sizeof(float)));
     // Nothing may be allocated in the parallel region.
     parts.reserve(hit + pairs / kRowsAtOnce);
@@ -110,6 +92,7 @@ class ExpertsOfRows {
           }
         };
       });
+      prepare(team, count);
       multiply(team, second_, gated_,
                [&](int64_t expert) { return SaveSums<float>{results_, width_, second_.bias_of(expert)}; });
       team.share(count, 1, [&](int64_t from, int64_t to) { add(begin, from, to); });
@@ -146,36 +129,65 @@ class ExpertsOfRows {
       const BFloat16* row = x + pair / router_.top_k * width_;
       for (int64_t column = 0; column < width_; column += tiles::kDepth)
         std::memcpy(gathered_.at(places_[pair], column), row + column, tiles::kDepth * sizeof(BFloat16));
+      if (first_.sizes().any()) prepare(first_, gathered_, pair);
     }
+  }
+
+  // Prepares the row of a pair for codes.
+  void prepare(const ExpertTable& w, const tiles::Tiled& x, int64_t pair) const {
+    const ExpertWeight& weight = w.of(chosen_[pair]);
+    if (!weight.is_coded()) return;
+    const CodedRows rows(weight.coded, *memory_);
+    if (rows.needs_work()) rows.prepare(x, places_[pair], places_[pair] + 1);
+  }
+
+  void prepare(Team& team, int64_t count) const {
+    if (!second_.sizes().any()) return;
+    team.share(count * router_.top_k, 1, [&](int64_t pair, int64_t) { prepare(second_, gated_, pair); });
   }
 
   // Multiplies the rows of each expert with its panels; emit_of(expert) takes the sums.
   template <typename EmitOf>
-  void multiply(Team& team, const StackedPanels& w, const tiles::Tiled& x, const EmitOf& emit_of) const {
+  void multiply(Team& team, const ExpertTable& w, const tiles::Tiled& x, const EmitOf& emit_of) const {
     const bool in_parts = std::any_of(parts_->begin(), parts_->end(), [&](const ExpertRows& part) {
-      return PanelLoop<SaveSums<float>>::in_parts(w.of(0), part.count);
+      const ExpertWeight& weight = w.of(part.expert);
+      return weight.is_coded() ? part.count > 2 * tiles::kRows
+                               : PanelLoop<SaveSums<float>>::in_parts(weight.plain, part.count);
     });
-    const int64_t grain = in_parts ? kPanelsAtOnce : std::min(w.of(0).grain(), kPanelsAtOnce);
-    const int64_t groups = (w.panels + grain - 1) / grain;
+    const ExpertWeight& some = w.of(parts_->front().expert);
+    const int64_t grain = in_parts ? kPanelsAtOnce : std::min(some.grain(), kPanelsAtOnce);
+    const int64_t panels = some.count(), groups = (panels + grain - 1) / grain;
     team.share(static_cast<int64_t>(parts_->size()) * groups, 1, [&](int64_t unit, int64_t) {
       const ExpertRows& part = (*parts_)[unit / groups];
-      const int64_t begin = unit % groups * grain, end = std::min(w.panels, begin + grain);
-      if (end == w.panels && unit / groups + 1 < static_cast<int64_t>(parts_->size()))
+      const int64_t begin = unit % groups * grain, end = std::min(panels, begin + grain);
+      if (end == panels && unit / groups + 1 < static_cast<int64_t>(parts_->size()))
         prefetch(w.of((*parts_)[unit / groups + 1].expert));
-      const Panels panels = w.of(part.expert);
-      const auto emit = emit_of(part.expert);
-      PanelLoop<std::remove_const_t<decltype(emit)>> loop(panels, x, emit);
       tiles::configure(std::min(part.count, tiles::kRows));
-      loop.multiply(begin, end, part.first, part.count);
-      loop.finish();
+      multiply(w.of(part.expert), x, {begin, end}, part, emit_of(part.expert));
     });
   }
 
+  template <typename Emit>
+  void multiply(const ExpertWeight& w, const tiles::Tiled& x, Range panels, const ExpertRows& part,
+                const Emit& emit) const {
+    const auto run = [&](auto loop) {
+      loop.multiply(panels.low, panels.high, part.first, part.count);
+      loop.finish();
+    };
+    if (!w.is_coded()) return run(PanelLoop<Emit>(w.plain, x, emit));
+    const CodedRows rows(w.coded, *memory_);
+    const tiles::Tiled operand = rows.operand(x);
+    if (w.coded.is_integer()) {
+      run(CodeLoop<Format::kInt8, Emit>(w.coded, rows, operand, emit));
+    } else {
+      run(CodeLoop<Format::kBFloat16, Emit>(w.coded, rows, operand, emit));
+    }
+  }
+
   // The first lines of an expert that is next: the hardware follows the end of the last one instead.
-  static void prefetch(const Panels& panels) {
+  static void prefetch(const ExpertWeight& weight) {
     constexpr int64_t kBytes = 4096;
-    const char* first = reinterpret_cast<const char*>(panels.weights);
-    for (int64_t i = 0; i < std::min(kBytes, panels.bytes()); i += 64) _mm_prefetch(first + i, _MM_HINT_T1);
+    for (int64_t i = 0; i < std::min(kBytes, weight.bytes()); i += 64) _mm_prefetch(weight.data() + i, _MM_HINT_T1);
   }
 
   void add(int64_t begin, int64_t from, int64_t to) const {
@@ -195,8 +207,9 @@ class ExpertsOfRows {
   const BFloat16* x_;
   int64_t rows_, width_, inner_, at_once_ = 0;
   const Router& router_;
-  const StackedPanels &first_, &second_;
+  const ExpertTable &first_, &second_;
   GateFunction activate_;
+  std::optional<RowMemory> memory_;
   tiles::Tiled gathered_, gated_;
   int32_t *chosen_ = nullptr, *places_ = nullptr;
   float *shares_ = nullptr, *results_ = nullptr;
@@ -211,14 +224,14 @@ inline const float* floats_or_null(const at::Tensor& values, int64_t count) {
 
 // y [rows, hidden] = the sum of the chosen experts of x [rows, hidden] times their shares; both bfloat16. The router
 // has a weight [experts, hidden], a bias and a correction [experts] or empty, all float32; `rule` holds top_k, scoring,
-// renormalise, groups and top_groups. Experts are as in StackedPanels, with gated panels of gates and ups. A positive
-// `limit` stands for the gates of gpt-oss.
+// renormalise, groups and top_groups. Experts are in an ExpertTable each for gates and ups, in gated panels, and for
+// down; biases are [experts, outputs] or empty. A positive `limit` stands for the gates of gpt-oss.
 void experts(at::Tensor y, const at::Tensor& x, const at::Tensor& router, const at::Tensor& router_bias,
              const at::Tensor& correction, at::IntArrayRef rule, double scale, const at::Tensor& gate_up,
              const at::Tensor& gate_up_bias, const at::Tensor& down, const at::Tensor& down_bias, double alpha,
              double limit) {
   const int64_t rows = x.size(0), width = x.size(1), count = router.size(0);
-  const int64_t inner = gate_up.size(1) * tiles::kColumns;
+  const int64_t inner = ExpertTable::outputs_of(gate_up) / 2;
   TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && x.sizes() == y.sizes() && width % tiles::kDepth == 0);
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 && y.scalar_type() == at::kBFloat16);
   TORCH_CHECK(router.is_contiguous() && router.scalar_type() == at::kFloat && router.size(1) == width);
@@ -228,10 +241,10 @@ void experts(at::Tensor y, const at::Tensor& x, const at::Tensor& router, const 
   const Router choice{router.const_data_ptr<float>(), floats_or_null(router_bias, count),
                       floats_or_null(correction, count), count, width, rule[0], static_cast<Scoring>(rule[1]),
                       rule[2] != 0, rule[3], rule[4], static_cast<float>(scale)};
-  const StackedPanels first(gate_up, gate_up_bias, count, width, 2 * inner);
-  const StackedPanels second(down, down_bias, count, inner, width);
+  const ExpertTable first(gate_up, gate_up_bias, count, width, 2 * inner);
+  const ExpertTable second(down, down_bias, count, inner, width);
   if (rows == 0) return;
-  const ExpertsOfRows run(y, x, choice, first, second, {static_cast<float>(alpha), static_cast<float>(limit)});
+  const ExpertsOfRows run(y, x, choice, first, second, inner, {static_cast<float>(alpha), static_cast<float>(limit)});
   run_team(run);
 }
 

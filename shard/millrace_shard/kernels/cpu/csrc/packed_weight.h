@@ -20,7 +20,9 @@ struct PackedWeight {
     }
     TORCH_CHECK(given.is_contiguous() && (given.numel() == 0 || given.numel() == out));
     coded = CodePanels(packed, in, out);
-    coded_rows.emplace(coded, rows);
+    RowSizes sizes;
+    sizes.add(coded);
+    coded_rows.emplace(coded, RowMemory(sizes, rows));
   }
 
   // The steps of 32 inputs.

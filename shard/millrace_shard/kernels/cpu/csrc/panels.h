@@ -85,22 +85,14 @@ inline void pack_tile(BFloat16* to, const BFloat16* const* rows, int64_t count, 
     for (int64_t row = 0; row < tiles::kColumns; row++) transposed[pair * tiles::kColumns + row] = pairs[row][pair];
 }
 
-// Uninitialised panels for `count` weights [out, in] bfloat16: [count, panels, steps, 2, 16, 16, 2].
-inline at::Tensor new_panels(int64_t count, int64_t out, int64_t in) {
-  const int64_t panels = round_up(out, kPanelColumns) / kPanelColumns, steps = round_up(in, tiles::kDepth) / tiles::kDepth;
-  return WeightMemory::empty({count, panels, steps, 2, tiles::kColumns, tiles::kColumns, 2},
-                             at::TensorOptions().dtype(at::kBFloat16));
-}
-
-// Packs `parts` of a weight [out, in] bfloat16 into `packed`, an element of `new_panels`. Panel p holds outputs 32 p to
-// 32 p + 31. If `gated`, the first half of the outputs are gates and the second half ups, and a panel holds 16 of each,
-// so that one thread computes both.
-inline void pack_into(at::Tensor packed, at::TensorList parts, bool gated) {
+// Packs `parts` of a weight [out, in] bfloat16. Panel p holds outputs 32 p to 32 p + 31. If `gated`, the first half of the
+// outputs are gates and the second half ups, and a panel holds 16 of each, so that one thread computes both.
+inline at::Tensor pack_panels(at::TensorList parts, bool gated) {
   const WeightRows weight(parts);
   const int64_t out = weight.out(), in = weight.in();
   TORCH_CHECK(!gated || out % kPanelColumns == 0, "millrace: gates come in multiples of 16");
   const int64_t count = round_up(out, kPanelColumns) / kPanelColumns, steps = round_up(in, tiles::kDepth) / tiles::kDepth;
-  TORCH_CHECK(packed.is_contiguous() && packed.dim() == 6 && packed.size(0) == count && packed.size(1) == steps);
+  at::Tensor packed = WeightMemory::empty({count, steps, 2, tiles::kColumns, tiles::kColumns, 2}, parts[0].options());
   BFloat16* to = packed.mutable_data_ptr<BFloat16>();
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; panel++)
@@ -115,13 +107,6 @@ inline void pack_into(at::Tensor packed, at::TensorList parts, bool gated) {
                     std::min(tiles::kDepth, in - step * tiles::kDepth));
       }
   });
-}
-
-// The panels of one weight, packed by `pack_into`.
-inline at::Tensor pack_panels(at::TensorList parts, bool gated) {
-  const WeightRows weight(parts);
-  const at::Tensor packed = new_panels(1, weight.out(), weight.in())[0];
-  pack_into(packed, parts, gated);
   return packed;
 }
 

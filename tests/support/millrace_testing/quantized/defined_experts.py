@@ -1,0 +1,62 @@
+"""What experts compute by definition, in float64 over the exact values of their weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
+from millrace_shard.kernels.layer.activation import Activation
+from millrace_shard.kernels.layer.layer_weights import LinearWeights
+from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+
+
+def defined_experts(weights: ExpertsWeights, x: Tensor, *, integer: bool = False) -> Tensor:
+    """[T, hidden] float64. The choice is by the logits in float32, which float64 would not change but for ties.
+
+    The results of gates are rounded to bfloat16. With `integer`, rows are rounded to int8, with a scale for each,
+    before they are multiplied with codes.
+    """
+    router, wide = weights.router, x.double()
+    logits = wide @ router.weight.double().T
+    if router.bias is not None:
+        logits += router.bias
+    chosen, shares = router.rule.choose(logits.float(), router.correction)
+    total = torch.zeros_like(wide)
+    for index, expert in enumerate(weights.experts):
+        gate, up = _product(expert.gate_up, wide, integer=integer).chunk(2, dim=1)
+        if isinstance(weights.activation, Activation):
+            gated = gate * gate.sigmoid() * up
+        else:
+            alpha, limit = weights.activation.alpha, weights.activation.limit
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            gated = (up + 1) * gate * (gate * alpha).sigmoid()
+        gated = gated.to(torch.bfloat16).double()
+        out = _product(expert.down, gated, integer=integer)
+        total += out * ((chosen == index) * shares).sum(1, keepdim=True)
+    return total
+
+
+def _product(linear: LinearWeights, rows: Tensor, *, integer: bool) -> Tensor:
+    has_codes = isinstance(linear.weight.parts[0], QuantizedTensor)
+    parts = [_exact(part) for part in linear.weight.parts]
+    y = (_rounded(rows) if integer and has_codes else rows) @ torch.cat(parts).T
+    return y if linear.bias is None else y + linear.bias
+
+
+def _exact(part: Tensor | QuantizedTensor) -> Tensor:
+    """A part [n, in] in float64."""
+    if isinstance(part, Tensor):
+        return part.double()
+    group = torch.arange(part.shape[1]) // part.group_size
+    weight = part.values.double()[part.codes.int()] * part.scales.double()[:, group]
+    if part.offsets is not None:
+        weight += part.offsets.double()[:, group]
+    if part.input_order is None:
+        return weight
+    return torch.empty_like(weight).index_copy_(1, part.input_order, weight)
+
+
+def _rounded(rows: Tensor) -> Tensor:
+    scale = rows.abs().amax(1, keepdim=True) / 127
+    return (rows / scale).round() * scale
