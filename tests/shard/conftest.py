@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import os
 
 import pytest
 import torch
+
+from millrace_testing.engines.interpreter import replace_names_once
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    replace_names_once()
 
 
 @pytest.fixture(scope="module", autouse=True)

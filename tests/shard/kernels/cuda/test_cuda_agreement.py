@@ -26,10 +26,7 @@ SHAPE = LayerShape(
     experts=((40, 24, 2),),
     linears=((40, 600),),
     head=(50, 32),
-    formats=(
-        CodeFormat(values=tuple(range(-8, 8)), group_size=64, has_offsets=True),
-        CodeFormat(values=tuple(range(256)), group_size=None, has_input_order=True),
-    ),
+    formats=(CodeFormat(values=tuple(range(-8, 8)), group_size=64, has_offsets=True),),
 )
 
 
@@ -37,9 +34,9 @@ SHAPE = LayerShape(
 def _fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes minutes for the real numbers."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(served_agreement, "LONG_CONTEXT", 600)
-        monkeypatch.setattr(served_agreement, "LONG", ((70, 1, 9), (80, 500, 600)))
-        monkeypatch.setattr(served_agreement, "MANY", (served_agreement.MANY[0], (5,) * 130))
+        monkeypatch.setattr(served_agreement, "LONG_CONTEXT", 350)
+        monkeypatch.setattr(served_agreement, "LONG", ((70, 1, 9), (80, 300, 350)))
+        monkeypatch.setattr(served_agreement, "MANY", (served_agreement.MANY[0],) * 2)
         monkeypatch.setattr(served_agreement, "NUM_OTHERS", 4)
         monkeypatch.setattr(experts_agreement, "INTER", 24)
         monkeypatch.setattr(experts_agreement, "ROWS", (1, 20))
