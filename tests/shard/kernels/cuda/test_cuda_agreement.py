@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
+from millrace_shard.kernels import agreement
 from millrace_shard.kernels.agreement import TOLERANCE
 from millrace_shard.kernels.cuda import served_agreement
 from millrace_shard.kernels.cuda.operators import CudaKernels
@@ -38,6 +39,7 @@ def _fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(served_agreement, "LONG", ((70, 1, 9), (80, 300, 350)))
         monkeypatch.setattr(served_agreement, "MANY", (served_agreement.MANY[0],) * 2)
         monkeypatch.setattr(served_agreement, "NUM_OTHERS", 4)
+        monkeypatch.setattr(agreement, "INTER", 144)
         monkeypatch.setattr(experts_agreement, "INTER", 24)
         monkeypatch.setattr(experts_agreement, "ROWS", (1, 20))
 

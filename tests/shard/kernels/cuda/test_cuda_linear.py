@@ -95,7 +95,7 @@ def test_sums_are_taken_in_the_same_order_for_any_number_of_rows(dtype: torch.dt
     if DEVICE.type == "cuda":
         # Tensor cores have shorter steps than the interpreter.
         expected = linear(given).cpu()
-    for rows in (1, 16, 17, 64, 65, MANY_ROWS - 1, MANY_ROWS, len(x)):
+    for rows in (1, 16, 17, 65, MANY_ROWS - 1, len(x)):
         assert torch.equal(linear(given[-rows:]).cpu(), expected[-rows:])
 
 
