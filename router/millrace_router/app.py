@@ -29,6 +29,7 @@ from millrace_router.server.access_log import access_log, add_request_id
 from millrace_router.server.bodies import error_response, plain_response
 from millrace_router.server.idempotency import Runs
 from millrace_router.server.idempotent_route import RUNS, end_runs
+from millrace_router.server.ignored import prepare_app
 from millrace_router.server.keys import KEY_NAME, ApiKeys
 from millrace_router.server.services import SERVICES, Services
 
@@ -60,6 +61,7 @@ def create_app(services: Services) -> web.Application:
     app[RUNS] = Runs(config.resume_grace)
     app.on_cleanup.append(end_runs)
     app.on_response_prepare.append(add_request_id)
+    prepare_app(app)
     app.on_response_prepare.append(allow_origins(config.cors_allow_origin))
     tgi_routes.register(app)
     probes.register(app)

@@ -397,6 +397,15 @@ class RouterConfig(BaseSettings):
         default=False,
         description="Answer as TGI does even where OpenAI's contract or its own clients want otherwise.",
     )
+    generation_config: Literal["auto", "off"] = Field(
+        default="auto",
+        description="Whether the model's generation_config.json gives defaults for what requests to OpenAI's and"
+        " Anthropic's routes leave out: temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens.",
+    )
+    strict_fields: bool = Field(
+        default=False,
+        description="Refuse requests with unknown fields, which are otherwise named in a header of the answer.",
+    )
     disable_grammar_support: bool = Field(
         default=False, description="Refuse requests with a grammar, or with tools that need one."
     )

@@ -21,6 +21,7 @@ from millrace_router.journal.errors import JournalError
 from millrace_router.journal.journal import Journal
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal_start import journal_folder, open_journal
+from millrace_router.model_start import sampling_defaults, tool_format
 from millrace_router.prediction.cost import CostModel
 from millrace_router.reasoning.formats import reasoning_of_model
 from millrace_router.recovery.launcher_channel import LauncherChannel
@@ -39,10 +40,9 @@ from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.hub_cache import find_snapshot
 from millrace_router.text.model_files import ModelFiles, ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
-from millrace_router.tool_calls.call_format import CallFormat
-from millrace_router.tool_calls.formats import detected, format_of
 from millrace_router.trace_start import check_traces, open_traces
 from millrace_router.validation.grammar_admission import GrammarAdmission
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from millrace_router.validation.validator import Validator
 from millrace_router.warm_up import warm_up
 
@@ -88,6 +88,7 @@ class _Files:
 
     template: ChatTemplate
     tokenizer: Tokenizer
+    defaults: SamplingDefaults
     journal: JournalFolder | None
     requests: RequestFile | None
 
@@ -123,6 +124,7 @@ async def start(config: RouterConfig, keys: ApiKeys | None = None) -> Running:
         tokenizer=files.tokenizer,
         template=files.template,
         keys=keys,
+        defaults=files.defaults,
         request_file=files.requests,
         adapters=None if adapters is None else adapters.resolver,
     )
@@ -165,6 +167,7 @@ def _open_files(config: RouterConfig) -> _Files:
     return _Files(
         template=ChatTemplate.of(model),
         tokenizer=Tokenizer.load(config.model_folder, validation_workers=config.validation_workers),
+        defaults=sampling_defaults(config, model),
         journal=journal_folder(config),
         requests=_request_file(config),
     )
@@ -235,23 +238,23 @@ def services_of(  # noqa: PLR0913
     tokenizer: Tokenizer,
     template: ChatTemplate,
     keys: ApiKeys,
+    defaults: SamplingDefaults = NO_DEFAULTS,
     request_file: RequestFile | None = None,
     adapters: Resolver | None = None,
 ) -> Services:
     """The services of the HTTP routes."""
-    config = deployment.config
-    limits, health = deployment.limits(), Health(engine.status, engine.batcher)
+    config, health = deployment.config, Health(engine.status, engine.batcher)
     grammars = GrammarAdmission(group, engine.status, metrics)
-    validator = Validator(tokenizer, limits, metrics, grammars)
+    validator = Validator(tokenizer, deployment.limits(), metrics, grammars, defaults)
     return Services(
         config=config,
         shard=deployment.info,
         capacity=deployment.capacity,
-        limits=limits,
+        limits=validator.limits,
         max_batch_prefill_tokens=deployment.budgets().max_batch_prefill_tokens,
         tokenizer=tokenizer,
         template=template,
-        tool_format=_tool_format(config, template, tokenizer),
+        tool_format=tool_format(config, template, tokenizer),
         reasoning=reasoning_of_model(config, template.source, tokenizer),
         validator=validator,
         infer=Infer(
@@ -276,16 +279,6 @@ def services_of(  # noqa: PLR0913
         loading=engine.adapters,
         compute_type=config.compute_type,
     )
-
-
-def _tool_format(config: RouterConfig, template: ChatTemplate, tokenizer: Tokenizer) -> CallFormat:
-    asked = config.tool_call_parser
-    if asked == "auto" and template.lists_tools and detected(template.tool_source) is None:
-        log.warning(
-            "The chat template has tools, but no known form of calls: answers are searched for JSON."
-            " --tool-call-parser names the form",
-        )
-    return format_of(template.tool_source, asked, special_ids=tokenizer.special_ids)
 
 
 def _show(metrics: Metrics, capacity: Capacity) -> None:

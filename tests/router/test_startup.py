@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from millrace_router.checks import StartupError, check_arguments, check_capacity
 from millrace_router.config import RouterConfig
 from millrace_router.engine_factory import new_engine
+from millrace_router.model_start import sampling_defaults, tool_format
 from millrace_router.prediction.cost import CostModel
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.server.keys import ApiKeys
@@ -21,8 +22,10 @@ from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity
 from millrace_router.sizing import Deployment, prefill_tokens
-from millrace_router.startup import _tool_format, measure_steps, metrics_of, services_of, start
+from millrace_router.startup import measure_steps, metrics_of, services_of, start
 from millrace_router.text.chat_template import ChatTemplate
+from millrace_router.text.model_files import ModelFiles, ModelFilesError
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from millrace_router.warm_up import warm_up
 from millrace_testing.router.edge import FakeBatcher, services_over, word_tokenizer
 from millrace_testing.router.fake_router import tiny_tokenizer
@@ -151,7 +154,7 @@ def test_an_unknown_form_of_calls_is_a_warning_that_names_the_flag(
 ) -> None:
     template = ChatTemplate(source, special_tokens={})
     with capture_logs() as logs:
-        _tool_format(config_with(tool_call_parser=asked), template, word_tokenizer())
+        tool_format(config_with(tool_call_parser=asked), template, word_tokenizer())
     assert ["--tool-call-parser" in line["event"] for line in logs] == [True] * warns
 
 
@@ -204,3 +207,14 @@ async def test_shards_that_go_while_steps_are_measured_do_not_keep_the_port_clos
     assert "cannot measure steps" in logs[-1]["event"]
     await channel.close()
     tokenizer.close()
+
+
+def test_defaults_of_a_model_are_read_unless_a_flag_forbids() -> None:
+    model = ModelFiles(generation_config={"temperature": 0.5, "eos_token_id": 2})
+    assert sampling_defaults(config_with(), model) == SamplingDefaults(temperature=0.5)
+    for flags in ({"generation_config": "off"}, {"strict_tgi": True}):
+        assert sampling_defaults(config_with(**flags), model) == NO_DEFAULTS
+    wrong = ModelFiles(generation_config={"temperature": -1})
+    assert sampling_defaults(config_with(generation_config="off"), wrong) == NO_DEFAULTS
+    with pytest.raises(ModelFilesError, match=r"`temperature`.*--generation-config off"):
+        sampling_defaults(config_with(), wrong)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -56,7 +57,20 @@ Switch = Annotated[bool, NullIs(bool)]
 """A boolean; null is false."""
 
 
+class Place(StrEnum):
+    """The objects that have fields of their own in the table of request fields, by their routes."""
+
+    GENERATE = "/generate"
+    PARAMETERS = "/generate: parameters"
+    CHAT = "/v1/chat/completions"
+    COMPLETION = "/v1/completions"
+    RESPONSE = "/v1/responses"
+    MESSAGE = "/v1/messages"
+    STRUCTURED_OUTPUTS = "structured_outputs"
+
+
 class RequestModel(BaseModel):
-    """A strict, frozen model that ignores unknown fields."""
+    """A strict, frozen model; `request_fields` looks for fields that it does not have."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+    place: ClassVar[Place | None] = None

@@ -64,7 +64,13 @@ class Redaction:
         blank.CopyFrom(message)
         for sequence in _admitted(blank):
             _fill_with_zeros(sequence.input_ids)
-            _fill_with_zeros(sequence.parameters.bias_ids)
+            parameters = sequence.parameters
+            _fill_with_zeros(parameters.bias_ids)
+            _fill_with_zeros(parameters.allowed_ids)
+            _fill_with_zeros(parameters.bad_word_ids)
+            _fill_with_zeros(parameters.stop_ids)
+            if parameters.HasField("dry"):
+                _fill_with_zeros(parameters.dry.breaker_ids)
             if sequence.HasField("grammar"):
                 sequence.grammar.ClearField("source")
         return blank.SerializeToString()

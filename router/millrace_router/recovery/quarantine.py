@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 
-from millrace_router.request.request import SchedulingParameters, ValidRequest
+from millrace_router.request.request import NO_RULES, SchedulingParameters, ValidRequest
 
 REFUSED_SECONDS = 600.0
 """How long equal requests are refused. Clients retry much sooner; after this time restarted shards may succeed."""
@@ -73,11 +73,13 @@ def _describe(request: ValidRequest, *, num_generated: int, reason: str) -> dict
         "parameters": {
             **asdict(request.sampling),
             "bias": len(request.sampling.bias),
+            "rules": request.sampling.rules != NO_RULES,
             "adapter_sha256": None if request.adapter is None else request.adapter.digest,
             "grammar": None if request.grammar is None else request.grammar.kind,
             "max_new_tokens": request.max_new_tokens,
             "min_new_tokens": request.min_new_tokens,
             "stop_sequences": len(request.stop_sequences),
+            "stop_token_ids": len(request.stop_token_ids),
             "ignore_eos": request.ignore_eos,
             "top_n_tokens": request.top_n_tokens,
             "prefill_logprobs": request.prefill_logprobs,

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 
-def root_key(adapter: str | None = None) -> bytes:
-    """Return the parent of a first block; it depends on the adapter's digest, because the KV does."""
-    return sha256(b"root" if adapter is None else b"root " + adapter.encode()).digest()
+def root_key(adapter: str | None = None, salt: Sequence[str] = ()) -> bytes:
+    """Return the parent of a first block; it depends on the adapter's digest, because the KV does, and on the salt."""
+    root = sha256(b"root" if adapter is None else b"root " + adapter.encode()).digest()
+    for part in salt:
+        root = sha256(b"salt" + root + part.encode(errors="surrogatepass")).digest()
+    return root
 
 
 def child_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -23,10 +26,12 @@ def child_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class BlockHashes:
     """The keys of the full blocks of one growing sequence, each computed once."""
 
-    def __init__(self, block_size: int, adapter: str | None = None) -> None:
-        """`adapter` is the digest of the adapter that computes the KV."""
+    def __init__(
+        self, block_size: int, adapter: str | None = None, salt: Sequence[str] = ()
+    ) -> None:
+        """`adapter` is the digest of the adapter that computes the KV; blocks are shared only with the same `salt`."""
         self._block_size = block_size
-        self._last = root_key(adapter)
+        self._last = root_key(adapter, salt)
         self._keys: list[bytes] = []
 
     def first(self, count: int, prompt: Sequence[int], generated: Sequence[int]) -> Sequence[bytes]:

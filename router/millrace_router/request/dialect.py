@@ -45,6 +45,8 @@ class Dialect:
     """OpenAI's routes and Vertex AI's count a request once more in the metrics."""
     hides_platform_errors: bool = False
     """KServe and Vertex AI answer every failure with one text."""
+    ignores_foreign_fields: bool = False
+    """Fields of other servers that would change the answer are ignored, instead of a refusal."""
     limits_vertex_parameters: bool = False
     """Vertex AI's texts take the parameters `max_new_tokens` and `seed` alone."""
 

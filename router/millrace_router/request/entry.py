@@ -56,12 +56,14 @@ class Entry(SchedulableRequest):
         self.generated_ids: list[int] = []
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset() if request.ignore_eos else eos_token_ids
+        self._stop_token_ids = frozenset(request.stop_token_ids)
         self._text = IncrementalDetokenizer(tokenizer, request.input_ids)
         self._stop = StopMatcher(request.stop_sequences) if request.stop_sequences else None
         self._prompt_logprobs = array("f")
         self._prompt_candidates = array("I"), array("f")
         adapter = request.adapter
-        self._block_keys = BlockHashes(block_size, None if adapter is None else adapter.digest)
+        digest = None if adapter is None else adapter.digest
+        self._block_keys = BlockHashes(block_size, digest, request.cache_salt)
 
     @property
     def closed(self) -> bool:
@@ -113,7 +115,9 @@ class Entry(SchedulableRequest):
         return finished is not None
 
     def _finish_reason(self, token_id: int, text: str) -> FinishReason | None:
-        """Find the reason in TGI's order: length, end of sequence, stop sequence."""
+        """Find the reason in TGI's order: length, end of sequence, stop sequence; a stop token precedes them all."""
+        if token_id in self._stop_token_ids:
+            return FinishReason.STOP_SEQUENCE
         matched = self._stop is not None and self._stop.push(text) is not None
         if self.num_generated >= self.request.max_new_tokens:
             return FinishReason.LENGTH

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.grammar import RawGrammar
@@ -18,12 +18,26 @@ class FieldNames:
     max_new_tokens: str = "max_new_tokens"
     stop: str = "stop"
     top_n_tokens: str = "top_n_tokens"
+    truncate: str = "truncate"
     least_tokens: str = "min_new_tokens"
     most_tokens: str = "max_new_tokens"
     """Name beside `least_tokens`: OpenAI's own where TGI has a rule of its own about `max_new_tokens`."""
 
 
 TGI_NAMES = FieldNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRequest:
+    """The DRY penalty as a client asks for it; the defaults are llama.cpp's."""
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    window: int = 0
+    """How many of the last tokens are searched; 0 for all."""
+    breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    """Texts; no passage contains a token that has one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +49,15 @@ class GenerationRequest:
     adds_special_tokens: bool = True
     """Whether the tokenizer puts its special tokens around a text."""
     truncate: int | None = None
+    """How many of the prompt's last tokens are kept; -1, which TGI lacks: as many as fit."""
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end the answer."""
+    cache_salt: tuple[str, ...] = ()
+    """Prefixes of prompts are shared only among requests with the same one."""
     best_of: int | None = None
     do_sample: bool = False
     seed: int | None = None
@@ -56,6 +75,14 @@ class GenerationRequest:
     """OpenAI's, over the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its score), each id once."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; empty: all."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that the generated text may not have, as their tokens."""
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float = 0.1
+    dry: DryRequest | None = None
     watermark: bool = False
     grammar: RawGrammar | Grammar | None = None
     adapter: AdapterReference | None = None
@@ -69,6 +96,8 @@ class GenerationRequest:
     """Candidates beside each of the prompt's tokens."""
     scheduling: SchedulingParameters = DEFAULT_SCHEDULING
     names: FieldNames = TGI_NAMES
+    left_out: frozenset[str] = field(default=frozenset(), compare=False)
+    """Parameters for which the model's own defaults stand: those of `SamplingDefaults` that the client left out."""
 
     @property
     def text(self) -> str:

@@ -33,6 +33,34 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dry:
+    """The DRY penalty: a token that would extend a repeated passage becomes less likely."""
+
+    multiplier: float
+    base: float
+    allowed_length: int
+    """Shorter passages are free."""
+    window: int
+    """How many of the last tokens are searched; 0 for all."""
+    breakers: tuple[int, ...] = ()
+    """Tokens that no passage contains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRules:
+    """Rules that few sequences have; the defaults are no rules."""
+
+    allowed_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Passages that the generated tokens may not have."""
+    dry: Dry | None = None
+
+
+NO_RULES = SequenceRules()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParameters:
     """Parameters of the choice of the next token; the defaults are the neutral values of the wire."""
 
@@ -50,9 +78,13 @@ class SamplingParameters:
     openai_frequency_penalty: float = 0.0
     """OpenAI's `frequency_penalty`, over generated tokens."""
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.0
     watermark: bool = False
     bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its score), each id once."""
+    rules: SequenceRules = NO_RULES
 
     @property
     def samples(self) -> bool:
@@ -64,6 +96,8 @@ class SamplingParameters:
             or self.top_p < 1.0
             or self.typical_p < 1.0
             or self.min_p > 0.0
+            or self.top_n_sigma > 0.0
+            or self.xtc_probability > 0.0
         )
 
 
@@ -89,6 +123,10 @@ class ValidRequest:
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
     stop_sequences: tuple[str, ...] = ()
     ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end the answer, also with `ignore_eos`."""
+    cache_salt: tuple[str, ...] = ()
+    """Part of the keys of its KV blocks."""
     min_new_tokens: int = 0
     top_n_tokens: int = 0
     prefill_logprobs: bool = False

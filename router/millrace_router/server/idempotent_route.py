@@ -18,6 +18,7 @@ from millrace_router.server.idempotency import (
     scope_of,
     unknown_event,
 )
+from millrace_router.server.ignored import ignored_header
 from millrace_router.server.recording import Recording, ResumedStream
 from millrace_router.server.request_start import counting_refusals
 from millrace_router.server.services import SERVICES
@@ -70,7 +71,8 @@ async def _work(handler: Handler, request: web.Request, run: Run) -> Answer | No
     if not isinstance(response, web.Response):
         return None
     assert isinstance(response.body, bytes)
-    return Answer(response.status, dict(response.headers), response.body)
+    headers = {**response.headers, **ignored_header(request)}
+    return Answer(response.status, headers, response.body)
 
 
 async def _read(request: web.Request, run: Run, num_known: int) -> web.StreamResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -14,6 +15,7 @@ from millrace_router.errors import IncompleteGeneration, IncompleteGenerationStr
 from millrace_router.server.bodies import error_body
 from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.idempotency import Run
+from millrace_router.server.ignored import ignored_header
 from millrace_router.server.recording import Recording, SseOptions
 from millrace_router.server.stream_writer import FrameSink, StreamWriter
 
@@ -59,6 +61,7 @@ async def respond(
         writer = StreamWriter(partial(cut_off, request))
         _connect(streams, writer)
         return await send(request, writer, options)
+    options = replace(options, headers={**options.headers, **ignored_header(request)})
     on_error = options.on_error
     recording = Recording(options, lambda error: on_error(_stream_error(error)))
     run.record(recording)

@@ -16,6 +16,7 @@ from millrace_router.request.events import PromptChunk
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.shards.parameters import parameters_to_pb
 
 GRAMMAR_KINDS = {
     GrammarKind.JSON_SCHEMA: pb.Grammar.KIND_JSON_SCHEMA,
@@ -196,29 +197,13 @@ def plan_to_pb(plan: StepPlan, *, epoch: int, number: int) -> pb.StepRequest:
 def _sequence_to_pb(row: Row) -> pb.Sequence:
     entry = entry_of(row.entry)
     request = entry.request
-    sampling = request.sampling
     return pb.Sequence(
         slot=row.slot,
         request_id=entry.request_id,
         input_ids=(*request.input_ids, *entry.generated_ids),
         generated_tokens=len(entry.generated_ids),
         cached_tokens=row.num_cached,
-        parameters=pb.NextTokenChooserParameters(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            typical_p=sampling.typical_p,
-            do_sample=sampling.samples,
-            seed=sampling.seed,
-            repetition_penalty=sampling.repetition_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            openai_frequency_penalty=sampling.openai_frequency_penalty,
-            min_p=sampling.min_p,
-            watermark=sampling.watermark,
-            bias_ids=[id_ for id_, _ in sampling.bias],
-            bias_values=[value for _, value in sampling.bias],
-        ),
+        parameters=parameters_to_pb(request),
         top_n_tokens=request.top_n_tokens,
         prefill_logprobs=entry.wants_prompt_logprobs,
         prefill_top_n_tokens=request.prompt_top_n_tokens if entry.wants_prompt_logprobs else 0,

@@ -23,6 +23,9 @@ Result = TypeVar("Result")
 SPANS_AT_ONCE = 1024
 """Spans that are written as JSON before another thread may run."""
 
+MAX_PARTS = 64
+"""Results of `Tokenizer.ids_with` that are kept."""
+
 
 class TokenizerError(Exception):
     """The text cannot be tokenized, or the folder has no usable tokenizer."""
@@ -59,6 +62,7 @@ class Tokenizer:
         self._byte_decoder = ByteDecoder.of(rust)
         self.longest_token = longest_token(rust)
         """The largest number of bytes of text in one token, if it is bounded."""
+        self._ids_with: dict[tuple[str, ...], tuple[int, ...]] = {}
         self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -119,12 +123,14 @@ class Tokenizer:
 
         return await asyncio.get_running_loop().run_in_executor(self._workers, render)
 
-    def encode_with_starts(self, text: str) -> list[tuple[int, int]]:
-        """Token ids of `text` with special tokens, each with its first character's position; raises TokenizerError.
+    def encode_with_starts(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> list[tuple[int, int]]:
+        """Token ids of `text`, each with its first character's position; raises TokenizerError.
 
         An added special token has the position of the token before it.
         """
-        encoding = _first_of(self._rust.encode_batch, text, special=True)
+        encoding = _first_of(self._rust.encode_batch, text, special=add_special_tokens)
         starts = accumulate((start for start, _ in encoding.offsets), max)
         return list(zip(encoding.ids, starts, strict=True))
 
@@ -153,6 +159,17 @@ class Tokenizer:
             twice = self.decode([token_id, token_id], skip_special_tokens=False)
             text = self._texts[token_id] = twice[len(alone) :]
         return text
+
+    def ids_with(self, parts: tuple[str, ...], vocab_size: int) -> tuple[int, ...]:
+        """Return the tokens below `vocab_size` whose text has one of `parts`; takes seconds with new parts."""
+        found = self._ids_with.get(parts)
+        if found is None:
+            ids = range(min(vocab_size, self.vocab_size))
+            found = tuple(id_ for id_ in ids if any(part in self.token_text(id_) for part in parts))
+            if len(self._ids_with) >= MAX_PARTS:
+                self._ids_with.clear()
+            self._ids_with[parts] = found
+        return found
 
     def token_name(self, token_id: int) -> str:
         r"""`token_text`, or `bytes:\xe2\x80` for a token with incomplete characters, as OpenAI writes it."""

@@ -10,6 +10,8 @@ from millrace_router.request.seeds import random_seed
 
 MAX_STOP_CHARS = 4096
 """Longer stop sequences are refused: the search for them would cost more than the token."""
+FITTING = -1
+"""The value of `truncate` that keeps as many tokens as fit."""
 TGI_LEG = 1024
 """TGI generates at most this many tokens at a time, and counts no more against the context."""
 
@@ -64,6 +66,19 @@ def check_sampling(request: GenerationRequest) -> None:
         raise ValidationError("`top_k` must be strictly positive")
     if min_p is not None and not 0 <= min_p <= 1:
         raise ValidationError("`min_p` must be >= 0.0 and <= 1.0")
+    check_xtc(request)
+
+
+def check_xtc(request: GenerationRequest) -> None:
+    """Check the ranges of XTC and top-n-sigma; raises ValidationError."""
+    if request.top_n_sigma is not None and request.top_n_sigma < 0:
+        raise ValidationError("`top_n_sigma` must be >= 0.0")
+    for name, value in (
+        ("xtc_probability", request.xtc_probability or 0.0),
+        ("xtc_threshold", request.xtc_threshold),
+    ):
+        if not 0 <= value <= 1:
+            raise ValidationError(f"`{name}` must be >= 0.0 and <= 1.0")
 
 
 def check_extent(request: GenerationRequest, limits: Limits) -> None:
@@ -100,6 +115,16 @@ def check_bias(request: GenerationRequest, limits: Limits) -> None:
         )
 
 
+def check_stop_tokens(request: GenerationRequest, limits: Limits) -> None:
+    """Check that the model has the tokens that end the answer; raises ValidationError."""
+    highest = max(request.stop_token_ids, default=0)
+    if highest >= limits.vocab_size:
+        raise ValidationError(
+            f"`stop_token_ids` contains token id {highest}, "
+            f"but the model knows only {limits.vocab_size}"
+        )
+
+
 def check_text(request: GenerationRequest, limits: Limits, longest_token: int | None) -> None:
     """Check a prompt that is a text before it is tokenized, and refuse it if it is too long in any case.
 
@@ -113,13 +138,9 @@ def check_text(request: GenerationRequest, limits: Limits, longest_token: int | 
     name = request.names.prompt
     if not request.prompt:
         raise ValidationError(f"`{name}` cannot be empty")
-    truncate, max_input_tokens = request.truncate, limits.max_input_tokens
-    if truncate is not None and not 0 < truncate <= max_input_tokens:
-        raise ValidationError(
-            f"`truncate` must be strictly positive and less than {max_input_tokens}. "
-            f"Given: {truncate}"
-        )
-    if longest_token is None or truncate is not None:
+    check_truncate(request, limits)
+    max_input_tokens = limits.max_input_tokens
+    if longest_token is None or request.truncate is not None:
         return
     num_bytes = len(request.text.encode(errors="surrogatepass"))
     least = -(-num_bytes // longest_token)
@@ -131,10 +152,35 @@ def check_text(request: GenerationRequest, limits: Limits, longest_token: int | 
         )
 
 
-def new_tokens(request: GenerationRequest, input_length: int, limits: Limits) -> int:
-    """Return how many tokens may follow a prompt of `input_length` tokens; raises SizeError."""
+def check_truncate(request: GenerationRequest, limits: Limits) -> None:
+    """Check `truncate`; raises ValidationError."""
+    truncate, most = request.truncate, limits.max_input_tokens
+    if truncate is not None and truncate != FITTING and not 0 < truncate <= most:
+        raise ValidationError(
+            f"`{request.names.truncate}` must be strictly positive and less than {most}. "
+            f"Given: {truncate}"
+        )
+
+
+def num_kept(request: GenerationRequest, limits: Limits) -> int:
+    """Return how many of the prompt's last tokens `truncate`, which is set and checked, keeps."""
+    if request.truncate != FITTING:
+        return request.truncate or limits.max_input_tokens
+    room = limits.max_total_tokens - (request.max_new_tokens or 1)
+    return max(1, min(limits.max_input_tokens, room))
+
+
+def new_tokens(
+    request: GenerationRequest, input_length: int, limits: Limits, default: int | None = None
+) -> int:
+    """Return how many tokens may follow a prompt of `input_length` tokens; raises SizeError.
+
+    A request that leaves it open gets as many as fit, and no more than `default`.
+    """
     room = max(limits.max_total_tokens - input_length, 0)
-    asked = room if request.max_new_tokens is None else request.max_new_tokens
+    asked = request.max_new_tokens
+    if asked is None:
+        asked = room if default is None else min(room, default)
     if not limits.dialect.clamps_new_tokens:
         _check_length(request, input_length, asked, limits)
         return asked
@@ -198,6 +244,9 @@ def sampling_from(request: GenerationRequest) -> SamplingParameters:
         presence_penalty=request.presence_penalty,
         openai_frequency_penalty=request.openai_frequency_penalty,
         min_p=_default(request.min_p, 0.0),
+        top_n_sigma=_default(request.top_n_sigma, 0.0),
+        xtc_probability=_default(request.xtc_probability, 0.0),
+        xtc_threshold=request.xtc_threshold if request.xtc_probability else 0.0,
         watermark=request.watermark,
         bias=request.logit_bias,
     )

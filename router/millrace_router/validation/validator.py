@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from millrace_router.errors import ValidationError
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import Grammar, ValidRequest
+from millrace_router.request.request import NO_RULES, Grammar, SequenceRules, ValidRequest
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.validation import rules
 from millrace_router.validation.grammar_admission import GrammarAdmission
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from millrace_router.validation.sequence_rules import has_rules, rules_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +30,16 @@ class Validator:
     """Checks requests and tokenizes them off the event loop."""
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, grammars: GrammarAdmission
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        metrics: Metrics,
+        grammars: GrammarAdmission,
+        defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
+        """`defaults` are the model's own, for requests that have left something out."""
         self.limits = limits
+        self.defaults = defaults
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._grammars = grammars
@@ -39,6 +49,7 @@ class Validator:
 
         The shards compile its grammar first, unless they have it. Raises RouterError.
         """
+        request = self.defaults.fill(request)
         input_ids, max_new_tokens = await self._measure(request)
         self._metrics.request_input_length.observe(len(input_ids))
         validated = await self._trusted(request, input_ids, max_new_tokens)
@@ -56,6 +67,7 @@ class Validator:
             ValidationError: the request breaks a rule; the message is that of the first one.
 
         """
+        request = self.defaults.fill(request)
         return await self._trusted(request, *await self._measure(request))
 
     async def _measure(self, request: GenerationRequest) -> tuple[tuple[int, ...], int]:
@@ -64,14 +76,18 @@ class Validator:
         rules.check_sampling(request)
         rules.check_extent(request, limits)
         rules.check_bias(request, limits)
+        rules.check_stop_tokens(request, limits)
         if isinstance(request.prompt, str):
             rules.check_text(request, limits, self._tokenizer.longest_token)
             input_ids = await self._encode(request)
         else:
+            rules.check_truncate(request, limits)
             input_ids = request.prompt
         if request.truncate is not None:
-            input_ids = input_ids[-request.truncate :]
-        max_new_tokens = rules.new_tokens(request, len(input_ids), limits)
+            input_ids = input_ids[-rules.num_kept(request, limits) :]
+        max_new_tokens = rules.new_tokens(
+            request, len(input_ids), limits, self.defaults.most_tokens(request)
+        )
         rules.check_vocabulary(request, input_ids, limits)
         return input_ids, max_new_tokens
 
@@ -80,14 +96,17 @@ class Validator:
     ) -> Validated:
         """Check the rest, and resolve the defaults; raises ValidationError."""
         grammar = await self._read_grammar(request)
+        sequence_rules = await self._sequence_rules(request)
         least = rules.least_tokens(request, max_new_tokens)
         allowed = request.decoder_input_details and self.limits.prefill_logprobs
         valid = ValidRequest(
             input_ids=input_ids,
             max_new_tokens=max_new_tokens,
-            sampling=rules.sampling_from(request),
+            sampling=replace(rules.sampling_from(request), rules=sequence_rules),
             stop_sequences=request.stop,
             ignore_eos=request.ignore_eos,
+            stop_token_ids=tuple(sorted(set(request.stop_token_ids))),
+            cache_salt=request.cache_salt,
             min_new_tokens=least,
             top_n_tokens=request.top_n_tokens or 0,
             prefill_logprobs=request.prompt_logprobs or allowed,
@@ -96,6 +115,13 @@ class Validator:
             scheduling=request.scheduling,
         )
         return Validated(valid, request.text)
+
+    async def _sequence_rules(self, request: GenerationRequest) -> SequenceRules:
+        if not has_rules(request):
+            return NO_RULES
+        return await self._tokenizer.in_thread(
+            partial(rules_of, request, self._tokenizer, self.limits.vocab_size)
+        )
 
     async def _read_grammar(self, request: GenerationRequest) -> Grammar | None:
         grammar = request.grammar

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace_shard.errors import StepInvalid
+from millrace_shard.sampling.sequence_rules.rules import NO_RULES, SequenceRules
 
 Ids = NDArray[np.int64]
 FLOAT32 = np.finfo(np.float32)
@@ -20,6 +21,9 @@ PARAMETERS = np.dtype(
         ("top_p", np.float32),
         ("typical_p", np.float32),
         ("min_p", np.float32),
+        ("top_n_sigma", np.float32),
+        ("xtc_probability", np.float32),
+        ("xtc_threshold", np.float32),
         ("repetition_penalty", np.float32),
         ("frequency_penalty", np.float32),
         ("presence_penalty", np.float32),
@@ -32,6 +36,7 @@ PARAMETERS = np.dtype(
         ("num_prompt", np.int64),
         ("watermark", np.bool_),
         ("is_biased", np.bool_),
+        ("has_rules", np.bool_),
         ("is_guided", np.bool_),
     ],
     align=True,
@@ -70,9 +75,13 @@ class SamplingParameters:
     presence_penalty: float = 0.0
     openai_frequency_penalty: float = 0.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.0
     watermark: bool = False
     bias: tuple[tuple[int, float], ...] = ()
     """(token id, number added to its score); the ids are distinct."""
+    rules: SequenceRules = NO_RULES
 
     def check(self) -> None:
         """Raise StepInvalid for values without a meaning."""
@@ -86,6 +95,10 @@ class SamplingParameters:
             raise StepInvalid("penalties have to be finite")
         if not 0 <= self.min_p <= 1:
             raise StepInvalid("min_p has to be between 0 and 1")
+        if not (0 <= self.top_n_sigma < math.inf and 0 <= self.xtc_probability <= 1):
+            raise StepInvalid("top_n_sigma has to be finite, and xtc_probability at most 1")
+        if not self.rules.is_valid:
+            raise StepInvalid("bad words need tokens, and DRY's numbers have to be finite")
         if not all(math.isfinite(value) for _, value in self.bias):
             raise StepInvalid("biases have to be finite")
 
@@ -133,6 +146,8 @@ class Sequence:
             raise StepInvalid(f"request {self.request_id} has no prompt")
         if any(not 0 <= id_ < vocab_size for id_, _ in self.parameters.bias):
             raise StepInvalid(f"request {self.request_id} biases ids beyond {vocab_size}")
+        if any(not 0 <= id_ < vocab_size for id_ in self.parameters.rules.ids()):
+            raise StepInvalid(f"request {self.request_id} has rules for ids beyond {vocab_size}")
         self.parameters.check()
 
     def columns(self) -> NDArray[np.void]:
@@ -155,8 +170,12 @@ class Sequence:
         row["top_n_tokens"] = self.top_n_tokens
         row["min_new_tokens"] = self.min_new_tokens
         row["min_p"] = p.min_p
+        row["top_n_sigma"] = p.top_n_sigma
+        row["xtc_probability"] = p.xtc_probability
+        row["xtc_threshold"] = p.xtc_threshold
         row["watermark"] = p.watermark
         row["is_biased"] = bool(p.bias)
+        row["has_rules"] = bool(p.rules)
         row["is_guided"] = self.grammar is not None
         row["num_prompt"] = self.num_inputs - self.generated_tokens
         return row

@@ -167,7 +167,8 @@ class StepRunner:
             self._clear_blocks(self.batch.to_device(blocks))
 
     def _admit(self, sequence: Sequence) -> None:
-        self._sampler.admit(sequence.slot, sequence.parameters.bias)
+        parameters = sequence.parameters
+        self._sampler.admit(sequence.slot, parameters.bias, parameters.rules)
         if not self._step_masks.admit(sequence):
             logger.error("a sequence fails: it has a grammar, which this model does not support")
             self._fail(np.array([sequence.slot]))

@@ -1,6 +1,6 @@
 """Logits processors, applied in place and in a fixed order, each to the rows that use it.
 
-The order is: watermark, penalties, biases, the grammar's mask, and the minimum of new tokens.
+The order is: watermark, penalties, biases, rules of sequences, the grammar's mask, and the minimum of new tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from millrace_shard.sampling.penalties import (
 )
 from millrace_shard.sampling.row_indexes import RowIndexes
 from millrace_shard.sampling.sampling_rows import RowGroups, SamplingRows, is_counted, is_too_short
+from millrace_shard.sampling.sequence_rules.rule_table import RuleTable
 from millrace_shard.sampling.token_counts import TokenCounts
 from millrace_shard.sampling.watermark import Watermark
 
@@ -54,6 +55,8 @@ class Processors:
         kernels: SamplingKernels | None,
     ) -> None:
         self._biases = biases
+        self.rules = RuleTable(token_table)
+        """Rules by slot."""
         self._masks = MaskTable(token_table.device)
         self._watermark = watermark
         self._token_table = token_table
@@ -73,6 +76,8 @@ class Processors:
             self._penalise(logits, rows, groups.penalised)
         if len(chosen := groups.biased):
             self._biases.add(logits, chosen, rows.table_rows[chosen])
+        if len(groups.ruled):
+            self.rules.apply(logits, rows, groups.ruled)
         if masks is not None and len(masks.rows):
             most = tile_height(self._device, logits.shape[1]) * logits.shape[1]
             self._masks.forbid(logits, masks, most_elements=most)

@@ -36,12 +36,15 @@ from millrace_shard.sampling.processors import Processors, tile_height
 from millrace_shard.sampling.row_indexes import RowIndexes
 from millrace_shard.sampling.sampling_rows import RowGroups
 from millrace_shard.sampling.sampling_rows import SamplingRows as SamplingRows
+from millrace_shard.sampling.sequence_rules.rules import NO_RULES, SequenceRules
 from millrace_shard.sampling.thresholds import find_threshold
 from millrace_shard.sampling.top_tokens import TopTokens
 from millrace_shard.sampling.warpers import (
     apply_temperature,
+    exclude_top_choices,
     keep_min_p,
     keep_top_k,
+    keep_top_n_sigma,
     keep_top_p,
     keep_typical,
 )
@@ -93,19 +96,22 @@ class Sampler:
             token_table, eos_token_ids, self.biases, watermark or Watermark(), kernels
         )
 
-    def admit(self, slot: int, bias: Bias) -> None:
-        """A sequence with `bias`, which may be empty, takes over `slot`."""
+    def admit(self, slot: int, bias: Bias, rules: SequenceRules = NO_RULES) -> None:
+        """A sequence with `bias`, which may be empty, and `rules` takes over `slot`."""
         self.biases.put(slot, bias)
+        self._processors.rules.put(slot, rules)
         if self._processors.counts is not None:
             self._processors.counts.forget(slot)
 
     def drop(self, slots: Ints) -> None:
         """The sequences in `slots` leave."""
         self.biases.drop(slots)
+        self._processors.rules.drop(slots)
 
     def clear(self) -> None:
         """Every sequence leaves."""
         self.biases.clear()
+        self._processors.rules.clear()
 
     def sample(self, logits: Tensor, rows: SamplingRows, masks: RowMasks | None = None) -> Sampled:
         """Choose one token per row from `logits` [R, V] float32, contiguous, which are overwritten."""
@@ -178,7 +184,11 @@ class Sampler:
     def _sample_whole(self, scores: Tensor, rows: SamplingRows) -> Sampled:
         """Sample from the scores [n, V] of rows that may keep any number of tokens."""
         p, size = rows.parameters, scores.shape[1]
-        scores = apply_temperature(aligned(scores), self._column(rows, "temperature"))
+        scores = aligned(scores)
+        if len(chosen := np.flatnonzero(p["top_n_sigma"] > 0)):
+            keep = partial(_keep, keep_top_n_sigma, self._column(rows, "top_n_sigma", chosen))
+            scores = self._change_rows(scores.clone(), chosen, keep)
+        scores = apply_temperature(scores, self._column(rows, "temperature"))
         scores = self._warp(scores, rows)
         logprobs = scores.log_softmax(-1)
         drawn = np.flatnonzero(p["do_sample"])
@@ -216,6 +226,14 @@ class Sampler:
             if len(chosen := np.flatnonzero(p[name] != off)):
                 keep = partial(_keep, keep_part, self._column(rows, name, chosen))
                 scores = self._change_rows(scores, chosen, keep)
+        if len(chosen := np.flatnonzero(p["xtc_probability"] > 0)):
+            exclude = partial(
+                exclude_top_choices,
+                probability=self._column(rows, "xtc_probability", chosen),
+                threshold=self._column(rows, "xtc_threshold", chosen),
+                uniforms=self._uniforms(rows, chosen),
+            )
+            scores = self._change_rows(scores, chosen, exclude)
         return scores
 
     def _change_rows(
@@ -239,10 +257,11 @@ class Sampler:
         height = tile_height(self._device, size)
         return (rows[start : start + height] for start in range(0, len(rows), height))
 
-    def _uniforms(self, rows: SamplingRows) -> Tensor:
+    def _uniforms(self, rows: SamplingRows, chosen: Ints | None = None) -> Tensor:
         if rows.device is not None:
-            return rows.device.uniforms
-        return upload(uniforms(rows.parameters["seed"], rows.positions), self._device)
+            return (rows.device if chosen is None else rows.device.select(chosen)).uniforms
+        drawn = uniforms(rows.parameters["seed"], rows.positions)
+        return upload(drawn if chosen is None else drawn[chosen], self._device)
 
     def _column(self, rows: SamplingRows, name: str, chosen: Ints | None = None) -> Tensor:
         """One parameter of the rows, or of those that are `chosen`, [n, 1] on the device."""

@@ -43,6 +43,8 @@ def is_unfiltered(p: NDArray[np.void]) -> Mask:
         & (p["top_p"] >= 1)
         & (p["typical_p"] >= 1)
         & (p["min_p"] == 0)
+        & (p["top_n_sigma"] == 0)
+        & (p["xtc_probability"] == 0)
         & (p["top_n_tokens"] == 0)
     )
     return unfiltered
@@ -60,7 +62,8 @@ def is_narrow(p: NDArray[np.void], num_candidates: int) -> Mask:
     narrow_by_probability = (p["top_k"] == 0) & (
         (p["top_p"] < 1) | ((p["min_p"] > 0) & (p["typical_p"] >= 1))
     )
-    narrow: Mask = p["do_sample"] & (narrow_by_top_k | narrow_by_probability)
+    needs_all = (p["top_n_sigma"] > 0) | (p["xtc_probability"] > 0)
+    narrow: Mask = p["do_sample"] & (narrow_by_top_k | narrow_by_probability) & ~needs_all
     return narrow
 
 
@@ -94,6 +97,8 @@ class RowGroups:
     watermarked: Ints
     penalised: Ints
     biased: Ints
+    ruled: Ints
+    """Rows of sequences with rules of their own."""
     has_minimum: bool
     """Whether any row has a minimum of new tokens."""
     is_greedy: Mask
@@ -111,12 +116,14 @@ class RowGroups:
         """Group rows by their parameters `p` [R], of dtype PARAMETERS; a top-k below `num_candidates` is narrow."""
         greedy, narrow = is_greedy(p), is_narrow(p, num_candidates)
         penalised = is_penalised(p)
-        is_processed = p["watermark"] | penalised | p["is_biased"] | (p["min_new_tokens"] > 0)
+        is_processed = p["watermark"] | penalised | p["is_biased"] | p["has_rules"]
+        is_processed |= p["min_new_tokens"] > 0
         is_plain = (greedy | (p["do_sample"] & is_unfiltered(p))) & ~is_processed
         return cls(
             watermarked=np.flatnonzero(p["watermark"]),
             penalised=np.flatnonzero(penalised),
             biased=np.flatnonzero(p["is_biased"]),
+            ruled=np.flatnonzero(p["has_rules"]),
             has_minimum=bool((p["min_new_tokens"] > 0).any()),
             is_greedy=greedy,
             all_greedy=bool(greedy.all()),

@@ -20,7 +20,8 @@ PENALTIES = (
     "presence_penalty",
     "openai_frequency_penalty",
 )
-FLOATS = (*PENALTIES, "temperature", "top_p", "typical_p", "min_p")
+WARPERS = ("top_p", "typical_p", "min_p", "top_n_sigma", "xtc_probability", "xtc_threshold")
+FLOATS = (*PENALTIES, "temperature", *WARPERS)
 INTS = ("top_k", "do_sample", "num_prompt")
 PLACES = {name: place for place, name in enumerate((*FLOATS, *INTS))}
 LARGEST = np.iinfo(np.int32).max

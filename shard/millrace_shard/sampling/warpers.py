@@ -1,6 +1,7 @@
-"""Temperature, top-k, top-p, typical-p and min-p over rows of scores [n, V] float32: dropped tokens get minus infinity.
+"""Temperature, top-n-sigma, top-k, top-p, typical-p, min-p and XTC over rows of scores [n, V] float32.
 
-Each filter is a threshold that keeps all ties, so no result depends on how a library orders equal values.
+Dropped tokens get minus infinity. Each filter is a threshold that keeps all ties, so no result depends on how a library
+orders equal values.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from millrace_shard.device import transfers
 from millrace_shard.kernels.sampling_kernels import FindThreshold
 from millrace_shard.sampling.fixed_point import entropy
 from millrace_shard.sampling.thresholds import find_threshold
+from millrace_shard.sampling.watermark import HASH_BITS, top_bits
 
 NEGATIVE_INFINITY = float("-inf")
+SIGMA_UNIT = 4096
+"""Scores are counted in units of 1 / 4096 for their standard deviation."""
+SIGMA_RANGE = 1024.0
+"""Scores further below the best count as this far: the squares of 2 ** 18 of them still add up to an int64."""
 MOST_BY_SORTING = 1024
 """The largest k for which plain torch uses `topk`."""
 
@@ -62,6 +68,38 @@ def keep_min_p(scores: Tensor, share: Tensor) -> Tensor:
     probabilities = scores.softmax(-1)
     least = share * probabilities.amax(-1, keepdim=True)
     return scores.masked_fill(probabilities < least, NEGATIVE_INFINITY)
+
+
+def keep_top_n_sigma(scores: Tensor, n: Tensor) -> Tensor:
+    """Drop tokens more than `n` [n, 1] standard deviations of the possible scores below the best; ignores temperature.
+
+    Tang et al. 2024 (arXiv 2411.07641). Scores are summed as integers, which is exact in any order.
+    """
+    shifted = scores - scores.amax(-1, keepdim=True)
+    is_possible = shifted > NEGATIVE_INFINITY
+    below = (shifted.clamp(min=-SIGMA_RANGE) * -SIGMA_UNIT).round().long()
+    below = below.masked_fill(~is_possible, 0)
+    count = is_possible.sum(-1, keepdim=True).double()
+    mean = below.sum(-1, keepdim=True).double() / count
+    variance = (below * below).sum(-1, keepdim=True).double() / count - mean * mean
+    sigma = variance.clamp(min=0).sqrt() / SIGMA_UNIT
+    return scores.masked_fill(shifted < (-n.double() * sigma).float(), NEGATIVE_INFINITY)
+
+
+def exclude_top_choices(
+    scores: Tensor, probability: Tensor, threshold: Tensor, uniforms: Tensor
+) -> Tensor:
+    """XTC: with `probability` [n, 1], drop the tokens of at least `threshold` [n, 1], except the least likely of them.
+
+    Tokens that tie with the least likely one stay. `uniforms` [n] int64 of UNIFORM_BITS bits, which also draw the
+    token: a hash of them decides, so that the rest of the draw is as good as independent.
+    """
+    hashed = top_bits(uniforms)[:, None]
+    is_on = hashed < (probability.double() * 2.0**HASH_BITS)
+    probabilities = scores.softmax(-1)
+    is_choice = (probabilities >= threshold) & (scores > NEGATIVE_INFINITY)
+    least = probabilities.masked_fill(~is_choice, torch.inf).amin(-1, keepdim=True)
+    return scores.masked_fill(is_on & (probabilities > least), NEGATIVE_INFINITY)
 
 
 def drop_below(scores: Tensor, least: Tensor) -> Tensor:

@@ -53,6 +53,11 @@ def _top_bits(previous: Tensor, vocab_size: int) -> Tensor:
     return (hashes >> (32 - HASH_BITS)) & ((1 << HASH_BITS) - 1)
 
 
+def top_bits(values: Tensor) -> Tensor:
+    """The top HASH_BITS bits of the hash of each of `values` [n] int64: [n] int32."""
+    return (_mix(_wrapped(values)) >> (32 - HASH_BITS)) & ((1 << HASH_BITS) - 1)
+
+
 def _wrapped(values: Tensor) -> Tensor:
     """The low 32 bits of int64 values, as int32."""
     half = _WORD >> 1

@@ -9,7 +9,7 @@ import numpy as np
 from millrace_proto import generate_pb2 as pb
 from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.sequence import Grammar, GrammarKind, SamplingParameters, Sequence
+from millrace_shard.batch.sequence import Grammar, GrammarKind, Sequence
 from millrace_shard.batch.step import (
     BatchChange,
     FailureKind,
@@ -27,6 +27,7 @@ from millrace_shard.engine.engine import Progress
 from millrace_shard.engine.kv_capacity import Capacity, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.kernels.kv.codes import cache_dtype_name
+from millrace_shard.server.parameters import parameters_from_pb
 
 KINDS = {
     FailureKind.FAILED: pb.StepError.KIND_FAILED,
@@ -164,7 +165,7 @@ def _sequence(message: pb.Sequence) -> Sequence:
         input_ids=_ints(message.input_ids),
         generated_tokens=message.generated_tokens,
         cached_tokens=message.cached_tokens,
-        parameters=_parameters(message),
+        parameters=parameters_from_pb(message),
         top_n_tokens=message.top_n_tokens,
         prefill_logprobs=message.prefill_logprobs,
         prefill_top_n_tokens=message.prefill_top_n_tokens,
@@ -177,27 +178,6 @@ def _sequence(message: pb.Sequence) -> Sequence:
 def grammar_from_pb(message: pb.Grammar) -> Grammar:
     """Read a grammar; an unknown kind counts as a regular expression, as in TGI."""
     return Grammar(GRAMMAR_KINDS.get(message.kind, GrammarKind.REGEX), message.source)
-
-
-def _parameters(message: pb.Sequence) -> SamplingParameters:
-    if not message.HasField("parameters"):
-        return SamplingParameters()
-    p = message.parameters
-    return SamplingParameters(
-        temperature=p.temperature,
-        top_k=p.top_k,
-        top_p=p.top_p,
-        typical_p=p.typical_p,
-        do_sample=p.do_sample,
-        seed=p.seed,
-        repetition_penalty=p.repetition_penalty,
-        frequency_penalty=p.frequency_penalty,
-        presence_penalty=p.presence_penalty,
-        openai_frequency_penalty=p.openai_frequency_penalty,
-        min_p=p.min_p,
-        watermark=p.watermark,
-        bias=tuple(zip(p.bias_ids, p.bias_values, strict=False)),
-    )
 
 
 def reply_to_pb(reply: StepReply, *, with_tokens: bool) -> pb.StepResponse:

@@ -115,6 +115,8 @@ OURS = [
     ("--tool-call-parser", "hermes", "router", "hermes"),
     ("--reasoning-parser", "qwen3", "router", "qwen3"),
     ("--strict-tgi", "", "router", True),
+    ("--strict-fields", "", "router", True),
+    ("--generation-config", "off", "router", "off"),
     ("--max-restarts", "0", "launcher", 0),
     ("--step-timeout", "1.5", "router", 1.5),
     ("--recovery-grace", "60", "router", 60.0),

@@ -62,3 +62,12 @@ def test_hashes_are_long_enough_to_avoid_collisions() -> None:
 def test_a_block_that_is_not_full_has_no_key() -> None:
     with pytest.raises(ValueError, match="not full"):
         BlockHashes(4).first(2, [1, 2, 3, 4, 5], [6, 7])
+
+
+def test_a_salt_parts_all_blocks() -> None:
+    """Each part counts in its place, and no parts together make another."""
+    salts: list[tuple[str, ...]] = [(), ("", "a"), ("a", ""), ("a", "b"), ("b", "a"), ("ab", "")]
+    found = [BlockHashes(2, None, salt).first(2, [1, 2, 3, 4], []) for salt in salts]
+    assert len({key for some in found for key in some}) == 2 * len(salts)
+    again = BlockHashes(2, None, ("a", "b")).first(2, [1, 2, 3, 4], [])
+    assert list(again) == list(found[3])

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_shard.batch.sequence import SamplingParameters
+from millrace_shard.sampling.sequence_rules.rules import NO_RULES, Dry, SequenceRules
 from millrace_testing.engines.sampling_driver import (
     WAYS,
     columns,
@@ -28,6 +29,7 @@ from millrace_testing.engines.sampling_reference import (
     inverse_cdf,
     log_probabilities,
     probabilities,
+    processed,
     splitmix64,
     warped,
 )
@@ -37,6 +39,22 @@ VOCAB = 40
 ids = st.integers(0, VOCAB - 1)
 logits = st.lists(st.integers(-60, 60).map(lambda n: n / 8), min_size=VOCAB, max_size=VOCAB)
 biases = st.dictionaries(ids, st.sampled_from([-100.0, -1.25, 0.75, 3.5, 100.0]), max_size=4)
+few_ids = st.lists(ids, max_size=3).map(tuple)
+rules = st.builds(
+    SequenceRules,
+    allowed_ids=st.just(()) | st.lists(ids, min_size=20, max_size=40).map(tuple),
+    bad_words=st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
+    stop_ids=few_ids,
+    dry=st.none()
+    | st.builds(
+        Dry,
+        multiplier=st.sampled_from([0.75, 2.0]),
+        base=st.sampled_from([1.75, 0.5]),
+        allowed_length=st.integers(0, 3),
+        window=st.sampled_from([0, 1, 2, 7]),
+        breakers=few_ids,
+    ),
+)
 parameters = st.builds(
     SamplingParameters,
     temperature=st.sampled_from([1.0, 0.5, 2.0]),
@@ -44,6 +62,10 @@ parameters = st.builds(
     top_p=st.sampled_from([1.0, 0.93, 0.41, 0.07]),
     typical_p=st.sampled_from([1.0, 1.0, 0.87, 0.23]),
     min_p=st.sampled_from([0.0, 0.0, 0.03, 0.4, 1.0]),
+    top_n_sigma=st.sampled_from([0.0, 0.0, 0.5, 1.5, 3.0]),
+    xtc_probability=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+    xtc_threshold=st.sampled_from([0.0, 0.01, 0.1, 0.4]),
+    rules=st.just(NO_RULES) | rules,
     do_sample=st.booleans(),
     seed=st.integers(0, 2**64 - 1),
     repetition_penalty=st.sampled_from([1.0, 1.5, 0.75]),
@@ -110,7 +132,9 @@ def test_candidates_agree_with_the_reference(way: str, batch: list[Row], n: int)
 
 
 def _is_clear_cut(row: Row) -> bool:
-    """Whether a slightly different mass or slightly different keys keep the same tokens."""
+    """Whether some token is possible, and a slightly different mass or slightly different keys keep the same tokens."""
+    if max(processed(row)) == -math.inf:
+        return False
     p = row.parameters
     kept = {
         tuple(
@@ -123,6 +147,9 @@ def _is_clear_cut(row: Row) -> bool:
                         top_p=p.top_p if p.top_p == 1 else p.top_p + shift,
                         typical_p=p.typical_p if p.typical_p == 1 else p.typical_p + shift,
                         min_p=p.min_p * (1 - shift) if p.min_p < 1 else 1.0,
+                        # Units of 1 / 4096 are coarser than the other roundings.
+                        top_n_sigma=p.top_n_sigma * (1 + 300 * shift),
+                        xtc_threshold=p.xtc_threshold * (1 + shift),
                     ),
                 )
             )

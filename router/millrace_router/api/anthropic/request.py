@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from millrace_router.api.fields import UINT32_MAX, Float32, Int32, Items, RequestModel
+from millrace_router.api.fields import UINT32_MAX, Float32, Int32, Items, Place, RequestModel
 
 
 def _as_blocks(content: object) -> object:
@@ -155,6 +155,8 @@ class MessagesOutput(RequestModel):
 
 class CountTokensRequest(RequestModel):
     """Body of `/v1/messages/count_tokens`: the parts of the prompt; null means absent."""
+
+    place = Place.MESSAGE
 
     model: str | None = None
     messages: Items[MessagesTurn] = Field(min_length=1)

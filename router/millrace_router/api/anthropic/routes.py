@@ -22,9 +22,10 @@ from millrace_router.api.anthropic.stream import MessageStream
 from millrace_router.api.anthropic.to_chat import chat_of
 from millrace_router.api.openai.errors import deltas_of, model_name
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
+from millrace_router.api.request_fields.reading import read_request
 from millrace_router.engine.generation import Generation
 from millrace_router.server.access_log import REQUEST_ID, watch
-from millrace_router.server.bodies import json_response, read_model
+from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.request_start import counting_refusals, scheduling_of
@@ -42,7 +43,7 @@ def register(app: web.Application) -> None:
 async def count_tokens(request: web.Request) -> web.StreamResponse:
     """`POST /v1/messages/count_tokens`: count the tokens of the prompt that a message would have."""
     services = request.app[SERVICES]
-    body = await read_model(request, CountTokensRequest)
+    body = await read_request(request, CountTokensRequest)
     with services.infer.permit():
         chat = await prepare_chat(services, chat_of(body, services.dialect))
         count = await services.validator.count(chat.request)
@@ -53,7 +54,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
 async def messages(request: web.Request) -> web.StreamResponse:
     """`POST /v1/messages`."""
     services = request.app[SERVICES]
-    body = await read_model(request, MessagesRequest)
+    body = await read_request(request, MessagesRequest)
     with counting_refusals(services.metrics):
         chat = await prepare_chat(services, chat_of(body, services.dialect))
         scheduling = scheduling_of(request, None)

@@ -84,7 +84,7 @@ def _generation(body: CountTokensRequest, dialect: Dialect) -> GenerationRequest
         max_new_tokens=body.max_tokens,
         stop=tuple(stop for stop in body.stop_sequences or () if stop),
         temperature=body.temperature,
-        top_p=None if body.top_p == 1 else body.top_p,
+        top_p=None if body.top_p == 1 and dialect.refuses_full_top_p else body.top_p,
         top_k=body.top_k,
         grammar=None if output is None else raw_schema(output.schema_),
         names=NAMES,

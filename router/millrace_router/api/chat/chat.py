@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from millrace_router.api.chat.shown import DEFAULT_TEXT, ShownText
 from millrace_router.errors import ToolError
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import GenerationRequest
@@ -33,6 +34,9 @@ class Chat:
     template_variables: Mapping[str, Any] | None = None
     num_logprobs: int | None = None
     """Candidates beside the log probability of each token; None for no log probabilities."""
+    adds_special_tokens: bool = False
+    """Whether the tokenizer puts its special tokens around the rendered prompt."""
+    shown: ShownText = DEFAULT_TEXT
     keeps_stops: bool = False
     """Whether stop strings stay in the text."""
     effort: str | None = None

@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from millrace_router.api.chat.shown import ShownText
 from millrace_router.api.fields import (
+    UINT32_MAX,
     UINT64_MAX,
     Float32,
     Int32,
@@ -17,13 +19,19 @@ from millrace_router.api.fields import (
 )
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import Dialect
-from millrace_router.request.generation_request import FieldNames, GenerationRequest
+from millrace_router.request.generation_request import DryRequest, FieldNames, GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.validation.rules import check_sampling
+from millrace_router.validation.sampling_defaults import GREEDY_NAMES
+from millrace_router.validation.sampling_defaults import NAMES as DEFAULTED
 
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 Seed = Annotated[int, Field(ge=-(2**63), le=UINT64_MAX)]
 MAX_PENALTY = 2.0
-OPENAI_NAMES = FieldNames(least_tokens="min_tokens", most_tokens="max_tokens")
+MAX_STOP_TOKENS = 64
+OPENAI_NAMES = FieldNames(
+    least_tokens="min_tokens", most_tokens="max_tokens", truncate="truncate_prompt_tokens"
+)
 
 
 class SamplingFields(RequestModel):
@@ -46,12 +54,59 @@ class SamplingFields(RequestModel):
     """Tokens before which no end-of-sequence token is drawn."""
     priority: int | None = None
     """Requests of a higher priority are served first; beats the header `x-priority`."""
+    stop_token_ids: Annotated[list[UInt32], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    """vLLM's, like the fields below: tokens that end the answer, and are no part of its text."""
+    include_stop_str_in_output: bool | None = None
+    """Whether what ended the answer, a stop string or a token, is part of the text."""
+    no_stop_trim: bool | None = None
+    """SGLang's name of `include_stop_str_in_output`."""
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """How many of the prompt's last tokens are kept; -1: as many as fit."""
+    cache_salt: Salt | None = None
+    """Prefixes of prompts are shared only among requests with the same salt."""
+    extra_key: Salt | None = None
+    """SGLang's: a further salt."""
+    allowed_token_ids: Items[UInt32] | None = None
+    """vLLM's, like the field below: the only tokens that may be drawn."""
+    bad_words: Items[str] | None = None
+    top_n_sigma: Float32 | None = None
+    """llama.cpp's, like the fields below; 0 and less are no restriction."""
+    xtc_probability: Float32 | None = None
+    xtc_threshold: Float32 | None = None
+    dry_multiplier: Float32 | None = None
+    """0 is no penalty."""
+    dry_base: Float32 | None = None
+    dry_allowed_length: UInt32 | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
+    """0 is no penalty, and -1 all tokens."""
+    dry_sequence_breakers: Items[str] | None = None
 
     @property
     def stop_sequences(self) -> list[str]:
         """Stop strings without empty ones, which stop nothing."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in stops if stop]
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether the answer has the ids of tokens; only some routes can have them."""
+        return False
+
+    @property
+    def shown(self) -> ShownText:
+        """What of the tokens is part of the text."""
+        return ShownText(
+            special_tokens=self.skip_special_tokens is False,
+            stops=bool(self.include_stop_str_in_output or self.no_stop_trim),
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            token_ids=self.has_token_ids,
+        )
+
+    @property
+    def _salt(self) -> tuple[str, ...]:
+        salts = (self.cache_salt or "", self.extra_key or "")
+        return salts if any(salts) else ()
 
     def sampling(self, dialect: Dialect) -> GenerationRequest:
         """Translate these fields, for `openai_generation` to complete; raises ValidationError."""
@@ -64,9 +119,32 @@ class SamplingFields(RequestModel):
             min_p=self.min_p,
             min_new_tokens=self.min_tokens,
             ignore_eos=bool(self.ignore_eos),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            truncate=self.truncate_prompt_tokens,
+            cache_salt=self._salt,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
+            top_n_sigma=max(self.top_n_sigma or 0.0, 0.0) or None,
+            xtc_probability=self.xtc_probability or None,
+            xtc_threshold=0.1 if self.xtc_threshold is None else self.xtc_threshold,
+            dry=self._dry(),
             names=OPENAI_NAMES,
             **self._penalties(dialect),
         )
+
+    def _dry(self) -> DryRequest | None:
+        """Return the DRY penalty, unless it is off; llama.cpp's defaults stand for what is absent."""
+        window = -1 if self.dry_penalty_last_n is None else self.dry_penalty_last_n
+        if not self.dry_multiplier or window == 0:
+            return None
+        breakers = self.dry_sequence_breakers
+        given = {
+            "base": self.dry_base,
+            "allowed_length": self.dry_allowed_length,
+            "breakers": None if breakers is None else tuple(breakers),
+        }
+        others: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
+        return DryRequest(multiplier=self.dry_multiplier, window=max(window, 0), **others)
 
     def _penalties(self, dialect: Dialect) -> dict[str, Any]:
         repetition, presence = self.repetition_penalty, self.presence_penalty
@@ -95,6 +173,7 @@ def openai_generation(request: GenerationRequest, dialect: Dialect) -> Generatio
     """
     if dialect.needs_properties and isinstance(request.grammar, RawGrammar):
         request.grammar.check_as_tgi()
+    left_out = frozenset(name for name in DEFAULTED if getattr(request, name) is None)
     has_full_top_p = request.top_p == 1 and not dialect.refuses_full_top_p
     sampled = replace(
         request,
@@ -102,8 +181,19 @@ def openai_generation(request: GenerationRequest, dialect: Dialect) -> Generatio
         top_p=None if has_full_top_p else request.top_p,
         top_k=None if request.top_k in {-1, 0} else request.top_k,
         typical_p=None if request.typical_p == 1 else request.typical_p,
+        left_out=left_out,
     )
     if request.temperature != 0:
         return sampled
     check_sampling(replace(sampled, temperature=None))
-    return replace(request, temperature=None, top_p=None, top_k=None, typical_p=None, min_p=None)
+    return replace(
+        request,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        typical_p=None,
+        min_p=None,
+        top_n_sigma=None,
+        xtc_probability=None,
+        left_out=left_out & GREEDY_NAMES,
+    )

@@ -17,10 +17,14 @@ class Echo:
     starts: Sequence[int]
 
 
-async def echo_of(tokenizer: Tokenizer, prompt: str | tuple[int, ...]) -> Echo:
+async def echo_of(
+    tokenizer: Tokenizer, prompt: str | tuple[int, ...], *, adds_special_tokens: bool = True
+) -> Echo:
     """Make the text of a prompt, which is a text or token ids, off the event loop; raises TokenizerError."""
     if isinstance(prompt, str):
-        pairs = await tokenizer.in_thread(lambda: tokenizer.encode_with_starts(prompt))
+        pairs = await tokenizer.in_thread(
+            lambda: tokenizer.encode_with_starts(prompt, add_special_tokens=adds_special_tokens)
+        )
         return Echo(prompt, [start for _, start in pairs])
     return await tokenizer.in_thread(lambda: _spelled(tokenizer, prompt))
 

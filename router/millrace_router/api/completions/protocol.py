@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NotRequired
+
 from typing_extensions import TypedDict
 
-from millrace_router.api.openai.protocol import HeadJson, UsageJson
+from millrace_router.api.openai.protocol import HeadJson, PromptLogprobJson, UsageJson
 
 
 class CompletionLogprobsJson(TypedDict):
@@ -27,6 +29,12 @@ class CompletionCompleteJson(TypedDict):
     logprobs: CompletionLogprobsJson | None
     finish_reason: str | None
     """null until the last part; "" with `--strict-tgi`."""
+    token_ids: NotRequired[list[int]]
+    """With `return_token_ids`."""
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprobJson] | None]]
+    """With `prompt_logprobs`: for each token of the prompt."""
+    prompt_token_ids: NotRequired[list[int]]
+    """With `return_token_ids`, in the first part of each choice."""
 
 
 class ChunkJson(HeadJson):

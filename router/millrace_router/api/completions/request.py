@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypeAliasType
 
-from millrace_router.api.fields import UInt32
+from millrace_router.api.fields import Place, UInt32
 from millrace_router.api.openai.common_request import CommonRequest
 from millrace_router.errors import SuffixNotSupported, ValidationError
 from millrace_router.request.dialect import Dialect
@@ -46,6 +46,8 @@ Prompt = TypeAliasType(
 class CompletionRequest(CommonRequest):
     """Body of `/v1/completions`."""
 
+    place = Place.COMPLETION
+
     prompt: Prompt
     suffix: str | None = None
     echo: bool | None = None
@@ -81,11 +83,16 @@ class CompletionRequest(CommonRequest):
 
     def generation(self, dialect: Dialect) -> GenerationRequest:
         """Translate, without a prompt; a request that only scores its prompt samples one token, which is not shown."""
-        request = replace(super().generation(dialect), top_n_tokens=self.logprobs)
+        request = replace(
+            super().generation(dialect),
+            top_n_tokens=self.logprobs,
+            adds_special_tokens=self.add_special_tokens is not False,
+        )
         if self.only_scores:
             request = replace(request, max_new_tokens=1, min_new_tokens=None)
         if self.echo and self.logprobs is not None:
-            request = replace(request, prompt_logprobs=True, prompt_top_n_tokens=self.logprobs)
+            most = max(self.logprobs, request.prompt_top_n_tokens)
+            request = replace(request, prompt_logprobs=True, prompt_top_n_tokens=most)
         return request
 
     def check(self, limits: Limits) -> None:
@@ -97,6 +104,8 @@ class CompletionRequest(CommonRequest):
             raise ValidationError(
                 f"`logprobs` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {self.logprobs}"
             )
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise ValidationError("`echo` and `truncate_prompt_tokens` exclude each other")
         if self.only_scores and not self.echo:
             raise ValidationError("`max_tokens` must be strictly positive without `echo`")
         highest = max((max(ids) for ids in self.prompts if isinstance(ids, tuple)), default=0)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from aiohttp import web
 
 from millrace_router.api.completions.answers import CompletionChunks, completion_choice
-from millrace_router.api.completions.echo import echo_of
+from millrace_router.api.completions.echo import Echo, echo_of
 from millrace_router.api.completions.logprobs import CompletionLogprobs
 from millrace_router.api.completions.protocol import CompletionCompleteJson, CompletionFinalJson
 from millrace_router.api.completions.request import CompletionRequest
@@ -17,14 +17,17 @@ from millrace_router.api.completions.stream import Sample, completion_streams
 from millrace_router.api.completions.text import CompletionDelta, CompletionText, Style
 from millrace_router.api.openai.answers import AnswerHead, usage_json
 from millrace_router.api.openai.errors import fingerprint, model_name
+from millrace_router.api.openai.prompt_logprobs import prompt_logprobs_json
 from millrace_router.api.openai.route_wrappers import openai_route, stream_errors
+from millrace_router.api.request_fields.reading import read_request
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import BatchSizeExceeded
 from millrace_router.request.events import TokenEvent
+from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.access_log import watch
-from millrace_router.server.bodies import json_response, read_model
+from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
@@ -39,7 +42,7 @@ def register(app: web.Application) -> None:
 async def completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/completions`."""
     services = request.app[SERVICES]
-    body = await read_model(request, CompletionRequest)
+    body = await read_request(request, CompletionRequest)
     with counting_refusals(services.metrics):
         body.check(services.limits)
         if len(body.prompts) > services.limits.max_client_batch_size:
@@ -66,7 +69,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             )
             for generation in generations:
                 cleanup.callback(generation.close)
-            echo = await echo_of(services.tokenizer, prompt) if body.echo else None
+            echo = await _echo(services, asked, prompt) if body.echo else None
             samples.extend((generation, CompletionText(style, echo)) for generation in generations)
         watch(request, *_generations(samples))
         headers = body.lorax_headers(services, asked.adapter)
@@ -93,6 +96,13 @@ async def _stream(
     return await respond(request, completion_streams(samples, body.num_samples, chunks), options)
 
 
+async def _echo(
+    services: Services, asked: GenerationRequest, prompt: str | tuple[int, ...]
+) -> Echo:
+    adds = asked.adds_special_tokens
+    return await echo_of(services.tokenizer, prompt, adds_special_tokens=adds)
+
+
 def _generations(samples: Sequence[Sample]) -> list[Generation]:
     return [generation for generation, _ in samples]
 
@@ -106,6 +116,7 @@ def _style(services: Services, body: CompletionRequest) -> Style:
         logprobs=logprobs,
         only_scores=body.only_scores,
         dialect=services.dialect,
+        shown=body.shown,
         streams=bool(body.stream),
     )
 
@@ -123,8 +134,15 @@ async def _answer(
     for first in range(0, len(samples), body.num_samples):
         texts, used = await _read(body, samples[first : first + body.num_samples])
         usage += used
+        ids = samples[first][0].valid.input_ids if body.return_token_ids else None
+        prompt = samples[first][0].prompt_logprobs
         for pieces in texts:
-            choices.append(completion_choice(len(choices), pieces))
+            choice = completion_choice(len(choices), pieces, ids)
+            if body.prompt_logprobs is not None and prompt is not None:
+                choice["prompt_logprobs"] = prompt_logprobs_json(
+                    prompt, body.prompt_logprobs, services.tokenizer
+                )
+            choices.append(choice)
     headers = {**answer_headers(services, _generations(samples), usage), **headers}
     # TGI has no such sum here.
     del headers["x-compute-time"]

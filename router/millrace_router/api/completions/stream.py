@@ -37,6 +37,7 @@ class CompletionStream(ChoiceStream):
         self._frame = ChunkTemplate(lambda text: chunks.text_chunk(index, text), frame=framed).fill
         self._followers: Sequence[CompletionStream] = ()
         self._has_begun = False
+        self._prompt_ids = generation.valid.input_ids if self._text.has_token_ids else None
 
     def lead(self, followers: Sequence[CompletionStream]) -> None:
         """Connect `followers` with the first token: their echo needs what is known of the prompt then."""
@@ -48,7 +49,7 @@ class CompletionStream(ChoiceStream):
             self._begin()
         delta = self._text.push(event)
         is_plain = delta.logprobs is None and not self._chunks.continuous_usage
-        if is_plain and delta.finish_reason is None:
+        if is_plain and delta.finish_reason is None and delta.token_id is None:
             self._sink.token(self._frame(delta.text))
             return
         self._send(delta)
@@ -66,7 +67,8 @@ class CompletionStream(ChoiceStream):
 
     def _send(self, delta: CompletionDelta) -> None:
         usage = self._generation.usage(delta.num_tokens)
-        chunk = self._chunks.chunk(self._index, delta, usage)
+        ids, self._prompt_ids = self._prompt_ids, None
+        chunk = self._chunks.chunk(self._index, delta, usage, ids)
         self._sink.token(framed(orjson.dumps(chunk)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from millrace_router.api.chat.shown import DEFAULT_TEXT, ShownText
 from millrace_router.api.completions.echo import Echo
 from millrace_router.api.completions.logprobs import CompletionLogprobs, no_logprobs
 from millrace_router.api.completions.protocol import CompletionLogprobsJson
@@ -27,6 +28,7 @@ class Style:
     only_scores: bool = False
     """Whether the answer hides the one generated token."""
     dialect: Dialect = MILLRACE
+    shown: ShownText = DEFAULT_TEXT
     streams: bool = False
     """Whether the answer is a stream: TGI shows special tokens, and its own finish reasons, in streams alone."""
 
@@ -35,7 +37,7 @@ class CompletionText(TrimmedText):
     """One choice: first the echo, then a delta for each token, until one has a finish reason."""
 
     def __init__(self, style: Style, echo: Echo | None = None) -> None:
-        super().__init__([] if style.dialect.keeps_stops else style.stop_sequences)
+        super().__init__([] if style.dialect.keeps_stops else style.stop_sequences, style.shown)
         self._style = style
         self._echo = echo
         start = 0 if echo is None else len(echo.text)
@@ -70,12 +72,16 @@ class CompletionText(TrimmedText):
             offset = self._offsets.push(event.token, text)
             logprobs = self._style.logprobs.token(event, offset)
         text, reason = self._trim(event, text)
-        return ChoiceDelta(text, reason, event.index, logprobs)
+        id_ = event.token.id if self.has_token_ids else None
+        return ChoiceDelta(text, reason, event.index, logprobs, token_id=id_)
 
     def _text(self, event: TokenEvent) -> str:
         token, style = event.token, self._style
-        is_shown = not token.special or (style.dialect.shows_special_tokens and style.streams)
-        return token.text if is_shown else ""
+        if event.finished is not None and style.shown.hides_end(event):
+            return ""
+        if not token.special or style.shown.special_tokens:
+            return token.text
+        return token.text if style.dialect.shows_special_tokens and style.streams else ""
 
     def _reason(self, reason: FinishReason) -> str:
         if self._style.dialect.has_tgi_reasons and (

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from millrace_router.api.openai.answers import AnswerHead, usage_json
-from millrace_router.api.openai.choice import STOP, TOOL_CALLS, ChatDelta
+from millrace_router.api.openai.choice import STOP, TOOL_CALLS, ChatDelta, token_ids
 from millrace_router.api.openai.protocol import (
+    ChatCompletionChoiceJson,
     ChatCompletionChunkJson,
     ChatCompletionCompleteJson,
     ChatCompletionDeltaJson,
@@ -36,11 +37,16 @@ class ChatAnswers:
         self._head = head
         self._dialect = dialect
 
-    def opening(self, index: int) -> ChatCompletionChunkJson | None:
-        """Render what precedes the first chunk of the choice `index`."""
-        if self._dialect.repeats_role:
+    def opening(
+        self, index: int, prompt_ids: Sequence[int] | None = None
+    ) -> ChatCompletionChunkJson | None:
+        """Render what precedes the first chunk of the choice `index`, with `prompt_ids` also the prompt's tokens."""
+        if self._dialect.repeats_role and prompt_ids is None:
             return None
-        return self._chunk(index, {"role": ROLE, "content": ""})
+        chunk = self._chunk(index, {"role": ROLE, "content": ""})
+        if prompt_ids is not None:
+            chunk["prompt_token_ids"] = list(prompt_ids)
+        return chunk
 
     def text_chunk(self, index: int, text: str) -> ChatCompletionChunkJson:
         """Render a chunk with nothing but text."""
@@ -61,7 +67,9 @@ class ChatAnswers:
         if delta.finish_reason is not None and (delta.calls or not parts):
             is_call = delta.finish_reason == TOOL_CALLS and not self._dialect.stops_after_calls
             parts.append({} if is_call else self._said(""))
-        if not parts and (delta.logprobs is not None or usage is not None):
+        if not parts and (
+            delta.logprobs is not None or usage is not None or delta.token_id is not None
+        ):
             parts.append(self._said(""))
         last = len(parts) - 1
         return [
@@ -71,6 +79,7 @@ class ChatAnswers:
                 logprobs=None if number else delta.logprobs,
                 finish_reason=self._reason(delta.finish_reason) if number == last else None,
                 usage=usage,
+                token_id=None if number else delta.token_id,
             )
             for number, part in enumerate(parts)
         ]
@@ -82,16 +91,31 @@ class ChatAnswers:
     def choice(self, index: int, deltas: Sequence[ChatDelta]) -> ChatCompletionCompleteJson:
         """Render a choice in one piece."""
         logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
-        return {
+        choice: ChatCompletionCompleteJson = {
             "index": index,
             "message": self._message(deltas),
             "logprobs": {"content": logprobs} if logprobs else None,
             "finish_reason": self._reason(deltas[-1].finish_reason),
         }
+        if deltas[0].token_id is not None:
+            choice["token_ids"] = token_ids(deltas)
+        return choice
 
-    def answer(self, choices: list[ChatCompletionCompleteJson], usage: Usage) -> ChatCompletionJson:
-        """Render all choices."""
-        return {**self._head.json(), "choices": choices, "usage": usage_json(usage)}
+    def answer(
+        self,
+        choices: list[ChatCompletionCompleteJson],
+        usage: Usage,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> ChatCompletionJson:
+        """Render all choices; with `prompt_ids` also the prompt's tokens."""
+        answer: ChatCompletionJson = {
+            **self._head.json(),
+            "choices": choices,
+            "usage": usage_json(usage),
+        }
+        if prompt_ids is not None:
+            answer["prompt_token_ids"] = list(prompt_ids)
+        return answer
 
     def _chunk(
         self,
@@ -101,17 +125,19 @@ class ChatAnswers:
         logprobs: ChatCompletionLogprobJson | None = None,
         finish_reason: str | None = None,
         usage: Usage | None = None,
+        token_id: int | None = None,
     ) -> ChatCompletionChunkJson:
+        choice: ChatCompletionChoiceJson = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None if logprobs is None else {"content": [logprobs]},
+            "finish_reason": finish_reason,
+        }
+        if token_id is not None:
+            choice["token_ids"] = [token_id]
         return {
             **self._head.json(CHUNK),
-            "choices": [
-                {
-                    "index": index,
-                    "delta": delta,
-                    "logprobs": None if logprobs is None else {"content": [logprobs]},
-                    "finish_reason": finish_reason,
-                }
-            ],
+            "choices": [choice],
             "usage": None if usage is None else usage_json(usage),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -15,7 +16,7 @@ from millrace_router.api.chat.tools import (
     choose,
     without_functions,
 )
-from millrace_router.api.fields import Items, UInt32
+from millrace_router.api.fields import Items, Place, UInt32
 from millrace_router.api.openai.common_request import CommonRequest
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import Dialect
@@ -25,6 +26,8 @@ from millrace_router.request.limits import Limits
 
 class ChatCompletionRequest(ReasoningFields, CommonRequest):
     """Body of `/v1/chat/completions` and `/chat_tokenize`."""
+
+    place = Place.CHAT
 
     messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: UInt32 | None = None
@@ -40,6 +43,8 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
     """Not in either contract: whether the prompt ends with the beginning of the assistant's turn."""
     continue_final_message: bool | None = None
     """Not in either contract: whether the last turn is continued. As in TGI it is if it is the assistant's."""
+    documents: Items[dict[str, Any]] | None = None
+    """vLLM's: a variable of the template."""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,7 +83,9 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
             tool_prompt=self.tool_prompt,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
-            template_variables=self.chat_template_kwargs,
+            template_variables=self._variables(),
+            adds_special_tokens=bool(self.add_special_tokens),
+            shown=self.shown,
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             keeps_stops=dialect.keeps_stops,
             effort=self.effort,
@@ -86,3 +93,8 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
             splits_thought=self.separate_reasoning is not False,
             shows_thought=self.shows_thought,
         )
+
+    def _variables(self) -> dict[str, Any] | None:
+        if self.documents is None:
+            return self.chat_template_kwargs
+        return {"documents": self.documents, **(self.chat_template_kwargs or {})}

@@ -50,7 +50,8 @@ class ChatStream(ChoiceStream):
         delta = self._text.push(event)
         if not self._has_begun:
             self._has_begun = True
-            opening = self._answers.opening(self._index)
+            ids = self._generation.valid.input_ids if self._text.has_token_ids else None
+            opening = self._answers.opening(self._index, ids)
             if opening is not None:
                 self._send(opening)
         if self._is_plain and delta.finish_reason is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, TypeVar
 
+from millrace_router.api.chat.shown import DEFAULT_TEXT, ShownText
 from millrace_router.api.openai.protocol import (
     ChatCompletionLogprobJson,
     ChatCompletionTopLogprobJson,
@@ -47,9 +48,16 @@ class ChoiceDelta(Generic[Logprobs]):
     calls: tuple[CallDelta, ...] = ()
     thought: str = ""
     """It precedes the text."""
+    token_id: int | None = None
+    """The token, if the answer has token ids."""
 
 
 ChatDelta = ChoiceDelta[ChatCompletionLogprobJson]
+
+
+def token_ids(deltas: Sequence[ChoiceDelta[Logprobs]]) -> list[int]:
+    """Return the tokens of deltas that have their ids."""
+    return [delta.token_id for delta in deltas if delta.token_id is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +88,14 @@ class TokenLogprobs:
 class TrimmedText:
     """Text of a choice, cut before a stop string."""
 
-    def __init__(self, stop_sequences: Sequence[str]) -> None:
+    def __init__(self, stop_sequences: Sequence[str], shown: ShownText = DEFAULT_TEXT) -> None:
         self._trimmer = StopTrimmer(stop_sequences)
+        self._shown = shown
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether the deltas have the ids of tokens."""
+        return self._shown.token_ids
 
     @property
     def stop_sequence(self) -> str | None:
@@ -92,7 +106,7 @@ class TrimmedText:
         """Take the text of the next token; return what may be shown, and the finish reason of the last token."""
         text = self._trimmer.push(text)
         if self._trimmer.stop is not None:
-            return text, STOP
+            return text + self._trimmer.stop if self._shown.stops else text, STOP
         if event.finished is None:
             return text, None
         return text + self._trimmer.finish(), self._reason(event.finished.finish_reason)
@@ -105,7 +119,7 @@ class TrimmedText:
 class ChoiceText(TrimmedText):
     """Turns a generation's tokens into a choice: hides special tokens, cuts before a stop string, extracts calls."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         stop_sequences: Sequence[str],
         *,
@@ -115,13 +129,14 @@ class ChoiceText(TrimmedText):
         keeps_stops: bool = False,
         splitter: Splitter | None = None,
         shows_thought: bool = True,
+        shown: ShownText = DEFAULT_TEXT,
     ) -> None:
         """With `parser` the choice may have calls, and with `splitter` a thought; their text includes `markers`.
 
         Markers are special tokens. With `keeps_stops` a stop string stays in the text, and the finish reason names it,
         as in TGI.
         """
-        super().__init__([] if keeps_stops else stop_sequences)
+        super().__init__([] if keeps_stops else stop_sequences, shown)
         self._logprobs = logprobs
         self._parser = parser
         self._markers = tuple(markers)
@@ -135,17 +150,27 @@ class ChoiceText(TrimmedText):
     def push(self, event: TokenEvent) -> ChatDelta:
         """Take the next token; nothing may follow a delta that has a finish reason."""
         token = event.token
-        text, reason = self._trim(event, self._hidden(token) if token.special else token.text)
+        text, reason = self._trim(event, self._text_of(event))
         logprobs = None if self._logprobs is None else self._logprobs.json(event)
+        id_ = token.id if self._shown.token_ids else None
         thought = ""
         if self._splitter is not None:
             thought, text = self._split(self._splitter, text, ended=reason is not None)
         if self._parser is None:
-            return ChoiceDelta(text, reason, event.index, logprobs, (), thought)
+            return ChoiceDelta(text, reason, event.index, logprobs, (), thought, id_)
         parsed = self._parse(self._parser, text, ended=reason is not None)
         if reason == STOP and self._has_called:
             reason = TOOL_CALLS
-        return ChoiceDelta(parsed.text, reason, event.index, logprobs, parsed.calls, thought)
+        return ChoiceDelta(parsed.text, reason, event.index, logprobs, parsed.calls, thought, id_)
+
+    def _text_of(self, event: TokenEvent) -> str:
+        """Return the text of a token that may be part of the choice."""
+        token = event.token
+        if event.finished is not None and self._shown.hides_end(event):
+            return ""
+        if token.special and not self._shown.special_tokens:
+            return self._hidden(token)
+        return token.text
 
     def _hidden(self, token: Token) -> str:
         """Return the part of a special token that the parser needs."""

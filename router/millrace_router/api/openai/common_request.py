@@ -14,6 +14,8 @@ from millrace_router.api.chat.bias import biases_from
 from millrace_router.api.chat.sampling import SamplingFields, openai_generation
 from millrace_router.api.fields import Float32, RequestModel, UInt32
 from millrace_router.api.grammars import ResponseFormat
+from millrace_router.api.guided import GuidedFields
+from millrace_router.api.openai.prompt_logprobs import check_prompt_logprobs
 from millrace_router.errors import ValidationError
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.dialect import Dialect
@@ -33,7 +35,7 @@ class StreamOptions(RequestModel):
     """Not in OpenAI's: whether each chunk has the usage of its choice so far."""
 
 
-class CommonRequest(SamplingFields):
+class CommonRequest(SamplingFields, GuidedFields):
     """Fields that both routes have; null means absent throughout."""
 
     model: str | None = None
@@ -50,6 +52,11 @@ class CommonRequest(SamplingFields):
     """LoRAX's, like the field below: where `model` is, `hub` or `local`."""
     api_token: str | None = Field(default=None, repr=False)
     """The client's own token for the hub."""
+    add_special_tokens: bool | None = None
+    """vLLM's, like the field below: whether the tokenizer puts its special tokens around the prompt."""
+    return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
+    """vLLM's: candidates beside the log probability of each token of the prompt."""
     lora_path: str | None = None
     """SGLang's: the name of a registered adapter; an adapter in `model` beats it."""
 
@@ -62,6 +69,11 @@ class CommonRequest(SamplingFields):
     def continuous_usage(self) -> bool:
         """Whether each chunk of a stream has the usage of its choice so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether the answer has the ids of tokens."""
+        return bool(self.return_token_ids)
 
     @property
     def num_choices(self) -> int:
@@ -88,15 +100,18 @@ class CommonRequest(SamplingFields):
         """Check the fields that TGI ignores; raises RouterError."""
         if not 0 < self.num_choices <= limits.max_n:
             raise ValidationError(f"`n` must be > 0 and <= {limits.max_n}. Given: {self.n}")
+        check_prompt_logprobs(self.prompt_logprobs, limits, stream=bool(self.stream))
 
     def generation(self, dialect: Dialect) -> GenerationRequest:
         """Translate, without a prompt; raises ValidationError."""
-        grammar = None if self.response_format is None else self.response_format.raw()
+        grammar = self.guide(None if self.response_format is None else self.response_format.raw())
         request = replace(
             self.sampling(dialect),
             typical_p=self.typical_p,
             logit_bias=biases_from(self.logit_bias) if isinstance(self.logit_bias, dict) else (),
             grammar=grammar,
             max_new_tokens=self.max_tokens,
+            prompt_logprobs=self.prompt_logprobs is not None,
+            prompt_top_n_tokens=self.prompt_logprobs or 0,
         )
         return openai_generation(request, dialect)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from millrace_router.api.chat.chat import EXCLUSIVE, Chat
+from millrace_router.api.chat.shown import DEFAULT_TEXT, ShownText
 from millrace_router.api.openai.choice import ChoiceText, TokenLogprobs
 from millrace_router.errors import ToolError
 from millrace_router.reasoning.reasoning_format import ReasoningFormat, ThoughtLimit
@@ -38,11 +39,12 @@ class PreparedChat:
     """How thoughts are told from the text; None if they are not."""
     start: Start
     shows_thought: bool
+    shown: ShownText = DEFAULT_TEXT
 
     @property
     def is_plain(self) -> bool:
         """Whether a token can become nothing but thought and text."""
-        return self.logprobs is None and not self.tools
+        return self.logprobs is None and not self.tools and not self.shown.token_ids
 
     def text(self) -> ChoiceText:
         """Return a new reader of one choice."""
@@ -56,6 +58,7 @@ class PreparedChat:
             if self.reasoning is None
             else self.reasoning.splitter(self.start, keeps_calls=bool(self.tools)),
             shows_thought=self.shows_thought,
+            shown=self.shown,
         )
 
     def _markers(self) -> Sequence[str]:
@@ -77,7 +80,12 @@ async def prepare_chat(services: Services, chat: Chat) -> PreparedChat:
         grammar = await _behind_thought(services, found, start, chat, grammar)
     reasoning = found if chat.splits_thought else None
     return PreparedChat(
-        request=replace(chat.request, prompt=prompt, adds_special_tokens=False, grammar=grammar),
+        request=replace(
+            chat.request,
+            prompt=prompt,
+            adds_special_tokens=chat.adds_special_tokens,
+            grammar=grammar,
+        ),
         tools=tools,
         choice=chat.choice,
         tool_format=services.tool_format,
@@ -86,6 +94,7 @@ async def prepare_chat(services: Services, chat: Chat) -> PreparedChat:
         reasoning=reasoning,
         start=start,
         shows_thought=chat.shows_thought,
+        shown=chat.shown,
     )
 
 

@@ -32,6 +32,15 @@ class UsageJson(TypedDict):
     """Only models that write thoughts have it."""
 
 
+class PromptLogprobJson(TypedDict):
+    """A token in one place of a prompt, as in vLLM."""
+
+    logprob: float
+    rank: int | None
+    """From 1; null for a token that is not among the likeliest ones."""
+    decoded_token: str
+
+
 class HeadJson(TypedDict):
     """The first keys of every answer and chunk of one request."""
 
@@ -40,6 +49,10 @@ class HeadJson(TypedDict):
     created: int
     model: str
     system_fingerprint: str
+    prompt_token_ids: NotRequired[list[int]]
+    """Of chats with `return_token_ids`: in the answer, or in the first chunk of each choice."""
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprobJson] | None]]
+    """Of chats with `prompt_logprobs`: for each token of the prompt."""
 
 
 class ChatCompletionTopLogprobJson(TypedDict):
@@ -114,6 +127,8 @@ class ChatCompletionCompleteJson(TypedDict):
     message: OutputMessageJson
     logprobs: ChatCompletionLogprobsJson | None
     finish_reason: str | None
+    token_ids: NotRequired[list[int]]
+    """With `return_token_ids`."""
 
 
 class ChatCompletionJson(HeadJson):
@@ -175,6 +190,8 @@ class ChatCompletionChoiceJson(TypedDict):
     delta: ChatCompletionDeltaJson
     logprobs: ChatCompletionLogprobsJson | None
     finish_reason: str | None
+    token_ids: NotRequired[list[int]]
+    """With `return_token_ids`."""
 
 
 class ChatCompletionChunkJson(HeadJson):

@@ -22,13 +22,15 @@ from millrace_router.api.openai.errors import (
     openai_errors,
 )
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
+from millrace_router.api.openai.prompt_logprobs import prompt_logprobs_json
 from millrace_router.api.openai.protocol import ChatCompletionCompleteJson, ModelInfoJson, ModelJson
 from millrace_router.api.openai.route_wrappers import counted_again, openai_route, stream_errors
+from millrace_router.api.request_fields.reading import read_request
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import UnknownModel
 from millrace_router.server.access_log import watch
-from millrace_router.server.bodies import json_response, read_model
+from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
@@ -71,18 +73,19 @@ def _models(services: Services) -> list[ModelJson]:
 async def chat_tokenize(request: web.Request) -> web.StreamResponse:
     """`POST /chat_tokenize`: the prompt that a chat becomes, and its tokens."""
     services = request.app[SERVICES]
-    body = await read_model(request, ChatCompletionRequest)
+    body = await read_request(request, ChatCompletionRequest)
     with services.infer.permit():
         chat = await prepare_chat(services, body.chat(services.limits))
         prompt = chat.request.text
-        tokens = await services.validator.tokenize(prompt, adds_special_tokens=False)
+        adds = chat.request.adds_special_tokens
+        tokens = await services.validator.tokenize(prompt, adds_special_tokens=adds)
     return json_response({"tokenize_response": orjson.Fragment(tokens), "templated_text": prompt})
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`."""
     services = request.app[SERVICES]
-    body = await read_model(request, ChatCompletionRequest)
+    body = await read_request(request, ChatCompletionRequest)
     with counting_refusals(services.metrics):
         chat = await prepare_chat(services, body.chat(services.limits))
         scheduling = scheduling_of(request, body.priority)
@@ -96,7 +99,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             cleanup.callback(generation.close)
         watch(request, *generations)
         if not body.stream:
-            return await _answer(services, chat, generations, answers, headers)
+            asked = body.prompt_logprobs
+            return await _answer(services, chat, generations, answers, headers, asked=asked)
         options = sse_options(services, generations, stream_errors(services), headers)
         choices = OpenChoices(
             len(generations), answers.usage_chunk if body.includes_usage else None
@@ -134,8 +138,13 @@ async def _answer(
     generations: Sequence[Generation],
     answers: ChatAnswers,
     headers: Mapping[str, str],
+    *,
+    asked: int | None,
 ) -> web.Response:
-    """Read one generation after the other: tokens of the others wait in their streams."""
+    """Read one generation after the other: tokens of the others wait in their streams.
+
+    `asked` is the number of candidates beside each token of the prompt, if the answer has them.
+    """
     choices: list[ChatCompletionCompleteJson] = []
     usage = Usage()
     for index, generation in enumerate(generations):
@@ -144,4 +153,9 @@ async def _answer(
         choices.append(answers.choice(index, pieces))
         usage += generation.usage(pieces[-1].num_tokens, text.reasoning_tokens)
     headers = {**answer_headers(services, generations, usage), **headers}
-    return json_response(answers.answer(choices, usage), headers=headers)
+    ids = generations[0].valid.input_ids if chat.shown.token_ids else None
+    answer = answers.answer(choices, usage, ids)
+    prompt = generations[0].prompt_logprobs
+    if asked is not None and prompt is not None:
+        answer["prompt_logprobs"] = prompt_logprobs_json(prompt, asked, services.tokenizer)
+    return json_response(answer, headers=headers)

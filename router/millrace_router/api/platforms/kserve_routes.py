@@ -16,11 +16,12 @@ from millrace_router.api.platforms.kserve import (
     KserveResponseJson,
     KserveServerJson,
 )
+from millrace_router.api.request_fields.reading import read_request
 from millrace_router.api.tgi.probes import readyz
 from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError
-from millrace_router.server.bodies import json_response, read_model
+from millrace_router.server.bodies import json_response
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.version import VERSION
@@ -86,7 +87,7 @@ async def model(request: web.Request) -> web.StreamResponse:
 async def infer(request: web.Request) -> web.StreamResponse:
     """`POST /v2/models/{model_name}/infer`: each text of each tensor is a prompt of its own."""
     services = request.app[SERVICES]
-    body = await read_model(request, KserveRequest)
+    body = await read_request(request, KserveRequest)
     with counting_refusals(services.metrics):
         texts = _texts(body, services)
         # A body without prompts has its headers checked here alone.

@@ -7,13 +7,15 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from millrace_router.api.fields import NullIs, RequestModel
+from millrace_router.api.fields import NullIs, Place, RequestModel
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.tgi.request import GenerateParameters, sampling_parameters
 
 
 class GenerateVertexInstance(RequestModel):
     """A text to continue; absent parameters sample, as on all routes."""
+
+    place = Place.GENERATE
 
     inputs: str
     parameters: Annotated[GenerateParameters, NullIs(sampling_parameters)] = Field(

@@ -22,12 +22,13 @@ from millrace_router.api.platforms.vertex import (
     VertexRequest,
     VertexResponse,
 )
+from millrace_router.api.request_fields.reading import read_request
 from millrace_router.api.tgi.probes import health
 from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError, ValidationError
 from millrace_router.server.access_log import watch
-from millrace_router.server.bodies import json_response, read_model
+from millrace_router.server.bodies import json_response
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 
@@ -48,7 +49,7 @@ def register(app: web.Application) -> None:
 async def vertex(request: web.Request) -> web.StreamResponse:
     """`POST /vertex`."""
     services = request.app[SERVICES]
-    body = await read_model(request, VertexRequest)
+    body = await read_request(request, VertexRequest)
     with counting_refusals(services.metrics):
         _check(body, services)
     predict = partial(_predict, request)

@@ -22,13 +22,16 @@ from millrace_router.api.responses.request import (
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import Overloaded, RouterError
 from millrace_router.request.float32 import shortest
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 
 class ResponseHead:
     """The parts of a response that are known before its first token: its id, and the request with its defaults."""
 
-    def __init__(self, body: ResponsesRequest, *, model: str) -> None:
-        """`model` is the name to answer with."""
+    def __init__(
+        self, body: ResponsesRequest, *, model: str, defaults: SamplingDefaults = NO_DEFAULTS
+    ) -> None:
+        """`model` is the name to answer with, and `defaults` are the model's."""
         self._json: ResponseJson = {
             "id": new_id("resp"),
             "object": "response",
@@ -50,12 +53,12 @@ class ResponseHead:
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": False,
-            "temperature": _number(body.temperature),
+            "temperature": _number(body.temperature, defaults.temperature),
             "text": {"format": _format(body)},
             "tool_choice": _choice(body),
             "tools": [_tool(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": _number(body.top_p),
+            "top_p": _number(body.top_p, defaults.top_p),
             "truncation": "disabled",
             "usage": None,
             "user": body.user,
@@ -109,8 +112,9 @@ def _error(error: RouterError) -> ResponseErrorJson:
     }
 
 
-def _number(given: float | None) -> float:
-    """Render a number as the client wrote it; 1 by default, which restricts nothing."""
+def _number(given: float | None, default: float | None) -> float:
+    """Render a number as the client wrote it, or the default; 1 restricts nothing."""
+    given = default if given is None else given
     return 1.0 if given is None else shortest(given) or 0.0
 
 

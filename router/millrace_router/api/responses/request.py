@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from millrace_router.api.chat.sampling import SamplingFields
-from millrace_router.api.fields import Items, RequestModel, UInt32
+from millrace_router.api.fields import Items, Place, RequestModel, UInt32
 from millrace_router.api.grammars import (
     JsonGrammar,
     LarkGrammar,
@@ -96,6 +96,8 @@ def _as_items(given: object) -> object:
 
 class ResponsesRequest(SamplingFields):
     """Body of `/v1/responses`; null means absent."""
+
+    place = Place.RESPONSE
 
     model: str | None = None
     input: Annotated[

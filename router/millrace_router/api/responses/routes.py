@@ -10,6 +10,7 @@ from aiohttp import web
 from millrace_router.api.adapters.naming import adapter_of_model
 from millrace_router.api.openai.errors import deltas_of, model_name, openai_errors
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
+from millrace_router.api.request_fields.reading import read_request
 from millrace_router.api.responses.answers import ResponseHead
 from millrace_router.api.responses.events import ResponseEvents
 from millrace_router.api.responses.protocol import InputTokensJson
@@ -19,7 +20,7 @@ from millrace_router.api.responses.to_chat import chat_of
 from millrace_router.engine.generation import Generation
 from millrace_router.errors import NotStored
 from millrace_router.server.access_log import watch
-from millrace_router.server.bodies import json_response, read_model
+from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.request_start import counting_refusals, scheduling_of
@@ -48,7 +49,7 @@ async def stored_response(request: web.Request) -> web.StreamResponse:
 async def input_tokens(request: web.Request) -> web.StreamResponse:
     """`POST /v1/responses/input_tokens`: count the tokens of the prompt that a response would have."""
     services = request.app[SERVICES]
-    body = await read_model(request, ResponsesRequest)
+    body = await read_request(request, ResponsesRequest)
     with services.infer.permit():
         chat = await prepare_chat(services, chat_of(body, services.dialect))
         count = await services.validator.count(chat.request)
@@ -59,12 +60,15 @@ async def input_tokens(request: web.Request) -> web.StreamResponse:
 async def responses(request: web.Request) -> web.StreamResponse:
     """`POST /v1/responses`."""
     services = request.app[SERVICES]
-    body = await read_model(request, ResponsesRequest)
+    body = await read_request(request, ResponsesRequest)
     with counting_refusals(services.metrics):
         chat = await prepare_chat(services, chat_of(body, services.dialect))
         scheduling = scheduling_of(request, body.priority)
         adapter = adapter_of_model(request, body.model)
-    events = ResponseEvents(ResponseHead(body, model=model_name(services, body.model)))
+    head = ResponseHead(
+        body, model=model_name(services, body.model), defaults=services.validator.defaults
+    )
+    events = ResponseEvents(head)
     async with await services.infer.start(
         replace(chat.request, scheduling=scheduling, adapter=adapter)
     ) as generation:

@@ -31,6 +31,7 @@ NAMES = FieldNames(
     top_n_tokens="top_logprobs",
     least_tokens="min_tokens",
     most_tokens="max_output_tokens",
+    truncate="truncate_prompt_tokens",
 )
 
 
@@ -51,6 +52,7 @@ def chat_of(body: ResponsesRequest, dialect: Dialect) -> Chat:
         template_variables=body.chat_template_kwargs,
         thinking_budget=body.thinking_token_budget,
         effort=None if body.reasoning is None else body.reasoning.effort,
+        shown=body.shown,
         num_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
     )
 

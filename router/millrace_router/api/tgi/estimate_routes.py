@@ -9,12 +9,13 @@ from aiohttp import web
 from millrace_router.api.completions.request import CompletionRequest
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.prepare import prepare_chat
+from millrace_router.api.request_fields.reading import request_of
 from millrace_router.api.tgi.estimate import estimate_json
 from millrace_router.api.tgi.lorax import adapter_of
 from millrace_router.api.tgi.request import GenerateRequest
 from millrace_router.errors import BodyShapeError, ValidationError
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.server.bodies import json_response, read_json, to_model
+from millrace_router.server.bodies import json_response, read_json
 from millrace_router.server.request_start import scheduling_of
 from millrace_router.server.services import SERVICES
 
@@ -40,16 +41,16 @@ async def _read(request: web.Request, body: object) -> tuple[GenerationRequest, 
     services = request.app[SERVICES]
     keys = [key for key in KEYS if isinstance(body, dict) and key in body]
     if keys == ["inputs"]:
-        native = to_model(body, GenerateRequest)
+        native = request_of(request, body, GenerateRequest)
         adapter = adapter_of(request, native.parameters)
         return replace(native.generation(), adapter=adapter), native.parameters.priority
     if keys == ["messages"]:
-        conversation = to_model(body, ChatCompletionRequest)
+        conversation = request_of(request, body, ChatCompletionRequest)
         chat = await prepare_chat(services, conversation.chat(services.limits))
         adapter = conversation.adapter(request)
         return replace(chat.request, adapter=adapter), conversation.priority
     if keys == ["prompt"]:
-        completion = to_model(body, CompletionRequest)
+        completion = request_of(request, body, CompletionRequest)
         completion.check(services.limits)
         if len(completion.prompts) > 1:
             raise ValidationError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -15,9 +16,12 @@ from millrace_router.api.tgi.answers import (
     TokenJson,
 )
 from millrace_router.api.tgi.request import GenerateParameters
+from millrace_router.engine.generation import Collected
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.float32 import shortest
+from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.server.headers import milliseconds
 from millrace_router.server.services import SERVICES
 
 
@@ -38,6 +42,33 @@ def headers_of(request: web.Request, parameters: GenerateParameters) -> dict[str
     if not parameters.is_lorax:
         return {}
     return lorax_headers(request.app[SERVICES], adapter_of(request, parameters))
+
+
+async def rendered(
+    request: web.Request, asked: GenerationRequest, parameters: GenerateParameters
+) -> GenerationRequest:
+    """Return `asked`, with its text as the one turn of a chat if the client wants that; raises RouterError."""
+    if not parameters.apply_chat_template:
+        return asked
+    template = request.app[SERVICES].template
+    turn = {"role": "user", "content": asked.text}
+    prompt = await template.render_async([turn], add_generation_prompt=True)
+    return replace(asked, prompt=prompt, adds_special_tokens=False)
+
+
+def times_of(collected: Collected, parameters: GenerateParameters) -> dict[str, str]:
+    """Return LoRAX's headers of a whole answer beside TGI's, in milliseconds, if the request has one of its fields."""
+    if not parameters.is_lorax:
+        return {}
+    times, usage = collected.times, collected.usage
+    first = times.total if times.first_token is None else times.first_token
+    num_others = max(usage.completion_tokens - 1, 1)
+    return {
+        "x-skipped-tokens": "0",
+        "x-total-tokens": str(usage.prompt_tokens + usage.completion_tokens),
+        "x-time-to-first-token": milliseconds(first),
+        "x-time-per-output-token": milliseconds((times.total - first) / num_others),
+    }
 
 
 def complete_sequence(

@@ -11,6 +11,7 @@ from millrace_router.api.fields import (
     Float32,
     Int32,
     NullIs,
+    Place,
     RequestModel,
     Switch,
     UInt32,
@@ -35,6 +36,8 @@ LORAX_FIELDS = frozenset(
 
 class GenerateParameters(RequestModel):
     """How to generate. None means that the client left the choice to the server; null is the default everywhere."""
+
+    place = Place.PARAMETERS
 
     best_of: UInt64 | None = None
     temperature: Float32 | None = None
@@ -66,7 +69,7 @@ class GenerateParameters(RequestModel):
     response_format: LoraxFormat | None = None
     """The same as `grammar`, for JSON."""
     apply_chat_template: bool | None = None
-    """No effect, as in LoRAX."""
+    """Whether the text is the one turn of a chat, which the chat template renders."""
     lora_path: str | None = None
     """SGLang's: the name of a registered adapter."""
     priority: int | None = None
@@ -124,6 +127,8 @@ def sampling_parameters() -> GenerateParameters:
 
 class GenerateRequest(RequestModel):
     """Body of `/generate`, `/generate_stream` and `/tokenize`."""
+
+    place = Place.GENERATE
 
     inputs: str
     parameters: Annotated[GenerateParameters, NullIs(sampling_parameters)] = Field(

@@ -8,6 +8,7 @@ import orjson
 from aiohttp import web
 
 from millrace_router.api.openai.route_wrappers import asks_for_stream, with_errors_in_stream
+from millrace_router.api.request_fields.reading import read_request, request_of
 from millrace_router.api.tgi.answers import (
     BestOfDetailsJson,
     BestOfSequenceJson,
@@ -26,6 +27,8 @@ from millrace_router.api.tgi.lorax import (
     complete_sequence,
     complete_token,
     headers_of,
+    rendered,
+    times_of,
 )
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateRequest
 from millrace_router.api.tgi.tokenizer_routes import names_prompt, tokenize_prompt
@@ -33,7 +36,7 @@ from millrace_router.engine.generation import Collected, Generation
 from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.server.access_log import watch
-from millrace_router.server.bodies import json_response, read_json, read_model, to_model
+from millrace_router.server.bodies import json_response, read_json
 from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
@@ -55,19 +58,19 @@ def register(app: web.Application) -> None:
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """`POST /generate`."""
-    body = await read_model(request, GenerateRequest)
+    body = await read_request(request, GenerateRequest)
     answer, collected = await generated(request, body)
     return json_response(answer, headers=_headers(request, body, collected))
 
 
 async def generate_stream(request: web.Request) -> web.StreamResponse:
     """`POST /generate_stream`."""
-    return await _stream(request, await read_model(request, GenerateRequest))
+    return await _stream(request, await read_request(request, GenerateRequest))
 
 
 async def compat_generate(request: web.Request) -> web.StreamResponse:
     """`POST /`: as `/generate`, with the answer in a list, or as `/generate_stream`."""
-    body = await read_model(request, CompatGenerateRequest)
+    body = await read_request(request, CompatGenerateRequest)
     if body.parameters.return_full_text is None:
         parameters = body.parameters.model_copy(update={"return_full_text": True})
         body = body.model_copy(update={"parameters": parameters})
@@ -85,7 +88,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     parsed = await read_json(request)
     if names_prompt(parsed):
         return await tokenize_prompt(request, parsed)
-    body = to_model(parsed, GenerateRequest)
+    body = request_of(request, parsed, GenerateRequest)
     services = request.app[SERVICES]
     with services.infer.permit():
         tokens = await services.validator.tokenize(body.inputs)
@@ -97,7 +100,7 @@ async def generated(
 ) -> tuple[GenerateResponse, Collected]:
     """Generate to the end, as `/generate` does; raises RouterError."""
     services = request.app[SERVICES]
-    collected = await services.infer.generate(_asked(request, body))
+    collected = await services.infer.generate(await _asked(request, body))
     watch(request, collected)
     answer: GenerateResponse = {"generated_text": _full_text(body, collected)}
     if body.parameters.details or body.parameters.decoder_input_details:
@@ -105,13 +108,14 @@ async def generated(
     return answer, collected
 
 
-def _asked(request: web.Request, body: GenerateRequest) -> GenerationRequest:
+async def _asked(request: web.Request, body: GenerateRequest) -> GenerationRequest:
     """Return what a body and its headers ask for; raises RouterError."""
     parameters = body.parameters
     with counting_refusals(request.app[SERVICES].metrics):
         scheduling = scheduling_of(request, parameters.priority)
         adapter = adapter_of(request, parameters)
-    return replace(body.generation(), scheduling=scheduling, adapter=adapter)
+        asked = await rendered(request, body.generation(), parameters)
+    return replace(asked, scheduling=scheduling, adapter=adapter)
 
 
 def _full_text(body: GenerateRequest, collected: Collected) -> str:
@@ -150,12 +154,13 @@ def _sequence(services: Services, body: GenerateRequest, collected: Collected) -
 
 def _headers(request: web.Request, body: GenerateRequest, collected: Collected) -> dict[str, str]:
     headers = answer_headers(request.app[SERVICES], [collected], collected.usage)
-    return headers | headers_of(request, body.parameters)
+    own = headers_of(request, body.parameters) | times_of(collected, body.parameters)
+    return headers | own
 
 
 async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResponse:
     services = request.app[SERVICES]
-    async with await services.infer.start(_asked(request, body)) as generation:
+    async with await services.infer.start(await _asked(request, body)) as generation:
         watch(request, generation)
         headers = headers_of(request, body.parameters)
         options = sse_options(services, [generation], error_event, headers)

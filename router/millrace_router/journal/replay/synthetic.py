@@ -21,8 +21,9 @@ def token_at(position: int, vocab_size: int) -> int:
 def fill_in(message: pb.StepRequest, vocab_size: int) -> None:
     """Give every admitted sequence ids, and remove the fields that depend on the recorded ids.
 
-    Grammars are removed, because their sources are unknown. Rows of several positions are removed with grammars and
-    draft tokens: with more right draft tokens than in the record, a row would need further blocks.
+    Rules that name tokens are removed, and so are grammars, because their sources are unknown. Rows of several
+    positions are removed with grammars and draft tokens: with more right draft tokens than in the record, a row would
+    need further blocks.
     """
     work = message.WhichOneof("work")
     if work not in {"prefill", "decode"}:
@@ -39,3 +40,7 @@ def fill_in(message: pb.StepRequest, vocab_size: int) -> None:
         del bias_ids[:]
         bias_ids.extend(range(num_biases))
         sequence.ClearField("grammar")
+        parameters = sequence.parameters
+        for ids in (parameters.allowed_ids, parameters.bad_word_ids, parameters.stop_ids):
+            del ids[:]
+        del parameters.bad_word_lengths[:]

@@ -387,3 +387,35 @@ async def test_adapters_may_share_the_server_equally(fairness: str, tenants: lis
         for fields in ({"adapter_id": "a"}, {"adapter_id": "b"}, {}):
             await edge.post("/generate", asked(**fields), headers={"x-tenant": "me"})
         assert [one.scheduling.tenant for one in edge.batcher.requests] == tenants
+
+
+async def test_headers_of_whole_answers_have_lorax_s_times() -> None:
+    names = {
+        "x-skipped-tokens",
+        "x-total-tokens",
+        "x-time-to-first-token",
+        "x-time-per-output-token",
+    }
+    async with serving() as edge:
+        for fields, expected in (({"api_token": None}, names), ({}, set())):
+            body = {"inputs": "hello", "parameters": {"max_new_tokens": 3, **fields}}
+            _, _, response = await edge.post("/generate", body)
+            assert {name.lower() for name in response.headers} & names == expected
+            if expected:
+                assert response.headers["x-total-tokens"] == "4"
+                assert response.headers["x-skipped-tokens"] == "0"
+                assert response.headers["x-time-to-first-token"].isdecimal()
+
+
+async def test_a_text_may_be_a_turn_of_a_chat() -> None:
+    body = {"inputs": "hello", "parameters": {"apply_chat_template": True}}
+    template = "a {{ messages[0].content }} {% if add_generation_prompt %}b{% endif %}"
+    async with serving(template=template) as edge:
+        for path in ("/generate", "/generate_stream"):
+            status, _, _ = await edge.post(path, body)
+            assert status == 200
+            expected = edge.services.tokenizer.encode("a hello b", add_special_tokens=False)
+            assert edge.batcher.requests[-1].input_ids == expected
+    async with serving() as edge:
+        status, answer, _ = await edge.post("/generate", body)
+        assert (status, answer["error_type"]) == (422, "template_error")

@@ -74,7 +74,7 @@ def sampler_for(rows: list[Row], top_n: list[int] | None = None) -> tuple[Sample
     watermark = Watermark(rows[0].gamma, rows[0].delta)
     sampler = Sampler(history, eos, watermark, KERNELS[0] if KERNELS else None)
     for i, row in enumerate(rows):
-        sampler.admit(len(rows) - 1 - i, row.parameters.bias)
+        sampler.admit(len(rows) - 1 - i, row.parameters.bias, row.parameters.rules)
     return sampler, SamplingRows(
         parameters=parameters,
         positions=np.array([row.position for row in rows]),

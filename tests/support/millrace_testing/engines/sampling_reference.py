@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace_shard.batch.sequence import SamplingParameters
+from millrace_shard.sampling.sequence_rules.rules import Dry
 
 Scores = list[float]
 WORD = (1 << 32) - 1
@@ -49,6 +51,7 @@ def processed(row: Row) -> Scores:
         scores[id_] -= p.presence_penalty + p.openai_frequency_penalty * row.generated.count(id_)
     for id_, value in p.bias:
         scores[id_] += value
+    scores = ruled(row, scores)
     if row.allowed is not None:
         scores = [s if id_ in row.allowed else -math.inf for id_, s in enumerate(scores)]
     if len(row.generated) < row.min_new_tokens:
@@ -61,7 +64,12 @@ def processed(row: Row) -> Scores:
 def warped(row: Row) -> Scores:
     """Scores after all that, temperature, top-k, top-p, typical-p and min-p."""
     p = row.parameters
-    scores = [score / p.temperature for score in processed(row)]
+    scores = processed(row)
+    if p.top_n_sigma > 0:
+        possible = [score for score in scores if score > -math.inf]
+        least = max(scores) - p.top_n_sigma * statistics.pstdev(possible)
+        scores = [score if score >= least else -math.inf for score in scores]
+    scores = [score / p.temperature for score in scores]
     if p.top_k:
         kth = sorted(scores, reverse=True)[min(p.top_k, len(scores)) - 1]
         scores = [score if score >= kth else -math.inf for score in scores]
@@ -76,6 +84,49 @@ def warped(row: Row) -> Scores:
         probs = probabilities(scores)
         least = p.min_p * max(probs)
         scores = [s if q >= least else -math.inf for s, q in zip(scores, probs, strict=True)]
+    uniform = splitmix64(p.seed, row.position) >> 40
+    if murmur_mix(uniform) >> 8 < p.xtc_probability * 2**24:
+        probs = probabilities(scores)
+        pairs = zip(scores, probs, strict=True)
+        choices = [q for s, q in pairs if q >= p.xtc_threshold and s > -math.inf]
+        if len(choices) > 1:
+            pairs = zip(scores, probs, strict=True)
+            scores = [-math.inf if q > min(choices) else s for s, q in pairs]
+    return scores
+
+
+def ruled(row: Row, scores: Scores) -> Scores:
+    """Scores after the rules of the sequence."""
+    rules, history = row.parameters.rules, row.prompt + row.generated
+    if rules.dry is not None:
+        scores = dried(rules.dry, history, scores)
+    if rules.allowed_ids:
+        scores = [s if id_ in rules.allowed_ids else -math.inf for id_, s in enumerate(scores)]
+    for *beginning, last in rules.bad_words:
+        if row.generated[len(row.generated) - len(beginning) :] == beginning:
+            scores[last] = -math.inf
+    if len(row.generated) < row.min_new_tokens and row.allowed is None:
+        scores = [-math.inf if id_ in rules.stop_ids else s for id_, s in enumerate(scores)]
+    return scores
+
+
+def dried(dry: Dry, history: list[int], scores: Scores) -> Scores:
+    """The definition, with lists: which passage before each token is also the end of the sequence."""
+    history = history[-dry.window :] if dry.window else history
+    longest: dict[int, int] = {}
+    for i in range(1, len(history)):
+        length = 0
+        while length < i and length < 50:
+            one, other = history[i - 1 - length], history[-1 - length]
+            if one != other or one in dry.breakers:
+                break
+            length += 1
+        if history[i] not in dry.breakers:
+            longest[history[i]] = max(longest.get(history[i], 0), length)
+    scores = list(scores)
+    for id_, length in longest.items():
+        if length >= max(dry.allowed_length, 1):
+            scores[id_] -= dry.multiplier * dry.base ** (length - dry.allowed_length)
     return scores
 
 

@@ -25,6 +25,7 @@ from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 from millrace_shard.model_runner.step_planner import StepPlanner
 from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.load import load_model
+from millrace_shard.sampling.sequence_rules.rules import Dry, SequenceRules
 from millrace_shard.speculation.factory import Speculation
 from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.structured_output.manager import GrammarManager
@@ -51,6 +52,18 @@ SAMPLING: dict[str, dict[str, Any]] = {
         "min_p": 0.02,
         "do_sample": True,
         "seed": 5,
+    },
+    "ruled": {
+        "rules": SequenceRules(
+            allowed_ids=tuple(range(3, 200)),
+            bad_words=((7,), (5, 6), (8, 9, 10)),
+            dry=Dry(multiplier=0.8, base=1.75, allowed_length=1, window=0, breakers=(4,)),
+        ),
+        "top_n_sigma": 2.0,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.02,
+        "do_sample": True,
+        "seed": 6,
     },
 }
 

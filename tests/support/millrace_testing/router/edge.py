@@ -43,6 +43,7 @@ from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.formats import format_of
 from millrace_router.validation.grammar_admission import GrammarAdmission
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from millrace_router.validation.validator import Validator
 
 WORDS = ("hello", "world", "wörld", "日本", "a", "b")
@@ -218,6 +219,7 @@ def services_over(
     sink: SpanSink | None = None,
     tokenizer: Tokenizer | None = None,
     adapters: Resolver | None = None,
+    defaults: SamplingDefaults = NO_DEFAULTS,
     **config: Any,
 ) -> Services:
     """Everything an application is made of, over fakes."""
@@ -227,7 +229,7 @@ def services_over(
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
     )
     health = Health(batcher.status, batcher, probe_seconds=PROBE_SECONDS)
-    validator = Validator(tokenizer, limits, metrics, _grammars(batcher, metrics))
+    validator = Validator(tokenizer, limits, metrics, _grammars(batcher, metrics), defaults)
     settings = _config(**config)
     return Services(
         config=settings,
