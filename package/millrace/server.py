@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from millrace.download import download
 from millrace.errors import StartError
+from millrace_launcher.errors import LaunchError
+from millrace_launcher.settings.arguments import read_settings
 from millrace_launcher.verify.servers.deployment import Deployer
 from millrace_launcher.verify.servers.deployment import StartError as NotStarted
 
@@ -16,11 +20,20 @@ ERROR = "ERROR"
 
 
 @contextmanager
-def serving(model: str | None, flags: Sequence[str]) -> Iterator[str]:
+def serving(model: str | None, flags: Sequence[str], *, program: str) -> Iterator[str]:
     """Serve a model, or the demo model, on a free port of this machine; the value is the URL.
 
-    `flags` are the launcher's. The server has ended when the block has. Raises StartError.
+    `flags` are the launcher's; SystemExit 2 with a message that names `program` if they are wrong. On a terminal
+    stderr tells what happens. The server has ended when the block has. Raises StartError.
     """
+    settings = read_settings(
+        [*(() if model is None else (f"--model-id={model}",)), *flags], program=program
+    )
+    sys.stderr.write(f"Starting a server for {model or 'the demo model'}\n")
+    if model is not None and sys.stderr.isatty() and not Path(model).exists():
+        # The server's log is in a file, and a download may take long.
+        with suppress(LaunchError):
+            download(settings, model)
     with tempfile.TemporaryDirectory(prefix="millrace-") as logs:
         deployer = Deployer(model=model, logs=Path(logs), flags=tuple(flags))
         try:

@@ -70,6 +70,8 @@ def test_the_whole_chats_with_its_demo_model(whole: Path) -> None:
     assert "not installed" not in {facts["torch"], facts["aiohttp"], facts["grpcio"]}
     answer = run(str(whole / "millrace"), "chat", "--temperature=0", text="What is a KV cache?\n")
     assert "keys and values" in answer
+    code = "from millrace import LLM; print(LLM().generate('A', None)[0].outputs[0].finish_reason)"
+    assert run(str(whole / "python"), "-c", code) in ("stop\n", "length\n")
 
 
 def test_the_whole_brings_every_program(whole: Path) -> None:

@@ -14,13 +14,15 @@ from aiohttp import web
 PATHS = os.pathsep.join(path for path in sys.path if path)
 
 
-async def started(*words: str, **variables: str) -> asyncio.subprocess.Process:
-    """The process of `millrace` with pipes."""
+async def started(
+    *words: str, stdin: int = asyncio.subprocess.PIPE, **variables: str
+) -> asyncio.subprocess.Process:
+    """The process of `millrace` with pipes, or with another stdin."""
     hidden = ("API_KEY", "OPENAI_API_KEY")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "millrace", *words),
-        stdin=asyncio.subprocess.PIPE,
+        stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environment | {"PYTHONPATH": PATHS} | variables,
@@ -29,7 +31,7 @@ async def started(*words: str, **variables: str) -> asyncio.subprocess.Process:
 
 async def run(*words: str, text: str = "", **variables: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr."""
-    process = await started(*words, **variables)
+    process = await started(*words, stdin=asyncio.subprocess.PIPE, **variables)
     out, err = await process.communicate(text.encode())
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()

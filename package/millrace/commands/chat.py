@@ -38,8 +38,7 @@ def _chat(given: argparse.Namespace, flags: Sequence[str]) -> int:
     with ExitStack() as stack:
         url = given.target
         if url is None or not is_url(url):
-            screen.note(f"Starting a server for {url or 'the demo model'}")
-            url = stack.enter_context(serving(url, flags))
+            url = stack.enter_context(serving(url, flags, program=PROGRAM))
         runner = stack.enter_context(asyncio.Runner())
         client = Client(url, given.api_key)
         runner.run(client.__aenter__())

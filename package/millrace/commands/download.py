@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sys
 from collections.abc import Sequence
 
 from millrace.commands.parser import Parser
-from millrace_launcher import logs
+from millrace.download import download
 from millrace_launcher.errors import LaunchError
 from millrace_launcher.settings.arguments import read_settings
-from millrace_launcher.settings.commands import Commands
 from millrace_launcher.settings.flags import option_name
-from millrace_launcher.settings.threads import plan_threads
-from millrace_launcher.supervision.children import Children
-from millrace_launcher.supervision.download import resolve_model
 
 PROGRAM = "millrace download"
 FORWARDED = ("revision", "draft_model", "tokenizer_name", "huggingface_hub_cache")
@@ -31,19 +25,8 @@ def main(argv: Sequence[str]) -> int:
         if (value := getattr(given, name)) is not None
     )
     settings = read_settings([f"--model-id={given.model}", *words], program=PROGRAM)
-    logs.setup(settings.launcher, sys.stderr)
-    commands = Commands(
-        settings=settings,
-        model_id=given.model,
-        model_name=given.model,
-        num_shard=1,
-        shard_uds_path=settings.launcher.shard_uds_path,
-        master_port=settings.shard.master_port,
-        threads=plan_threads(cores=1, shards=1, requested=1, intel_openmp=None, environ=os.environ),
-        environ=os.environ,
-    )
     try:
-        folders = asyncio.run(resolve_model(commands, Children()))
+        folders = download(settings, given.model)
     except LaunchError as error:
         sys.stderr.write(f"Error: {error}\n")
         return error.exit_code

@@ -66,8 +66,7 @@ def main(argv: Sequence[str]) -> int:
         with Output(given.output) as output, ExitStack() as stack:
             url = given.url
             if url is None:
-                sys.stderr.write(f"Starting a server for {given.model or 'the demo model'}\n")
-                url = stack.enter_context(serving(given.model, flags))
+                url = stack.enter_context(serving(given.model, flags, program=PROGRAM))
             return asyncio.run(_run(given, url, output, total))
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror}")

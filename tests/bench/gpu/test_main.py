@@ -128,7 +128,7 @@ def test_bundle_and_sources_come_before_the_users_path() -> None:
     first, *sources, last = environment["PYTHONPATH"].split(os.pathsep)
     assert first == "site"
     assert (last, environment["A"]) == ("mine", "b")
-    assert len(sources) == 6
+    assert len(sources) == 7
     assert all(Path(folder).is_dir() for folder in sources)
 
 

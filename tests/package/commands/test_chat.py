@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import pty
 import signal
 
 import pytest
 from tests.package.programs import OpenAI, run, started
 
+from millrace.chat.conversation import Conversation
+from millrace.chat.screen import Screen
+from millrace.chat.session import HELP, Session
+from millrace.http.client import Client
 from millrace_testing.router.sse import served_application
 
 
@@ -72,6 +79,8 @@ async def test_a_refusal_ends_a_pipe_with_the_servers_words() -> None:
     [
         (("http://127.0.0.1:9",), 1, "cannot connect"),
         (("http://127.0.0.1:9", "--", "--port=1"), 2, "flags after --"),
+        (("--", "--prot=1"), 2, "'--port'"),
+        (("/no/folder",), 1, "error: there is no folder /no/folder"),
         (("--max-tokens", "0"), 2, "--max-tokens"),
     ],
 )
@@ -79,3 +88,55 @@ async def test_what_cannot_be_is_an_error(words: tuple[str, ...], status: int, r
     code, out, err = await run("chat", *words)
     assert (code, out) == (status, "")
     assert reason in err.lower()
+
+
+async def test_a_model_of_its_own() -> None:
+    words = ("chat", "--temperature=0", "--", "--device=cpu")
+    status, out, err = await run(*words, text="What is a KV cache?\n")
+    assert (status, err) == (0, "Starting a server for the demo model\n")
+    assert out.startswith("The KV cache keeps")
+
+
+async def test_a_terminal_has_a_prompt_and_ends_with_ctrl_d() -> None:
+    server = OpenAI(lambda body: "answer")
+    master, slave = pty.openpty()
+    async with served_application(server.application()) as url:
+        process = await started("chat", url, stdin=slave)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert b"/help" in await process.stderr.readline()
+        assert await process.stdout.readexactly(2) == b"> "
+        os.write(master, b"One?\n")
+        assert await process.stdout.readexactly(9) == b"answer\n> "
+        os.write(master, b"\x04")
+        await process.communicate()
+    os.close(master)
+    os.close(slave)
+    assert process.returncode == 0
+
+
+class Script(Screen):
+    """A terminal whose user does what the test says."""
+
+    def __init__(self, *lines: str | BaseException) -> None:
+        super().__init__()
+        self.is_interactive = True
+        self.notes: list[str] = []
+        self._lines = iter(lines)
+
+    def read(self) -> str:
+        line = next(self._lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_ctrl_c_at_the_prompt_does_not_end_the_chat() -> None:
+    screen = Script(KeyboardInterrupt(), "/help", EOFError())
+    with asyncio.Runner() as runner:
+        session = Session(Client("http://127.0.0.1:9"), Conversation(), screen)
+        assert session.run(runner) == 0
+    assert screen.notes[1:] == ["\n/quit or Ctrl-D ends the chat", HELP]

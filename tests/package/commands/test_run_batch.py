@@ -26,6 +26,7 @@ class Server:
         self.asked: list[str] = []
         self.most_at_once = 0
         self.busy = 0
+        self.waits = asyncio.Event()
         self.may_go_on = asyncio.Event()
         self._running = 0
 
@@ -43,6 +44,7 @@ class Server:
         self._running += 1
         self.most_at_once = max(self.most_at_once, self._running)
         if text == "wait":
+            self.waits.set()
             await self.may_go_on.wait()
         await asyncio.sleep(0)
         self._running -= 1
@@ -90,8 +92,7 @@ async def test_a_run_goes_on_where_one_was_killed(tmp_path: Path) -> None:
     async with served_application(server.application()) as url:
         words = ("run-batch", str(source), str(out), "--url", url, "--concurrency", "1")
         process = await started(*words)
-        while "wait" not in server.asked:
-            await asyncio.sleep(0.01)
+        await server.waits.wait()
         process.send_signal(signal.SIGKILL)
         await process.communicate()
         with out.open("ab") as file:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from tests.package.programs import PATHS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace import LLM, AsyncLLM, RequestError, SamplingParams, StartError
@@ -151,3 +155,23 @@ def test_a_model_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="there is no folder"):
         LLM(str(tmp_path / "none"))
     assert psutil.Process().children() == before
+
+
+PROGRAM = """
+from millrace import LLM
+llm = LLM(device="cpu")
+print(llm.chat([{"role": "user", "content": "What is a KV cache?"}], temperature=0).text)
+"""
+
+
+def test_a_program_that_closes_nothing_ends_in_order_and_has_its_stdout_for_itself() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1
+    assert done.stdout.startswith("The KV cache keeps")
