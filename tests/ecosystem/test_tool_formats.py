@@ -56,8 +56,15 @@ class Served:
     client: httpx.Client
 
     def ask(self, **fields: Any) -> httpx.Response:
-        tools = [{"type": "function", "function": TOOL}]
-        body = {"messages": [USER], "tools": tools, "max_tokens": 200, "temperature": 1.0, **fields}
+        body = {
+            "messages": [USER],
+            "tools": [{"type": "function", "function": TOOL}],
+            "max_tokens": 200,
+            "temperature": 1.0,
+            # Random weights would think to the end of the tokens.
+            "chat_template_kwargs": {"enable_thinking": False},
+            **fields,
+        }
         answer = self.client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         return answer

@@ -31,6 +31,8 @@ def messages_for(
     """
     if shape.has_counted_ids:
         messages = _with_counted_ids(messages)
+    if shape.has_one_call:
+        messages = _with_single_calls(messages)
     names = _names_of_calls(messages)
     return [_message_for(shape, message, names, no_content) for message in messages]
 
@@ -50,6 +52,29 @@ def _with_counted_ids(messages: Sequence[Message]) -> list[Message]:
         if message.get("tool_call_id") in ids:
             changed["tool_call_id"] = ids[message["tool_call_id"]]
         made.append({**message, **changed})
+    return made
+
+
+def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    """Make a message of each call, with its results behind it."""
+    made: list[Message] = []
+    rest = list(messages)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            made.append(message)
+            continue
+        num_results = next(
+            (index for index, one in enumerate(rest) if one["role"] != "tool"), len(rest)
+        )
+        results, rest = rest[:num_results], rest[num_results:]
+        for call in calls:
+            made.append({**message, "tool_calls": [call]})
+            made += [one for one in results if one.get("tool_call_id") == call.get("id")]
+            message = {"role": message["role"], "content": None}
+        ids = {call.get("id") for call in calls}
+        made += [one for one in results if one.get("tool_call_id") not in ids]
     return made
 
 

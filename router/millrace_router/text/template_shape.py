@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jinja2 import nodes
 
+_COUNTS_CALLS = re.compile(r"(?:in\s+\w+\.tool_calls|tool_calls\s*\|\s*(?:length|count))")
 _SHORT_ID = re.compile(r"length\s*[!=]=\s*9\b")
 
 
@@ -30,6 +31,8 @@ class TemplateShape:
     """Whether call ids must have nine characters, as in Mistral's templates."""
     has_counted_ids: bool = False
     """Whether call ids have the name and a number, as in Kimi's templates."""
+    has_one_call: bool = False
+    """Whether it renders the first call of a message and silently drops the others, as gpt-oss' does."""
     adds_arguments: bool = False
     """Whether it adds a call's arguments to text, so that they must be text, as in DeepSeek's templates."""
 
@@ -61,6 +64,7 @@ class TemplateShape:
             has_thought_parts="thinking" in constants and "[THINK]" in source,
             has_short_ids=_SHORT_ID.search(source) is not None,
             has_counted_ids="<|tool_call_begin|>" in source,
+            has_one_call="tool_calls[0]" in source and not _COUNTS_CALLS.search(source),
             adds_arguments=_adds_arguments(tree),
         )
 

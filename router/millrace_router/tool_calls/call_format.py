@@ -20,6 +20,7 @@ from millrace_router.tool_calls.lark import json_value, literal, token_or_litera
 from millrace_router.tool_calls.parser import AnswerParser
 from millrace_router.tool_calls.syntax import Syntax
 from millrace_router.tool_calls.tool import Tool, ToolChoice, new_call_id
+from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT
 
 NO_IDS: Mapping[str, int] = MappingProxyType({})
 _START = "start: "
@@ -38,6 +39,8 @@ class CallFormat(ABC):
     arguments_key: ClassVar[str] = "arguments"
     tokens: ClassVar[tuple[str, ...]] = ()
     """Texts around calls that are special tokens in some models."""
+    tool_prompt: ClassVar[str] = DEFAULT_TOOL_PROMPT
+    """Follows the tools in the last message, where the chat template does not render them."""
     new_id: Callable[[], str] = staticmethod(new_call_id)
 
     def __init__(self, special_ids: Mapping[str, int] = NO_IDS) -> None:

@@ -9,6 +9,7 @@ from millrace_router.tool_calls.call_format import CallFormat
 from millrace_router.tool_calls.lark import ANY, literal, matching, up_to
 from millrace_router.tool_calls.syntax import Syntax
 from millrace_router.tool_calls.tool import ToolChoice
+from millrace_router.tool_calls.tool_prompt import prompt_for
 
 
 class Listed(CallFormat):
@@ -57,6 +58,9 @@ class Phi4Mini(Listed):
     """`functools[{"name": …, "arguments": …}]`, or the same list in the tokens of the model's card."""
 
     name: ClassVar[str] = "phi4_mini_json"
+    tool_prompt: ClassVar[str] = prompt_for(
+        'functools[{"name": function name, "arguments": arguments}]'
+    )
     opener: ClassVar[str] = "functools"
     syntax: ClassVar[Syntax] = Syntax(
         openers=("functools", "<|tool_call|>"), closers=("<|/tool_call|>",), lists=True

@@ -20,6 +20,14 @@ DEFAULT_TOOL_PROMPT = (
 """TGI's text, with its spelling."""
 
 
+def prompt_for(call: str) -> str:
+    """Return a prompt that asks for calls in the form of `call`."""
+    return (
+        "\nIf one of these functions helps to answer the prompt above, respond with calls in exactly this format, where"
+        f" the arguments are a JSON object:\n{call}\nOtherwise respond with text.\n"
+    )
+
+
 def with_tool_prompt(
     messages: Sequence[Message], tools: Sequence[Tool], prompt: str, *, lists_tools: bool
 ) -> list[Message]:

@@ -94,6 +94,17 @@ def test_kimi_gets_the_ids_that_it_writes() -> None:
     assert "call_" not in prompt.replace("tool_call_", "")
 
 
+def test_several_calls_of_a_message_are_messages_of_their_own_for_gpt_oss() -> None:
+    both = turn({"city": "Rome"}, "a")
+    both["tool_calls"] += turn({"city": "Oslo"}, "b")["tool_calls"]
+    results = [{"role": "tool", "tool_call_id": id_, "content": id_ * 3} for id_ in "ba"]
+    template = ChatTemplate(published.template("gpt_oss"), special_tokens={})
+    prompt = template.render([USER, both, *results, USER], tools=TOOLS)
+    alone = [turn({"city": "Rome"}, "a"), results[1], turn({"city": "Oslo"}, "b"), results[0]]
+    assert prompt == template.render([USER, *alone, USER], tools=TOOLS)
+    assert '"Oslo"' in prompt
+
+
 @pytest.mark.parametrize(
     "written",
     [

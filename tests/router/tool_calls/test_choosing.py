@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 import pytest
@@ -10,6 +11,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.formats import ALIASES, NAMES, format_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
+from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT
 from millrace_testing.text import chat_templates as sources
 from millrace_testing.text import published
 from millrace_testing.text.texts import byte_level
@@ -99,3 +101,16 @@ def test_special_tokens_come_from_the_tokenizer() -> None:
     assert f"<[{rust.token_to_id('[TOOL_CALLS]')}]>" in grammar.source
     assert "ARGS" in grammar.source
     tokenizer.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_asks_for_the_form_that_is_read(name: str) -> None:
+    made = format_of(None, name)
+    if made.tool_prompt == DEFAULT_TOOL_PROMPT:
+        assert name not in {"deepseek_v3", "deepseek_v31", "phi4_mini_json"}
+        return
+    asked = made.tool_prompt.partition("JSON object:\n")[2].rpartition("\nOtherwise")[0]
+    written = asked.replace("function name", '"f"' if "{" in asked else "f")
+    parser = made.parser([TOOL], ToolChoice("auto"))
+    parsed = [parser.push(re.sub(r"\barguments(?!\")", "{}", written)), parser.finish()]
+    assert [call.name for one in parsed for call in one.calls] == ["f"]

@@ -21,7 +21,7 @@ from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.call_format import CallFormat, chat_grammar, has_grammar
 from millrace_router.tool_calls.tool import Tool, ToolChoice
-from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT, with_tool_prompt
+from millrace_router.tool_calls.tool_prompt import with_tool_prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ async def _render(services: Services, chat: Chat, tools: Sequence[Tool]) -> str:
         messages = with_tool_prompt(
             messages,
             tools,
-            chat.tool_prompt or DEFAULT_TOOL_PROMPT,
+            chat.tool_prompt or services.tool_format.tool_prompt,
             lists_tools=template.lists_tools,
         )
     return await template.render_async(

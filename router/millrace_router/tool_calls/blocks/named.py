@@ -11,6 +11,7 @@ from millrace_router.tool_calls.blocks.block_parser import Block, CallSink
 from millrace_router.tool_calls.blocks.cursor import Cursor, Wait
 from millrace_router.tool_calls.lark import literal
 from millrace_router.tool_calls.tool import Tool
+from millrace_router.tool_calls.tool_prompt import prompt_for
 
 _MAX_DIGITS = 8
 
@@ -66,6 +67,9 @@ class DeepSeekV31(BlockFormat):
     """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>` for each call, in a section of its own."""
 
     name: ClassVar[str] = "deepseek_v31"
+    tool_prompt: ClassVar[str] = prompt_for(
+        f"{_CALLS}{_CALL}function name{_SEPARATOR}arguments{_CALL_END}{_CALLS_END}"
+    )
     block: ClassVar[Block] = Block(
         openers=(_CALLS,), kept=(_CALL,), closers=(_CALLS_END,), several=True
     )
@@ -90,6 +94,9 @@ class DeepSeekV3(DeepSeekV31):
     """As V3.1, but a call is `function<｜tool▁sep｜>name`, a newline and the arguments in a fenced block."""
 
     name: ClassVar[str] = "deepseek_v3"
+    tool_prompt: ClassVar[str] = prompt_for(
+        f"{_CALLS}{_CALL}function{_SEPARATOR}function name{_FENCE}arguments{_FENCE_END}{_CALL_END}{_CALLS_END}"
+    )
     frame: ClassVar[Frame] = Frame(
         before=(_CALLS,), behind=(_CALLS_END,), between=("\n",), shared=True
     )
