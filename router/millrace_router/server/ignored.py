@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import structlog
@@ -11,6 +12,8 @@ IGNORED_HEADER = "x-millrace-ignored"
 MAX_NAMES = 20
 """Names in one header; the number of further ones follows them."""
 MAX_NAME_CHARS = 64
+IDENTIFIERS = re.compile(r"[A-Za-z_]\w{0,39}(\.[A-Za-z_]\w{0,39})*", re.ASCII)
+NO_IDENTIFIER = "a name that is no identifier"
 MAX_LOGGED = 1000
 """Names that are logged, each once: clients make up names."""
 
@@ -27,14 +30,18 @@ def prepare_app(app: web.Application) -> None:
 
 
 def note_ignored(request: web.Request, names: Iterable[str]) -> None:
-    """Name parts of a request that have no effect, such as `messages.foo`, in its answer, and once each in the log."""
+    """Name parts of a request that have no effect, such as `messages.foo`, in its answer, and once each in the log.
+
+    The log has identifiers alone: anything else may be a client's text.
+    """
     noted = request.setdefault(_IGNORED, {})
     logged = request.app[_LOGGED]
     for name in map(_printable, names):
         noted[name] = None
-        if name not in logged and len(logged) < MAX_LOGGED:
-            logged.add(name)
-            log.warning("request field ignored", field=name, path=request.path)
+        shown = name if IDENTIFIERS.fullmatch(name) else NO_IDENTIFIER
+        if shown not in logged and len(logged) < MAX_LOGGED:
+            logged.add(shown)
+            log.warning("request field ignored", field=shown, path=request.path)
 
 
 def ignored_header(request: web.Request) -> dict[str, str]:

@@ -54,7 +54,9 @@ class SamplingFields(RequestModel):
     """Tokens before which no end-of-sequence token is drawn."""
     priority: int | None = None
     """Requests of a higher priority are served first; beats the header `x-priority`."""
-    stop_token_ids: Annotated[list[UInt32], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: (
+        Annotated[list[UInt32], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None
+    ) = None
     """vLLM's, like the fields below: tokens that end the answer, and are no part of its text."""
     include_stop_str_in_output: bool | None = None
     """Whether what ended the answer, a stop string or a token, is part of the text."""

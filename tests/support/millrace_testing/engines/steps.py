@@ -55,7 +55,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     },
     "ruled": {
         "rules": SequenceRules(
-            allowed_ids=tuple(range(3, 200)),
+            allowed_ids=tuple(range(3, 90)),
             bad_words=((7,), (5, 6), (8, 9, 10)),
             dry=Dry(multiplier=0.8, base=1.75, allowed_length=1, window=0, breakers=(4,)),
         ),
