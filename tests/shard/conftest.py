@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from millrace_testing.engines.interpreter import replace_names_once
+from millrace_testing.triton_interpreter import replace_names_once
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     replace_names_once()
