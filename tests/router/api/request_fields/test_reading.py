@@ -93,10 +93,10 @@ async def test_what_asks_for_nothing_is_accepted() -> None:
 
 async def test_what_has_no_effect_is_accepted() -> None:
     """The values have the type of the field where a model reads it."""
-    values = {"metadata": {}}
+    values: dict[str, dict[str, str]] = {"metadata": {}}
     async with served() as edge:
         for place, field in (one.values for one in of(Support.NO_EFFECT)):
-            value = values.get(field.name, "low")
+            value: object = values.get(field.name, "low")
             status, text, ignored = await answer_to(edge, place, field.name, value)
             assert (status, ignored) == (200, ""), (field.name, text)
 
