@@ -73,10 +73,13 @@ class CompletionText(TrimmedText):
             logprobs = self._style.logprobs.token(event, offset)
         text, reason = self._trim(event, text)
         id_ = event.token.id if self.has_token_ids else None
-        return ChoiceDelta(text, reason, event.index, logprobs, token_id=id_)
+        return ChoiceDelta(text, reason, event.index, logprobs, (), "", id_)
 
     def _text(self, event: TokenEvent) -> str:
-        token, style = event.token, self._style
+        token = event.token
+        if self._is_usual and not token.special:
+            return token.text
+        style = self._style
         if event.finished is not None and style.shown.hides_end(event):
             return ""
         if not token.special or style.shown.special_tokens:

@@ -91,11 +91,10 @@ class TrimmedText:
     def __init__(self, stop_sequences: Sequence[str], shown: ShownText = DEFAULT_TEXT) -> None:
         self._trimmer = StopTrimmer(stop_sequences)
         self._shown = shown
-
-    @property
-    def has_token_ids(self) -> bool:
+        # Read with every token: the usual text needs no look at the options.
+        self._is_usual = not (shown.special_tokens or shown.stop_token_ids)
+        self.has_token_ids = shown.token_ids
         """Whether the deltas have the ids of tokens."""
-        return self._shown.token_ids
 
     @property
     def stop_sequence(self) -> str | None:
@@ -150,9 +149,10 @@ class ChoiceText(TrimmedText):
     def push(self, event: TokenEvent) -> ChatDelta:
         """Take the next token; nothing may follow a delta that has a finish reason."""
         token = event.token
-        text, reason = self._trim(event, self._text_of(event))
+        is_plain = self._is_usual and not token.special
+        text, reason = self._trim(event, token.text if is_plain else self._text_of(event))
         logprobs = None if self._logprobs is None else self._logprobs.json(event)
-        id_ = token.id if self._shown.token_ids else None
+        id_ = token.id if self.has_token_ids else None
         thought = ""
         if self._splitter is not None:
             thought, text = self._split(self._splitter, text, ended=reason is not None)
