@@ -29,8 +29,13 @@ PROMPTS = ["What is continuous", "The router", "A"]
 
 def shards() -> list[psutil.Process]:
     """The shards of this process; what they start themselves ends with them."""
+    return [child for child in running_children() if "millrace_shard" in " ".join(child.cmdline())]
+
+
+def running_children() -> list[psutil.Process]:
+    """Without those that have ended, which other tests may have left to be waited for."""
     children = psutil.Process().children()
-    return [child for child in children if "millrace_shard" in " ".join(child.cmdline())]
+    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +156,10 @@ async def test_the_asynchronous_form_on_a_loop_of_its_own() -> None:
 
 
 def test_a_model_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
-    before = psutil.Process().children()
+    before = running_children()
     with pytest.raises(StartError, match="there is no folder"):
         LLM(str(tmp_path / "none"))
-    assert psutil.Process().children() == before
+    assert running_children() == before
 
 
 PROGRAM = """
