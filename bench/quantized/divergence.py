@@ -92,6 +92,8 @@ def ours(folder: Path, kernels: Kernels, dtype: torch.dtype, prefixes: list[list
             )
             for layer in model.geometry.layers
         ]
+        for layer in cache:
+            kernels.zero_blocks(layer, torch.arange(len(layer.keys)))
         step = replace(batch, ids=torch.tensor(ids), logit_rows=torch.tensor([len(ids) - 1]))
         found.append(model.forward(step, cache).float().log_softmax(-1))
     return torch.cat(found)
