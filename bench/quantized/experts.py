@@ -84,7 +84,7 @@ class Mixture:
         return LinearWeights(StoredWeight((codes,), DTYPE, CPU), bias)
 
     def bytes_of(self, form: CodeFormat | None) -> float:
-        """Of the chosen experts; scales take two bytes."""
+        """Bytes of the chosen experts' codes and scales; a scale takes two."""
         each = 2 if form is None else 0.5 + 2 / (form.group_size or self.hidden)
         return self.rule.top_k * 3 * self.hidden * self.inter * each
 

@@ -55,7 +55,7 @@ def _git_commit() -> str | None:
 
 
 def output_of(program: str, *arguments: str) -> str | None:
-    """What a program prints on stdout; None where it is missing or fails."""
+    """Return the stdout of a program; None if the program is missing or fails."""
     path = shutil.which(program)
     if path is None:
         return None

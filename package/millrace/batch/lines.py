@@ -100,7 +100,7 @@ def parse(number: int, line: bytes) -> BatchRequest | BadLine:
 
 
 def _reason(value: Mapping[str, Any]) -> str | None:
-    """What is wrong with a request; None if nothing is."""
+    """Return the error of a request; None if the request is valid."""
     if value.get("method", "POST") != "POST":
         return "method is not POST"
     if value.get("url") not in ROUTES:

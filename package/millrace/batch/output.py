@@ -18,7 +18,7 @@ class Output:
         self._file = path.open("a+b")
         self._file.seek(0)
         self.custom_ids: set[str] = set()
-        """Of requests that have their answer."""
+        """The `custom_id`s of the answered requests."""
         self.bad_lines: set[int] = set()
         """Numbers of input lines that have their error."""
         end = 0

@@ -22,7 +22,7 @@ MOST_TRIES = 12
 
 @dataclass(slots=True)
 class Counts:
-    """What has become of the lines so far."""
+    """Counts of the lines that are answered, failed and skipped."""
 
     skipped: int = 0
     """Lines that an earlier run has answered."""

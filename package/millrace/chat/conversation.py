@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far; `system` leads each request."""
+    """The messages of a chat; each request begins with the `system` message."""
 
     system: str | None = None
     parameters: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What `AsyncLLM` needs of the place where the model is."""
+"""The interface between `AsyncLLM` and the engine or server that answers it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model answers."""
+"""The outputs of generations and chats."""
 
 from __future__ import annotations
 
