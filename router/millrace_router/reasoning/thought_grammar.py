@@ -6,7 +6,6 @@ them, because an answer follows, and because a matcher cannot take one back when
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import NoReturn
 
@@ -14,10 +13,9 @@ import orjson
 
 from millrace_router.errors import ValidationError
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.tool_calls.lark import ANY, json_value, literal
+from millrace_router.tool_calls.lark import ANY, escaped, json_value, literal, pattern
 
 ANY_TOKENS = "<[*]>*"
-_SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 
 def written(text: str, ids: Mapping[str, int]) -> str:
@@ -51,8 +49,8 @@ def tokens_up_to(closer: int, ends: Iterable[int], budget: int | None) -> str:
 
 def text_up_to(closers: Collection[str]) -> str:
     """Return the rule of any text up to and including the first of `closers`."""
-    text = f"{ANY}(?:{'|'.join(map(_escaped, closers))})"
-    return f"/{text}/ & ~/{text}(?s:.+)/"
+    text = f"{ANY}(?:{'|'.join(map(escaped, closers))})"
+    return f"{pattern(text)} & ~{pattern(f'{text}(?s:.+)')}"
 
 
 def answer_rule(grammar: Grammar) -> str:
@@ -61,7 +59,7 @@ def answer_rule(grammar: Grammar) -> str:
         case GrammarKind.JSON_SCHEMA:
             return json_value(orjson.loads(grammar.source))
         case GrammarKind.REGEX:
-            return f"/{_SLASH.sub(_with_slash, grammar.source)}/".replace("\n", "\\n")
+            return pattern(grammar.source)
         case GrammarKind.LARK:
             return f"%lark {{\n{grammar.source}\n}}"
 
@@ -69,11 +67,3 @@ def answer_rule(grammar: Grammar) -> str:
 def no_budget() -> NoReturn:
     """Raise ValidationError."""
     raise ValidationError("a budget of thought is not supported: this model's tags are no tokens")
-
-
-def _with_slash(found: re.Match[str]) -> str:
-    return "\\/" if found[0] == "/" else found[0]
-
-
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("\\\n", "\\n").replace("/", "\\/")

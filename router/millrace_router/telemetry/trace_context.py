@@ -11,6 +11,8 @@ from dataclasses import dataclass
 TRACEPARENT_HEADER = "traceparent"
 TRACESTATE_HEADER = "tracestate"
 MAX_STATE_LENGTH = 512
+PARENT_LENGTH = 55
+"""Characters of the four fields that every version has."""
 _TRACEPARENT = re.compile(
     r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<parent>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
 )
@@ -27,7 +29,7 @@ class TraceContext:
     span_id: str
     sampled: bool
     parent: str | None = None
-    """The client's `traceparent`."""
+    """The client's `traceparent`, without fields of later versions."""
     state: str | None = None
     """The client's `tracestate`."""
 
@@ -61,7 +63,8 @@ def new_context(parents: Sequence[str], states: Sequence[str]) -> TraceContext:
         match["trace"],
         span_id,
         sampled=bool(int(match["flags"], 16) & _SAMPLED),
-        parent=parents[0],
+        # What a later version has behind these fields may be any bytes.
+        parent=parents[0][:PARENT_LENGTH],
         state=state if is_valid else None,
     )
 

@@ -17,13 +17,14 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_router.text.byte_decoder import ByteDecoder
 from millrace_router.text.token_length import longest_token
+from millrace_router.text.token_texts import TokenTexts
 
 TOKENIZER_FILE = "tokenizer.json"
 Result = TypeVar("Result")
 SPANS_AT_ONCE = 1024
 """Spans that are written as JSON before another thread may run."""
 
-MAX_PARTS = 64
+MAX_PARTS = 8
 """Results of `Tokenizer.ids_with` that are kept."""
 
 
@@ -62,6 +63,7 @@ class Tokenizer:
         self._byte_decoder = ByteDecoder.of(rust)
         self.longest_token = longest_token(rust)
         """The largest number of bytes of text in one token, if it is bounded."""
+        self._token_texts: TokenTexts | None = None
         self._ids_with: dict[tuple[str, ...], tuple[int, ...]] = {}
         self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)
 
@@ -161,15 +163,21 @@ class Tokenizer:
         return text
 
     def ids_with(self, parts: tuple[str, ...], vocab_size: int) -> tuple[int, ...]:
-        """Return the tokens below `vocab_size` whose text has one of `parts`; takes seconds with new parts."""
+        """Return the tokens below `vocab_size` whose text has one of `parts`; the first call takes seconds."""
         found = self._ids_with.get(parts)
         if found is None:
-            ids = range(min(vocab_size, self.vocab_size))
-            found = tuple(id_ for id_ in ids if any(part in self.token_text(id_) for part in parts))
+            texts = self._all_texts()
+            ids = {id_ for part in parts for id_ in texts.having(part)}
+            found = tuple(sorted(id_ for id_ in ids if id_ < vocab_size))
             if len(self._ids_with) >= MAX_PARTS:
                 self._ids_with.clear()
             self._ids_with[parts] = found
         return found
+
+    def _all_texts(self) -> TokenTexts:
+        if self._token_texts is None:
+            self._token_texts = TokenTexts(map(self.token_text, range(self.vocab_size)))
+        return self._token_texts
 
     def token_name(self, token_id: int) -> str:
         r"""`token_text`, or `bytes:\xe2\x80` for a token with incomplete characters, as OpenAI writes it."""

@@ -13,6 +13,8 @@ from typing import Any
 _STRING = re.compile(r'("(?:[^"\\]|\\.)*")')
 ANY = "(?s:.*)"
 BLANKS = r"[ \t\n\r]*"
+_SLASH = re.compile(r"\\.|/", re.DOTALL)
+"""An escaped character, which keeps its escape, or a slash, which would end a terminal."""
 
 
 def literal(text: str) -> str:
@@ -60,4 +62,6 @@ def escaped(text: str) -> str:
 
 def pattern(expression: str) -> str:
     """The terminal of an expression."""
-    return "/" + expression.replace("/", "\\/") + "/"
+    closed = _SLASH.sub(lambda found: "\\/" if found[0] == "/" else found[0], expression)
+    # A terminal is on one line.
+    return "/" + closed.replace("\\\n", "\\n").replace("\n", "\\n") + "/"

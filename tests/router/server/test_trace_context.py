@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_router.telemetry.trace_context import trace_id_of
+from millrace_router.telemetry.trace_context import new_context, trace_id_of
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -48,3 +48,8 @@ def test_an_invalid_one_names_none(given: str) -> None:
 def test_there_is_one_or_none() -> None:
     assert trace_id_of([]) is None
     assert trace_id_of([VALID["sampled"]] * 2) is None
+
+
+def test_bytes_of_a_later_version_go_nowhere() -> None:
+    header = f"01-{TRACE}-{PARENT}-01-" + b"\xff".decode(errors="surrogateescape")
+    assert new_context([header], []).parent == f"01-{TRACE}-{PARENT}-01"

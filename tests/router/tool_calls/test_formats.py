@@ -12,10 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace_router.errors import ToolError
 from millrace_router.request.request import GrammarKind
 from millrace_router.tool_calls.call_format import CallFormat
+from millrace_router.tool_calls.expressions.formats import ExpressionFormat
 from millrace_router.tool_calls.formats import ALIASES, FORMATS, format_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
+from millrace_router.tool_calls.xml.formats import XmlFormat
 from millrace_shard.structured_output.grammar.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
@@ -259,3 +262,56 @@ def test_a_grammar_allows_what_models_write(name: str, special: bool) -> None:
     for position, id_ in enumerate(ids):
         assert matcher.consume(id_), b"".join(TOKENS[one] for one in ids[: position + 1])
     assert matcher.inner.is_accepting()
+
+
+@each_format
+def test_slashes_and_line_ends_of_a_schema_stay_in_their_terminal(name: str) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {
+            "path": {"type": "string", "pattern": r"^/a\/b$"},
+            "a\n/b": {"type": "boolean"},
+        },
+        "required": ["path"],
+        "additionalProperties": True,
+    }
+    grammar = made(name).grammar([Tool("open", None, parameters, strict=True)], REQUIRED)
+    assert grammar is not None
+    Matcher.of(lark_of(lark(grammar.source)), VOCABULARY)
+
+
+MALFORMED = [
+    {"type": "foo"},
+    {"type": ["foo"]},
+    {"type": [{}]},
+    {"type": "array", "items": {}, "minItems": "2"},
+    {"type": "string", "maxLength": "1})/ | /"},
+    {"type": "string", "minLength": True},
+    {"enum": 5},
+    {"type": "object", "properties": {}, "required": [1, "a"]},
+    {"type": "object", "properties": {}, "required": "a"},
+]
+
+
+@each_format
+@pytest.mark.parametrize("schema", MALFORMED, ids=str)
+def test_what_is_no_schema_is_refused_by_those_who_read_it(
+    name: str, schema: dict[str, Any]
+) -> None:
+    """Formats of JSON leave the schema to the shards."""
+    for strict in (False, True):
+        tool = Tool("f", None, {"type": "object", "properties": {"a": schema}}, strict=strict)
+        if isinstance(made(name), XmlFormat | ExpressionFormat):
+            with pytest.raises(ToolError, match="in the parameters"):
+                made(name).grammar([tool], REQUIRED)
+        else:
+            made(name).grammar([tool], REQUIRED)
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000 + "]" * 3000, "-1", "truly"])
+def test_no_text_of_a_model_is_too_much_for_a_value_without_type(value: str) -> None:
+    tool = Tool("f", None, {"type": "object", "properties": {"a": {}}}, strict=False)
+    parser = made("qwen3_coder").parser([tool], AUTO)
+    text = WRITERS["qwen3_coder"]([("f", {"a": value})])
+    parser.push(text)
+    parser.finish()

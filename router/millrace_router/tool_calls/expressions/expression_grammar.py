@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 
 from millrace_router.errors import ToolError
 from millrace_router.tool_calls.arguments_schema import Schema
 from millrace_router.tool_calls.expressions.expression_syntax import ExpressionSyntax
-from millrace_router.tool_calls.lark import json_value, literal, pattern
+from millrace_router.tool_calls.lark import escaped, json_value, literal, pattern
+from millrace_router.tool_calls.parameters.keywords import check_keywords
 from millrace_router.tool_calls.parameters.kinds import kinds_of, resolved
 from millrace_router.tool_calls.parameters.object_schema import ObjectSchema, schema_of, within
 from millrace_router.tool_calls.parameters.text_grammar import text_terminal
@@ -76,7 +76,7 @@ class ExpressionGrammar:
             members.append(self._add(f"{written(literal(key))} {self._value(value)}"))
         extra = rest = ""
         if schema.extra is not False:
-            others = [f"~{pattern(re.escape(name))}" for name in schema.properties]
+            others = [f"~{pattern(escaped(name))}" for name in schema.properties]
             key = self._terminal(" & ".join([pattern(_KEY), *others]))
             extra = self._add(f"{written(key)} {self._value(schema.extra)}")
             rest = self._add(f"({comma} {extra})*")
@@ -98,6 +98,7 @@ class ExpressionGrammar:
             return self._any()
         if isinstance(schema.get("$ref"), str):
             return self._referred(schema["$ref"])
+        check_keywords(schema)
         choices = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(choices, list) and choices:
             return f"({' | '.join(map(self._constant, choices))})"

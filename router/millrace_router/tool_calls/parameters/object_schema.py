@@ -7,6 +7,7 @@ from typing import Any
 
 from millrace_router.errors import ToolError
 from millrace_router.tool_calls.arguments_schema import LENIENT, SPACING, Schema, arguments_schema
+from millrace_router.tool_calls.parameters.keywords import check_keywords
 from millrace_router.tool_calls.parameters.kinds import resolved
 from millrace_router.tool_calls.tool import Tool
 
@@ -38,10 +39,16 @@ class ObjectSchema:
 
     @classmethod
     def of(cls, schema: object, root: Schema, *, strict: bool) -> ObjectSchema:
-        """Read a schema within `root`; raises ToolError if `strict` and it says what single parameters cannot keep."""
+        """Read a schema within `root`.
+
+        Raises:
+            ToolError: it is malformed; or `strict`, and it says what single parameters cannot keep.
+
+        """
         schema = resolved(schema, root)
         if not isinstance(schema, dict):
             return cls(properties={}, required=frozenset(), extra=schema)
+        check_keywords(schema)
         kept = [key for key in _COMPOSED if key in schema]
         if kept and strict:
             raise ToolError(f"this model's format cannot keep `{kept[0]}` of an object")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 
 from millrace_router.errors import ToolError
 from millrace_router.tool_calls.arguments_schema import Schema
-from millrace_router.tool_calls.lark import json_value, literal, pattern
+from millrace_router.tool_calls.lark import escaped, json_value, literal, pattern
+from millrace_router.tool_calls.parameters.keywords import check_keywords
 from millrace_router.tool_calls.parameters.kinds import kinds_of, resolved
 from millrace_router.tool_calls.parameters.object_schema import ObjectSchema, schema_of, within
 from millrace_router.tool_calls.parameters.text_grammar import text_terminal
@@ -43,7 +43,7 @@ class XmlGrammar:
             part = f"{self._key(literal(name))} {self._value(value)}"
             parts.append(part if name in schema.required else f"({part})?")
         if schema.extra is not False:
-            others = [f"~{pattern(re.escape(name))}" for name in schema.properties]
+            others = [f"~{pattern(escaped(name))}" for name in schema.properties]
             key = self._terminal(" & ".join([pattern(_KEY), *others]))
             parts.append(f"({self._key(key)} {self._value(schema.extra)})*")
         if not syntax.end_is_closer:
@@ -67,6 +67,7 @@ class XmlGrammar:
         behind = self._texts(syntax.padding, syntax.behind_value, syntax.spacing)
         found = resolved(schema, self._root)
         known = found if isinstance(found, dict) else {}
+        check_keywords(known)
         if kinds is not None and "string" not in kinds:
             return f"{json_value(within(schema, self._root, strict=strict))} {behind}"
         choices = [known["const"]] if "const" in known else known.get("enum")
