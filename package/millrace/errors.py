@@ -15,6 +15,10 @@ class ConnectionFailed(MillraceError):  # noqa: N818
     """The server cannot be reached, or the connection broke."""
 
 
+class OutputError(MillraceError):
+    """The file for the answers of a batch has something else."""
+
+
 class RequestError(MillraceError):
     """The server refused or failed a request."""
 

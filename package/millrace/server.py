@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from millrace.download import download
@@ -32,8 +32,10 @@ def serving(model: str | None, flags: Sequence[str], *, program: str) -> Iterato
     sys.stderr.write(f"Starting a server for {model or 'the demo model'}\n")
     if model is not None and sys.stderr.isatty() and not Path(model).exists():
         # The server's log is in a file, and a download may take long.
-        with suppress(LaunchError):
+        try:
             download(settings, model)
+        except LaunchError as error:
+            raise StartError(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="millrace-") as logs:
         deployer = Deployer(model=model, logs=Path(logs), flags=tuple(flags))
         try:

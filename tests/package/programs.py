@@ -18,7 +18,7 @@ async def started(
     *words: str, stdin: int = asyncio.subprocess.PIPE, **variables: str
 ) -> asyncio.subprocess.Process:
     """The process of `millrace` with pipes, or with another stdin."""
-    hidden = ("API_KEY", "OPENAI_API_KEY")
+    hidden = ("API_KEY",)
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "millrace", *words),

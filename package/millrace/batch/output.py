@@ -9,12 +9,17 @@ from typing import Any, Self
 
 import orjson
 
+from millrace.errors import OutputError
+
+BEGINNING = b'{"id":"batch_req_'
+"""Of every line."""
+
 
 class Output:
     """Appends whole lines. An unfinished last line of an earlier run is cut, and its request asked again."""
 
     def __init__(self, path: Path) -> None:
-        """Read what is there. Raises OSError."""
+        """Read what is there. Raises OSError, and OutputError for a file of something else, which stays as it is."""
         self._file = path.open("a+b")
         self._file.seek(0)
         self.custom_ids: set[str] = set()
@@ -24,9 +29,12 @@ class Output:
         end = 0
         for line in self._file:
             if not line.endswith(b"\n"):
+                if not BEGINNING.startswith(line[: len(BEGINNING)]):
+                    raise _no_answers(path)
                 break
             end += len(line)
-            self._remember(line)
+            if not self._remember(line):
+                raise _no_answers(path)
         self._file.truncate(end)
 
     def __enter__(self) -> Self:
@@ -45,15 +53,21 @@ class Output:
         self._file.write(orjson.dumps(answer) + b"\n")
         self._file.flush()
 
-    def _remember(self, line: bytes) -> None:
+    def _remember(self, line: bytes) -> bool:
+        """Whether the line is one of answers or errors."""
         try:
             value = orjson.loads(line)
         except ValueError:
-            return
-        if not isinstance(value, dict):
-            return
-        error = value.get("error")
+            return False
+        if not (isinstance(value, dict) and {"custom_id", "response", "error"} <= value.keys()):
+            return False
+        error = value["error"]
         if isinstance(error, dict) and isinstance(error.get("line"), int):
             self.bad_lines.add(error["line"])
-        elif isinstance(value.get("custom_id"), str):
+        elif isinstance(value["custom_id"], str):
             self.custom_ids.add(value["custom_id"])
+        return True
+
+
+def _no_answers(path: Path) -> OutputError:
+    return OutputError(f"{path} has a line that is no answer of a batch: name another file")

@@ -28,7 +28,7 @@ class Counts:
     """Lines that an earlier run has answered."""
     answered: int = 0
     failed: int = 0
-    """Bad lines, and answers with another status than 200."""
+    """Bad lines, and answers with another status than 200; a later run asks again where the server was too busy."""
 
     @property
     def done(self) -> int:
@@ -59,7 +59,8 @@ async def run_batch(
                 counts.failed += 1
             else:
                 status, body = await _ask(client, line, pause_seconds)
-                output.write(answer_line(line, status, _json(body)))
+                if status not in BUSY:
+                    output.write(answer_line(line, status, _json(body)))
                 if status == 200:
                     counts.answered += 1
                 else:

@@ -31,8 +31,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--api-key",
             metavar="KEY",
-            default=os.environ.get("API_KEY") or os.environ.get("OPENAI_API_KEY"),
-            help="of the server [env: API_KEY, OPENAI_API_KEY]",
+            default=os.environ.get("API_KEY"),
+            help="of the server [env: API_KEY]",
         )
 
 

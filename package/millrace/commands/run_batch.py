@@ -14,7 +14,7 @@ from millrace.batch.lines import count_lines
 from millrace.batch.output import Output
 from millrace.batch.run import Counts, run_batch
 from millrace.commands.parser import Parser, positive, split
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, OutputError
 from millrace.http.client import Client, is_url
 from millrace.server import serving
 from millrace_launcher.progress_bar import START_OF_LINE, bar
@@ -53,7 +53,7 @@ class Progress:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the batch: 0 when every line has its answer, 1 when one failed or the server is gone."""
+    """Run the batch: 0 when every line has its answer, 1 when one failed, the server is gone or the disk is full."""
     words, flags = split(argv)
     parser = _parser()
     given = parser.parse_args(words)
@@ -63,14 +63,18 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"{given.url} is no http:// or https:// address")
     try:
         total = count_lines(given.source)
-        with Output(given.output) as output, ExitStack() as stack:
+        output = Output(given.output)
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+    except OutputError as error:
+        parser.error(str(error))
+    try:
+        with output, ExitStack() as stack:
             url = given.url
             if url is None:
                 url = stack.enter_context(serving(given.model, flags, program=PROGRAM))
             return asyncio.run(_run(given, url, output, total))
-    except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}")
-    except MillraceError as error:
+    except (MillraceError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
 

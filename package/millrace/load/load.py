@@ -94,6 +94,9 @@ async def _record(client: _Client, prompt: str, *, due: float) -> None:
     client.outcome.started.append(timeline)
     try:
         await _stream(client, prompt, timeline)
+    except (LookupError, TypeError) as error:
+        # A dialect looks for what the events of its API have.
+        client.outcome.failures.append(f"an event is not of this API: {error!r}")
     except (BadStreamError, aiohttp.ClientError, TimeoutError) as error:
         client.outcome.failures.append(f"{type(error).__name__}: {error}")
     else:
@@ -126,7 +129,13 @@ async def stamped_events(
 ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
     """Yield each `data:` event with the time at which its last byte was read; skip comments."""
     async for arrival, data in stamped_data(response):
-        yield arrival, orjson.loads(data)
+        try:
+            event = orjson.loads(data)
+        except ValueError as error:
+            raise BadStreamError(f"an event is no JSON: {data[:80]!r}") from error
+        if not isinstance(event, dict):
+            raise BadStreamError(f"an event is no object: {data[:80]!r}")
+        yield arrival, event
 
 
 async def stamped_data(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, bytes]]:

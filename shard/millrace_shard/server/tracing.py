@@ -16,7 +16,7 @@ import grpc
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from millrace_shard.config import ShardConfig
@@ -62,8 +62,13 @@ class TracingInterceptor(grpc.ServerInterceptor):
                 attributes=attributes,
                 # Messages may quote grammars.
                 record_exception=False,
-            ):
-                return answer(request, context)
+                set_status_on_exception=False,
+            ) as span:
+                try:
+                    return answer(request, context)
+                except Exception:
+                    span.set_status(StatusCode.ERROR)
+                    raise
 
         return grpc.unary_unary_rpc_method_handler(
             traced,

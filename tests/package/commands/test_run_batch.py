@@ -96,7 +96,7 @@ async def test_a_run_goes_on_where_one_was_killed(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         await process.communicate()
         with out.open("ab") as file:
-            file.write(b'{"id": "batch_req_1", "custom_id": "c", "resp')
+            file.write(b'{"id":"batch_req_1","custom_id":"c","resp')
         server.may_go_on.set()
         server.asked.clear()
         status, _, err = await run(*words)
@@ -119,6 +119,30 @@ async def test_the_concurrency_is_bounded_and_a_busy_server_is_asked_again(tmp_p
     assert (counts.answered, counts.failed) == (40, 0)
     assert 1 < server.most_at_once <= 4
     assert sorted(server.asked) == sorted(f"t{number}" for number in range(40))
+
+
+async def test_what_a_busy_server_left_is_asked_again_by_a_later_run(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_text(line("a", "one"))
+    server = Server()
+    server.busy = 13
+    async with served_application(server.application()) as url, Client(url) as client:
+        for answered, failed in ((0, 1), (1, 0)):
+            counts = Counts()
+            with Output(out) as output:
+                await run_batch(client, source, output, counts, concurrency=1, pause_seconds=0.0)
+            assert (counts.answered, counts.failed) == (answered, failed)
+    assert set(answers(out)) == {"a"}
+
+
+@pytest.mark.parametrize("text", [line("a", "one"), line("a", "one") + "\n", "notes\n", "notes"])
+async def test_a_file_of_something_else_is_not_changed(tmp_path: Path, text: str) -> None:
+    source = tmp_path / "in"
+    source.write_text(text)
+    words = ("run-batch", str(source), str(source), "--url", "http://127.0.0.1:9")
+    status, _, err = await run(*words)
+    assert (status, source.read_text()) == (2, text)
+    assert "no answer of a batch" in err
 
 
 async def test_a_server_that_is_gone_ends_the_run(tmp_path: Path) -> None:

@@ -123,3 +123,10 @@ def test_poisson_arrivals_have_the_set_rate_and_spread() -> None:
 def test_a_level_is_closed_or_open(loop: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="concurrency or rate"):
         Level(name="x", num_requests=1, prompt_tokens=1, new_tokens=1, **loop)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("data", [b"no JSON", b"[]", b"{}", b'{"index": {}}'])
+async def test_events_of_something_else_are_failures(data: bytes) -> None:
+    async with served(FakeServer(lambda _: [b"data: " + data + b"\n\n"])) as url:
+        outcome = await run_level(url, LEVEL)
+    assert (len(outcome.failures), outcome.timelines) == (6, [])

@@ -33,6 +33,8 @@ class Service(ShardService):
     ) -> pb.CompileGrammarResponse:
         if request.grammar.source == "busy":
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "secret")
+        if request.grammar.source == "broken":
+            raise RuntimeError("secret")
         return pb.CompileGrammarResponse()
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
@@ -64,15 +66,19 @@ def test_calls_for_a_request_are_spans_below_its_own(
             request.grammar.source = "busy"
             with pytest.raises(grpc.RpcError):
                 stub.CompileGrammar(request)
+            request.grammar.source = "broken"
+            with pytest.raises(grpc.RpcError):
+                stub.CompileGrammar(request)
         server.stop(None).wait()
         tracing.close()
-        first, second = collector.wait_for(lambda spans: len(spans) == 2)
+        first, second, third = collector.wait_for(lambda spans: len(spans) == 3)
     assert collector.services == {"text-generation-inference.server"}
     assert (first.name, first.kind) == ("CompileGrammar", Span.SPAN_KIND_SERVER)
     assert (first.trace_id.hex(), first.parent_span_id.hex()) == (TRACE, PARENT)
     assert first.trace_state == "a=b"
     assert attributes_of(first)["rpc.method"] == "CompileGrammar"
     assert (second.parent_span_id, second.status.code) == (b"", Status.STATUS_CODE_ERROR)
+    assert third.status.code == Status.STATUS_CODE_ERROR
     assert "secret" not in str(collector.requests)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from millrace_shard.arrays import Ints
 from millrace_shard.device.transfers import upload
-from millrace_shard.sampling.penalties import forbid
 from millrace_shard.sampling.sampling_rows import SamplingRows, is_too_short
-from millrace_shard.sampling.sequence_rules.bans import AllowedTokens, BadWords
+from millrace_shard.sampling.sequence_rules.bans import (
+    NEGATIVE_INFINITY,
+    AllowedTokens,
+    BadWords,
+)
 from millrace_shard.sampling.sequence_rules.dry_penalty import DryPenalty
 from millrace_shard.sampling.sequence_rules.rules import SequenceRules
 
@@ -65,15 +67,16 @@ class RuleTable:
             slot = int(rows.table_rows[row])
             rules = self._of(slot, logits.shape[1])
             line, tokens = logits[row], self._token_table[slot]
-            position, num_prompt = self._place(rows, row)
             if rules.dry is not None:
+                position, _ = self._place(rows, row)
                 rules.dry.apply(line, tokens, position, int(rows.positions[row]))
             if rules.allowed is not None:
                 rules.allowed.apply(line)
             if rules.bad_words is not None:
+                position, num_prompt = self._place(rows, row)
                 rules.bad_words.apply(line, tokens, position, num_prompt)
             if rules.stop_ids is not None and is_short[row]:
-                forbid(logits, torch.tensor([row], device=self._device), rules.stop_ids)
+                line[rules.stop_ids] = NEGATIVE_INFINITY
 
     def _place(self, rows: SamplingRows, row: int) -> tuple[Tensor, Tensor]:
         """Return the number of tokens before a row's, and of those in the prompt, each [] on the device."""
