@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from millrace.commands.chat import first_model
 from millrace.commands.parser import Parser, positive
 from millrace.errors import MillraceError
 from millrace.http.client import Client, is_url
@@ -58,7 +57,7 @@ async def _run(given: argparse.Namespace, prompts: tuple[str, ...] | None) -> Re
     """Find out what the server is, warm it up, and run the levels one after the other."""
     async with Client(given.url, given.api_key) as client:
         api = given.api or await find_api(client)
-        model = given.model or await first_model(client)
+        model = given.model or await client.first_model()
     amounts = given.rate or given.concurrency or DEFAULT_CONCURRENCY
     levels = [_level(given, amount, prompts) for amount in amounts]
     sys.stdout.write(f"{given.url}, API {api}, model {model}\n{header()}\n")

@@ -41,9 +41,9 @@ def _chat(given: argparse.Namespace, flags: Sequence[str]) -> int:
             url = stack.enter_context(serving(url, flags, program=PROGRAM))
         runner = stack.enter_context(asyncio.Runner())
         client = Client(url, given.api_key)
-        runner.run(client.__aenter__())
+        runner.run(client.open())
         stack.callback(lambda: runner.run(client.close()))
-        model = given.model or runner.run(first_model(client))
+        model = given.model or runner.run(client.first_model())
         parameters = {
             "model": model,
             "max_tokens": given.max_tokens,
@@ -56,12 +56,6 @@ def _chat(given: argparse.Namespace, flags: Sequence[str]) -> int:
             parameters={name: value for name, value in parameters.items() if value is not None},
         )
         return Session(client, conversation, screen).run(runner)
-
-
-async def first_model(client: Client) -> str:
-    """The first model that the server lists. Raises MillraceError where it cannot be reached."""
-    models = (await client.get("/v1/models")).get("data") or [{}]
-    return str(models[0].get("id", "default"))
 
 
 def _parser() -> Parser:

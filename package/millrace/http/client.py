@@ -26,7 +26,7 @@ def is_url(text: str) -> bool:
 
 
 class Client:
-    """An open client; use it with `async with`."""
+    """A client; use it with `async with`, or `open` and `close`."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.base = base_of(url)
@@ -34,20 +34,29 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_read=SILENCE_SECONDS),
-            connector=aiohttp.TCPConnector(limit=0),
-        )
+        await self.open()
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
+    async def open(self) -> None:
+        """Allow connections, which are made by requests."""
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_read=SILENCE_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0),
+        )
+
     async def close(self) -> None:
         """Close all connections."""
         if self._session is not None:
             await self._session.close()
+
+    async def first_model(self) -> str:
+        """The first model that the server lists. Raises ConnectionFailed or RequestError."""
+        models = (await self.get("/v1/models")).get("data") or [{}]
+        return str(models[0].get("id", "default"))
 
     async def get(self, path: str) -> Any:  # noqa: ANN401
         """The JSON of a page. Raises ConnectionFailed or RequestError."""

@@ -115,6 +115,11 @@ class _Loop:
             if not self._loop.is_closed():
                 self.run(items.aclose())
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is on the thread."""
+        return threading.current_thread() is self._thread
+
     def stop(self) -> None:
         """End the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -123,6 +128,10 @@ class _Loop:
 
 
 def _close(llm: AsyncLLM, loop: _Loop) -> None:
+    if loop.is_here:
+        # The garbage collector may run on the loop's own thread, which cannot wait for itself.
+        threading.Thread(target=_close, args=(llm, loop)).start()
+        return
     try:
         loop.run(llm.close())
     finally:

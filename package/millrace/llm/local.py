@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,13 +21,13 @@ from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.choice import ChoiceText
 from millrace_router.api.openai.errors import deltas_of, fingerprint, model_name
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
+from millrace_router.api.request_fields.reading import Model, checked
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import RouterError
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.server.bodies import to_model
 
 
 class Local:
@@ -46,7 +47,7 @@ class Local:
         services = self._services
         with _typed(), ExitStack() as cleanup:
             text = prompt if isinstance(prompt, str) else list(prompt)
-            body = to_model({**params.body(), "prompt": text}, CompletionRequest)
+            body = self._read({**params.body(), "prompt": text}, CompletionRequest)
             body.check(services.limits)
             asked = replace(
                 body.generation(services.dialect),
@@ -95,7 +96,7 @@ class Local:
     ) -> tuple[PreparedChat, ChatAnswers, Sequence[Generation]]:
         """Start a chat; raises RouterError."""
         services = self._services
-        request = to_model(dict(body), ChatCompletionRequest)
+        request = self._read(dict(body), ChatCompletionRequest)
         chat = await prepare_chat(services, request.chat(services.limits))
         head = AnswerHead(
             "chat.completion",
@@ -106,6 +107,13 @@ class Local:
         asked = replace(chat.request, adapter=self._adapter(request.model))
         generations = await self._started(asked, request.num_choices, cleanup)
         return chat, ChatAnswers(head, services.dialect), generations
+
+    def _read(self, given: Mapping[str, Any], model: type[Model]) -> Model:
+        """Check a request as the server's routes do, and warn of names that have no effect; raises RouterError."""
+        body, ignored = checked(self._services, given, model)
+        if ignored:
+            warnings.warn(f"without effect: {', '.join(ignored)}", stacklevel=2)
+        return body
 
     def _adapter(self, model: str | None) -> AdapterReference | None:
         """The adapter that the name means; None for the base model. Raises RouterError."""

@@ -27,13 +27,13 @@ class Remote:
     async def open(cls, url: str, api_key: str | None) -> Remote:
         """Connect, and ask for the model's name. Raises ConnectionFailed or RequestError."""
         client = Client(url, api_key)
-        await client.__aenter__()
+        await client.open()
         try:
-            models = (await client.get("/v1/models")).get("data") or [{}]
+            model = await client.first_model()
         except BaseException:
             await client.close()
             raise
-        return cls(client, str(models[0].get("id", "default")))
+        return cls(client, model)
 
     async def complete(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Piece, None]:
         """See `Backend.complete`."""

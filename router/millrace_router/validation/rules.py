@@ -66,10 +66,10 @@ def check_sampling(request: GenerationRequest) -> None:
         raise ValidationError("`top_k` must be strictly positive")
     if min_p is not None and not 0 <= min_p <= 1:
         raise ValidationError("`min_p` must be >= 0.0 and <= 1.0")
-    check_xtc(request)
+    check_sigma_and_xtc(request)
 
 
-def check_xtc(request: GenerationRequest) -> None:
+def check_sigma_and_xtc(request: GenerationRequest) -> None:
     """Check the ranges of XTC and top-n-sigma; raises ValidationError."""
     if request.top_n_sigma is not None and request.top_n_sigma < 0:
         raise ValidationError("`top_n_sigma` must be >= 0.0")

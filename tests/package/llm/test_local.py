@@ -133,6 +133,13 @@ def test_a_refusal_is_typed(llm: LLM, params: SamplingParams, status: int, reaso
     assert taken(llm) == 0
 
 
+def test_a_field_that_would_change_the_answer_is_refused_and_an_unknown_one_told(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="`n_predict` is not supported"):
+        llm.generate("A", SamplingParams(max_tokens=1, extra={"n_predict": 5}))
+    with pytest.warns(UserWarning, match="without effect: made_up"):
+        llm.generate("A", SamplingParams(max_tokens=1, extra={"made_up": 5}))
+
+
 def test_a_killed_shard_costs_no_token(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     (expected,) = llm.generate("A", params)

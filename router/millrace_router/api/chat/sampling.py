@@ -22,7 +22,7 @@ from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import DryRequest, FieldNames, GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.validation.rules import check_sampling
-from millrace_router.validation.sampling_defaults import GREEDY_NAMES
+from millrace_router.validation.sampling_defaults import GREEDY_NAMES, WARPERS
 from millrace_router.validation.sampling_defaults import NAMES as DEFAULTED
 
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -188,14 +188,5 @@ def openai_generation(request: GenerationRequest, dialect: Dialect) -> Generatio
     if request.temperature != 0:
         return sampled
     check_sampling(replace(sampled, temperature=None))
-    return replace(
-        request,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        typical_p=None,
-        min_p=None,
-        top_n_sigma=None,
-        xtc_probability=None,
-        left_out=left_out & GREEDY_NAMES,
-    )
+    no_warpers: dict[str, Any] = dict.fromkeys(WARPERS)
+    return replace(request, left_out=left_out & GREEDY_NAMES, **no_warpers)

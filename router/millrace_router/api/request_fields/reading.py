@@ -16,7 +16,7 @@ from millrace_router.errors import ValidationError
 from millrace_router.server.bodies import read_json, to_model
 from millrace_router.server.ignored import note_ignored
 from millrace_router.server.request_start import counting_refusals
-from millrace_router.server.services import SERVICES
+from millrace_router.server.services import SERVICES, Services
 
 Model = TypeVar("Model", bound=RequestModel)
 
@@ -34,8 +34,15 @@ def request_of(request: web.Request, parsed: object, model: type[Model]) -> Mode
         ValidationError: a field would change the answer and is not supported, or is unknown with `--strict-fields`.
 
     """
+    body, ignored = checked(request.app[SERVICES], parsed, model)
+    if ignored:
+        note_ignored(request, ignored)
+    return body
+
+
+def checked(services: Services, parsed: object, model: type[Model]) -> tuple[Model, list[str]]:
+    """Return the body, and the names of what has no effect; raises as `request_of`."""
     body = to_model(parsed, model)
-    services = request.app[SERVICES]
     ignored: list[str] = []
     with counting_refusals(services.metrics):
         for path, field in unused_fields(parsed, body):
@@ -45,9 +52,7 @@ def request_of(request: web.Request, parsed: object, model: type[Model]) -> Mode
                 reason = f": {field.note}" if field.note else ""
                 raise ValidationError(f"`{path}` is not supported{reason}")
             ignored.append(path)
-    if ignored:
-        note_ignored(request, ignored)
-    return body
+    return body, ignored
 
 
 def unused_fields(
