@@ -1,24 +1,23 @@
 """`python -m bench.kv_cache`: decode steps of a 1B shape over long contexts, by the dtype of the KV cache.
 
-Weights are random, in bfloat16 and in int8. The steps of all dtypes run in turn. Medians are printed: thread CPU time
-with one thread, which a busy machine hardly changes, and wall time with more.
+Weights are random, of each kind of `bench.quantized.steps`. The steps of all dtypes run in turn. Medians are printed:
+thread CPU time with one thread, which a busy machine hardly changes, and wall time with more.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 
 import torch
 
 from bench.harness.tables import markdown
-from bench.kernels import DTYPE, HEAD_DIM, SHAPES, Model, Shape, new_cache
+from bench.kernels import DTYPE, HEAD_DIM, SHAPES, Shape, new_cache
+from bench.quantized.steps import KINDS, Model
+from bench.quantized.steps import medians as medians_of_calls
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.build import load_operators
-from millrace_shard.kernels.cpu.int8_linear import with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.kv.codes import CACHE_DTYPES
 
@@ -41,8 +40,8 @@ def main() -> int:
         name: filled_caches(kernels, shape, contexts, dtype)
         for name, dtype in {"bfloat16": DTYPE, **CACHE_DTYPES}.items()
     }
-    for weights, chosen in {"bfloat16": kernels, "int8": with_int8(kernels)}.items():
-        rows = medians(chosen, shape, contexts, caches, arguments.rounds)
+    for weights, kind in KINDS.items():
+        rows = medians(Model(shape, kind), contexts, caches, arguments.rounds)
         heads = ["KV cache", "ms a step", "tokens/s", "against bfloat16"]
         print(f"weights in {weights}\n\n{markdown(heads, rows)}\n")
     return 0
@@ -67,23 +66,11 @@ def filled_caches(
 
 
 def medians(
-    kernels: Kernels,
-    shape: Shape,
-    contexts: list[int],
-    caches: dict[str, list[LayerCache]],
-    rounds: int,
+    model: Model, contexts: list[int], caches: dict[str, list[LayerCache]], rounds: int
 ) -> list[list[str]]:
     """A row of the table for each of `caches`."""
-    model = Model(shape, kernels, 1)
     steps = {name: model.step(contexts, [1] * len(contexts), each) for name, each in caches.items()}
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            started = clock()
-            step()
-            seconds[name].append(clock() - started)
-    median = {name: statistics.median(each[1:]) for name, each in seconds.items()}
+    median = medians_of_calls(steps, rounds)
     return [
         [
             name,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.kernels import HEAD_DIM, SHAPES, Shape, new_cache, weight
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Kernels, Layer
+from millrace_shard.kernels.base import Kernels, Layer, LayerCache
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.int8_linear import int8_weight
 from millrace_shard.kernels.cpu.operators import CpuKernels
@@ -32,6 +32,7 @@ from millrace_shard.kernels.stored_weight import StoredWeight
 DTYPE = torch.bfloat16
 EPS = 1e-5
 NUM_BLOCKS = 32 * 8 + 40
+LONGEST = 16384
 STEPS = {
     "1 row": ([256], [1]),
     "8 rows": ([256] * 8, [1] * 8),
@@ -84,7 +85,7 @@ class Model:
     def __init__(self, shape: Shape, kind: Kind) -> None:
         self._shape = shape
         self.kernels: Kernels = CpuKernels(deterministic=True, integer=kind.integer)
-        rotation = Rotation(table=torch.randn(2048, HEAD_DIM))
+        rotation = Rotation(table=torch.randn(LONGEST, HEAD_DIM))
         layers = [self._layer(kind, rotation) for _ in range(shape.layers)]
         self._layers = self.kernels.layers(layers, None)
         self._caches = [new_cache(self.kernels, shape, NUM_BLOCKS) for _ in range(shape.layers)]
@@ -111,13 +112,16 @@ class Model:
         mlp = MlpWeights(norm=norm, gate_up=linears["gate_up"], down=linears["down"])
         return Layer(self.kernels.attention(attention), self.kernels.mlp(mlp))
 
-    def step(self, contexts: list[int], queries: list[int]) -> Callable[[], Tensor]:
-        """One forward pass, ready to call."""
+    def step(
+        self, contexts: list[int], queries: list[int], caches: list[LayerCache] | None = None
+    ) -> Callable[[], Tensor]:
+        """One forward pass, ready to call; `caches` are one for each layer, the model's own where not given."""
+        used = self._caches if caches is None else caches
         batch = ragged_batch(queries, contexts, block_size=self.kernels.block_size)
 
         def forward() -> Tensor:
             residual = F.embedding(batch.ids, self._embedding)
-            x = self._layers(residual, batch, self._caches)
+            x = self._layers(residual, batch, used)
             normed = self.kernels.add_rms_norm(x, residual, self._norm, EPS)
             return self._head(normed[batch.logit_rows])
 
