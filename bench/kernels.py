@@ -67,6 +67,8 @@ class Shape:
 SHAPES = {
     "135M": Shape(hidden=576, inter=1536, layers=30, heads=9, kv_heads=3, vocab=49152),
     "1B": Shape(hidden=2048, inter=8192, layers=16, heads=32, kv_heads=8, vocab=32768),
+    # Llama 3.1 8B has half as many heads, twice as wide; its linears are of these sizes.
+    "8B": Shape(hidden=4096, inter=14336, layers=32, heads=64, kv_heads=16, vocab=128256),
 }
 
 
