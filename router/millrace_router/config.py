@@ -191,6 +191,17 @@ class RouterConfig(BaseSettings):
     max_total_tokens: int | None = Field(
         default=None, ge=2, description="Most tokens of prompt and answer; inferred when absent."
     )
+    default_max_new_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most new tokens of a request that names no limit; what the context leaves when absent.",
+    )
+    max_new_tokens_limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most new tokens that a request may ask for, and get without asking; no limit of its own when"
+        " absent.",
+    )
     max_batch_size: int | None = Field(
         default=None,
         description="Most sequences that run together; as many as --max-concurrent-requests when absent.",

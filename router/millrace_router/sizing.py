@@ -58,6 +58,8 @@ class Deployment:
             max_input_tokens=capacity.max_input_tokens,
             max_total_tokens=capacity.max_total_tokens,
             vocab_size=info.vocab_size,
+            default_max_new_tokens=config.default_max_new_tokens,
+            max_new_tokens_limit=config.max_new_tokens_limit,
             max_concurrent_requests=config.max_concurrent_requests,
             max_best_of=config.max_best_of,
             # Every choice takes a permit, so a request with more choices could never start.

@@ -14,6 +14,7 @@ from millrace_router.errors import RouterError
 from millrace_router.request.events import Finished, PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason, ValidRequest
 from millrace_router.request.token_stream import TokenSink, TokenStream, read_tokens
+from millrace_router.telemetry.progress_log import ProgressLog
 from millrace_router.validation.validator import Validated
 
 
@@ -41,6 +42,7 @@ class Generation:
         self._record = record
         self._counted = counted
         self._release = release
+        self._progress = ProgressLog(self.valid.max_new_tokens, lambda: self.generated_tokens)
         self._sink: TokenSink[TokenEvent] | None = None
         self._closed = False
         self.generated_tokens = 0
@@ -151,6 +153,7 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        self._progress.close()
         self._stream.close()
         # An idle connection keeps its last request with all generations, which must not keep the answer in memory.
         self._sink = None

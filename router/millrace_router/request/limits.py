@@ -15,6 +15,10 @@ class Limits:
     max_total_tokens: int
     vocab_size: int
     """Tokens of the model: ids are smaller than this."""
+    default_max_new_tokens: int | None = None
+    """Not in TGI: most new tokens of a request that names no limit; None for what the context leaves."""
+    max_new_tokens_limit: int | None = None
+    """Not in TGI: most new tokens that a request may ask for."""
     max_concurrent_requests: int = 128
     max_best_of: int = 2
     max_n: int = 16

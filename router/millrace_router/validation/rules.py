@@ -175,12 +175,22 @@ def new_tokens(
 ) -> int:
     """Return how many tokens may follow a prompt of `input_length` tokens; raises SizeError.
 
-    A request that leaves it open gets as many as fit, and no more than `default`.
+    A request that leaves it open gets as many as fit, no more than the server's default or else the model's, `default`,
+    and no more than the server's limit.
     """
     room = max(limits.max_total_tokens - input_length, 0)
-    asked = request.max_new_tokens
+    asked, most = request.max_new_tokens, limits.max_new_tokens_limit
     if asked is None:
-        asked = room if default is None else min(room, default)
+        bounds = (room, limits.default_max_new_tokens or default, most)
+        asked = min(bound for bound in bounds if bound is not None)
+    elif most is not None and asked > most:
+        if not limits.dialect.clamps_new_tokens:
+            raise SizeError(
+                f"`{request.names.max_new_tokens}` must be <= {most}. Given: {asked}",
+                num_prompt_tokens=input_length,
+                max_new_tokens=asked,
+            )
+        asked = most
     if not limits.dialect.clamps_new_tokens:
         _check_length(request, input_length, asked, limits)
         return asked

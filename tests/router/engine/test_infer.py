@@ -101,6 +101,14 @@ async def test_invalid_requests_give_their_permit_back() -> None:
     assert failures(infer) == {"validation": 4}
 
 
+async def test_an_ended_request_is_logged_as_running_no_more() -> None:
+    generation = await new_infer(FakeBatcher()).start(request())
+    timer = generation._progress._timer
+    assert not timer.cancelled()
+    generation.close()
+    assert timer.cancelled()
+
+
 async def test_failures_are_raised_and_counted_once() -> None:
     infer = new_infer(FakeBatcher(fail))
     with pytest.raises(GenerationError) as caught:

@@ -12,12 +12,13 @@ import pytest
 from millrace_router.api.tgi.request import GenerateParameters
 from millrace_router.errors import SizeError, ValidationError
 from millrace_router.request.dialect import TGI
-from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.generation_request import FieldNames, GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.limits import Limits
 from millrace_router.request.request import Grammar, GrammarKind, SchedulingParameters
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.rules import check_best_of, check_stream
+from millrace_router.validation.sampling_defaults import SamplingDefaults
 from millrace_router.validation.validator import Validator
 from millrace_testing.router.edge import (
     LIMITS,
@@ -131,6 +132,43 @@ async def test_strict_tgi_generates_what_fits(asked: int | None, given: int) -> 
     validator = new_validator(limits_with(max_total_tokens=2000, dialect=TGI))
     request = GenerationRequest(prompt=EIGHT, max_new_tokens=asked)
     assert (await validator.validate(request)).request.max_new_tokens == given
+
+
+@pytest.mark.parametrize(
+    ("server", "model", "asked", "given"),
+    [
+        ({}, None, None, 14),
+        ({"default_max_new_tokens": 5}, None, None, 5),
+        ({"default_max_new_tokens": 5}, None, 9, 9),
+        ({"default_max_new_tokens": 5}, 3, None, 5),
+        ({"default_max_new_tokens": 100}, 3, None, 14),
+        ({"max_new_tokens_limit": 4}, None, None, 4),
+        ({"max_new_tokens_limit": 4, "default_max_new_tokens": 7}, None, None, 4),
+        ({"max_new_tokens_limit": 4}, None, 4, 4),
+        ({"max_new_tokens_limit": 4, "dialect": TGI}, None, 9, 4),
+    ],
+)
+async def test_the_server_bounds_answers(
+    server: dict[str, Any], model: int | None, asked: int | None, given: int
+) -> None:
+    limits = limits_with(max_input_tokens=8, max_total_tokens=16, **server)
+    metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
+    defaults = SamplingDefaults(max_new_tokens=model)
+    validator = Validator(word_tokenizer(), limits, metrics, grammars_of(), defaults)
+    request = GenerationRequest(
+        prompt="a a", max_new_tokens=asked, left_out=frozenset({"max_new_tokens"})
+    )
+    assert (await validator.validate(request)).request.max_new_tokens == given
+
+
+async def test_more_than_the_server_gives_is_refused_in_the_clients_words() -> None:
+    limits = limits_with(max_new_tokens_limit=4)
+    assert await refusal("a", limits, max_new_tokens=5) == "`max_new_tokens` must be <= 4. Given: 5"
+    names = FieldNames(max_new_tokens="max_completion_tokens")
+    with pytest.raises(SizeError, match="`max_completion_tokens` must be <= 4"):
+        await new_validator(limits).validate(
+            GenerationRequest(prompt="a", max_new_tokens=5, names=names)
+        )
 
 
 async def test_strict_tgi_counts_1024_new_tokens() -> None:

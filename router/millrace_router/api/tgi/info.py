@@ -50,6 +50,10 @@ class LimitsJson(TypedDict):
     max_input_tokens: int
     max_input_length: int
     max_total_tokens: int
+    default_max_new_tokens: int | None
+    """Most new tokens of a request that names no limit; None for what the context leaves."""
+    max_new_tokens_limit: int | None
+    """Most new tokens that a request may ask for; None without a limit beside the context."""
     waiting_served_ratio: float
     max_batch_prefill_tokens: int
     max_batch_total_tokens: int
@@ -148,6 +152,8 @@ def _limits(services: Services) -> LimitsJson:
         "max_input_tokens": limits.max_input_tokens,
         "max_input_length": limits.max_input_tokens,
         "max_total_tokens": limits.max_total_tokens,
+        "default_max_new_tokens": limits.default_max_new_tokens,
+        "max_new_tokens_limit": limits.max_new_tokens_limit,
         "waiting_served_ratio": config.waiting_served_ratio,
         "max_batch_prefill_tokens": services.max_batch_prefill_tokens,
         "max_batch_total_tokens": services.capacity.max_batch_total_tokens,
