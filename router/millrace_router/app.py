@@ -14,6 +14,7 @@ from millrace_router.api.admin import routes as adapter_routes
 from millrace_router.api.anthropic import routes as anthropic_routes
 from millrace_router.api.anthropic.errors import is_of_messages, refusal, unauthorized
 from millrace_router.api.completions import routes as completion_routes
+from millrace_router.api.foreign_routes import foreign_route
 from millrace_router.api.openai import routes as openai_routes
 from millrace_router.api.openai.answers import error_answer
 from millrace_router.api.openapi import document
@@ -24,7 +25,7 @@ from millrace_router.api.responses import routes as responses_routes
 from millrace_router.api.tgi import estimate_routes, probes, tokenizer_routes
 from millrace_router.api.tgi import routes as tgi_routes
 from millrace_router.config import RouterConfig
-from millrace_router.errors import BodyError, RouterError, UnknownPath, WrongMethod
+from millrace_router.errors import BodyError, ForeignPath, RouterError, UnknownPath, WrongMethod
 from millrace_router.server.access_log import access_log, add_request_id
 from millrace_router.server.bodies import error_response, plain_response
 from millrace_router.server.idempotency import Runs
@@ -113,9 +114,15 @@ async def describe_errors(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def _misdirected(request: web.Request, error: web.HTTPException) -> web.Response:
-    """Answer a request without a route: with an empty 404 or 405 as in TGI, or with OpenAI's error on its paths."""
+    """Answer a request without a route: with OpenAI's error on its paths, with a tip on those of other servers.
+
+    Else with an empty 404 or 405, as in TGI.
+    """
     response = web.Response(status=error.status)
-    if _is_openais(request):
+    is_foreign = isinstance(error, web.HTTPNotFound) and not _is_strict(request)
+    if is_foreign and (tip := foreign_route(request.path)):
+        response = _in_envelope_of_path(request, ForeignPath(request.path, tip))
+    elif _is_openais(request):
         if isinstance(error, web.HTTPNotFound):
             response = _in_envelope_of_path(request, UnknownPath(request.path))
         elif isinstance(error, web.HTTPMethodNotAllowed):
@@ -136,8 +143,11 @@ def _in_envelope_of_path(request: web.Request, error: RouterError) -> web.Respon
 
 
 def _is_openais(request: web.Request) -> bool:
-    has_tgi_errors = request.app[SERVICES].dialect.has_tgi_errors
-    return request.path.startswith(OPENAI_PREFIX) and not has_tgi_errors
+    return request.path.startswith(OPENAI_PREFIX) and not _is_strict(request)
+
+
+def _is_strict(request: web.Request) -> bool:
+    return request.app[SERVICES].dialect.has_tgi_errors
 
 
 @web.middleware

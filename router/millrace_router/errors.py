@@ -13,6 +13,7 @@ RouterError
 │       ├── BodySizeError     413  validation
 │       └── BodyTimeout       408  validation         (the body did not arrive in time)
 ├── UnknownPath               404  not_found
+│   └── ForeignPath           404  not_found          (another server's, with a tip)
 ├── UnknownModel              404  not_found          (no model and no adapter has this name)
 ├── NotStored                 404  not_found          (`/v1/responses/{id}`)
 ├── AdapterNotFound           404  adapter_not_found  (or no right to know that it exists)
@@ -65,6 +66,12 @@ class RouterError(Exception):
     """Value of `err` in `tgi_request_failure`; None is not counted there."""
     openai_code: ClassVar[str | None] = None
     """`error.code` on OpenAI's routes."""
+
+    @property
+    def client_text(self) -> str:
+        """The message on routes that are not TGI's."""
+        return str(self)
+
     retry_after_seconds: int | None = None
     """The header `Retry-After`; None: no header."""
 
@@ -82,6 +89,8 @@ class ValidationError(RouterError):
 
 class SizeError(ValidationError):
     """Prompt and answer together, or the prompt alone, are longer than this server allows."""
+
+    openai_code = "context_length_exceeded"
 
     def __init__(self, message: str, *, num_prompt_tokens: int, max_new_tokens: int) -> None:
         super().__init__(message)
@@ -111,6 +120,19 @@ class BodyShapeError(BodyError):
     """The body is JSON, but a field has the wrong type or is missing."""
 
     status = 422
+
+    def __init__(self, sentence: str, *, place: str = "") -> None:
+        """`place` is the path of the field; empty for the body as a whole."""
+        where = f"{place}: " if place else ""
+        super().__init__(
+            f"Failed to deserialize the JSON body into the target type: {where}{sentence}"
+        )
+        self._client_text = f"`{place}` {sentence}" if place else f"The body {sentence}"
+
+    @property
+    def client_text(self) -> str:
+        """The message without TGI's beginning."""
+        return self._client_text
 
 
 class MediaTypeError(BodyError):
@@ -157,6 +179,13 @@ class UnknownPath(RouterError):
 
     def __init__(self, path: str) -> None:
         super().__init__(f"Unknown path: {path}")
+
+
+class ForeignPath(UnknownPath):
+    """The route is another server's; the message says what there is instead."""
+
+    def __init__(self, path: str, tip: str) -> None:
+        super().__init__(f"{path}. This is Millrace, a text-generation server: {tip}")
 
 
 class UnknownModel(RouterError):

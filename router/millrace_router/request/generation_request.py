@@ -88,6 +88,8 @@ class GenerationRequest:
     adapter: AdapterReference | None = None
     """None for the base model."""
     top_n_tokens: int | None = None
+    top_n_allowed: int = 0
+    """How many the route allows in any case, where the server's limit is lower."""
     decoder_input_details: bool = False
     """Whether the answer has the prompt's log probabilities, if the server allows them."""
     prompt_logprobs: bool = False

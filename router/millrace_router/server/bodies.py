@@ -18,7 +18,6 @@ from pydantic import ValidationError as ShapeError
 
 from millrace_router.errors import (
     BodyError,
-    BodyShapeError,
     BodySizeError,
     BodyTimeout,
     EncodingError,
@@ -26,6 +25,7 @@ from millrace_router.errors import (
     RouterError,
     Unhealthy,
 )
+from millrace_router.validation.shape_messages import shape_error
 
 MAX_DEPTH = 200
 """Most levels of arrays and objects in a body. orjson, which may render them again, has a limit of 254."""
@@ -137,17 +137,7 @@ def to_model(parsed: object, model: type[Model]) -> Model:
     try:
         return model.model_validate(parsed)
     except ShapeError as error:
-        raise BodyShapeError(shape_message(error)) from None
-
-
-def shape_message(error: ShapeError) -> str:
-    """Describe where and how the body differs from the model; the first difference only."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = ""
-    for step in first["loc"]:
-        path += f"[{step}]" if isinstance(step, int) else f".{step}"
-    where = f"{path.removeprefix('.')}: " if path else ""
-    return f"Failed to deserialize the JSON body into the target type: {where}{first['msg']}"
+        raise shape_error(error, parsed) from None
 
 
 def json_response(

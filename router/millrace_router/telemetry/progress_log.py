@@ -21,23 +21,24 @@ class ProgressLog:
     def __init__(self, max_new_tokens: int, generated_tokens: Callable[[], int]) -> None:
         """`generated_tokens` counts the tokens so far; needs a running event loop."""
         self._max_new_tokens = max_new_tokens
-        self._generated_tokens = generated_tokens
         self._minutes = 0
-        self._timer = self._next()
+        self._start(generated_tokens)
 
     def close(self) -> None:
         """Log nothing more. Idempotent."""
         self._timer.cancel()
 
-    def _next(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(INTERVAL_SECONDS, self._write)
+    def _start(self, generated_tokens: Callable[[], int]) -> None:
+        # The timer alone has the function, which may refer to what keeps this log: a cancelled timer forgets it.
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(INTERVAL_SECONDS, self._write, generated_tokens)
 
-    def _write(self) -> None:
+    def _write(self, generated_tokens: Callable[[], int]) -> None:
         self._minutes += 1
         log.info(
             "request is running",
             minutes=self._minutes,
-            generated_tokens=self._generated_tokens(),
+            generated_tokens=generated_tokens(),
             max_new_tokens=self._max_new_tokens,
         )
-        self._timer = self._next()
+        self._start(generated_tokens)

@@ -100,10 +100,9 @@ def check_extent(request: GenerationRequest, limits: Limits) -> None:
     if request.seed is not None and (request.best_of or 1) > 1:
         raise ValidationError("`seed` must not be set when `best_of` > 1")
     top_n = request.top_n_tokens
-    if top_n is not None and top_n > limits.max_top_n_tokens:
-        raise ValidationError(
-            f"`{names.top_n_tokens}` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {top_n}"
-        )
+    most = max(limits.max_top_n_tokens, request.top_n_allowed)
+    if top_n is not None and top_n > most:
+        raise ValidationError(f"`{names.top_n_tokens}` must be >= 0 and <= {most}. Given: {top_n}")
 
 
 def check_bias(request: GenerationRequest, limits: Limits) -> None:

@@ -257,7 +257,7 @@ UNREADABLE = [
     ),
     refused(
         422,
-        NO_SHAPE + "Input should .+",
+        NO_SHAPE + "must be .+",
         says="no place is named at the root",
         path="/generate",
         body=[],

@@ -17,7 +17,7 @@ from pydantic import ValidationError as ShapeError
 from millrace_router.api.fields import UINT32_MAX
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateParameters
 from millrace_router.server import bodies
-from millrace_router.server.bodies import shape_message
+from millrace_router.validation.shape_messages import shape_error
 from millrace_testing.router.edge import serving
 
 ROUTES = ("/", "/generate", "/generate_stream", "/tokenize")
@@ -27,7 +27,7 @@ JSON = {"content-type": "application/json"}
 def complaint(body: object) -> str:
     with pytest.raises(ShapeError) as caught:
         CompatGenerateRequest.model_validate(body)
-    message = shape_message(caught.value)
+    message = str(shape_error(caught.value, body))
     prefix = "Failed to deserialize the JSON body into the target type: "
     assert message.startswith(prefix)
     return message.removeprefix(prefix)
@@ -36,7 +36,7 @@ def complaint(body: object) -> str:
 @pytest.mark.parametrize(
     ("body", "start"),
     [
-        ([], "Input should be a valid dictionary"),
+        ([], "must be an object"),
         ({}, "inputs: "),
         ({"inputs": 5}, "inputs: "),
         ({"inputs": "a", "stream": "true"}, "stream: "),

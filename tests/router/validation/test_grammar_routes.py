@@ -139,7 +139,7 @@ async def test_a_body_that_is_no_grammar_says_where() -> None:
         bad = {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": 5}}}
         status, answer, _ = await edge.post("/v1/chat/completions", bad)
         assert (status, answer["error_type"]) == (422, "validation")
-        assert "response_format.json_schema.json_schema.name" in answer["error"]["message"]
+        assert "response_format.json_schema.name" in answer["error"]["message"]
 
 
 async def test_a_grammar_is_asked_for_once_a_request_however_many_choices() -> None:

@@ -51,7 +51,7 @@ def refusal(request: web.Request, error: RouterError) -> web.Response:
     status = status_of(error)
     response = error_response(error)
     response.set_status(status)
-    response.body = orjson.dumps(error_answer(status, str(error), request[REQUEST_ID]))
+    response.body = orjson.dumps(error_answer(status, error.client_text, request[REQUEST_ID]))
     if not may_be_retried(error):
         response.headers[SHOULD_RETRY_HEADER] = "false"
     return response
@@ -66,5 +66,5 @@ def unauthorized(request: web.Request) -> web.Response:
 
 def error_event(error: RouterError, request_id: str) -> bytes:
     """Frame a failure in mid-stream."""
-    answer = error_answer(status_of(error), str(error), request_id)
+    answer = error_answer(status_of(error), error.client_text, request_id)
     return named_event("error", orjson.dumps(answer))

@@ -72,7 +72,7 @@ Block = Annotated[
     Discriminator(
         _type_of,
         custom_error_type="content_block",
-        custom_error_message="Input should be a block of type 'text', 'tool_use', 'tool_result' or "
+        custom_error_message="must be a block of type 'text', 'tool_use', 'tool_result' or "
         "'thinking': images, documents and all others are not supported",
     ),
 ]

@@ -29,8 +29,15 @@ Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 Seed = Annotated[int, Field(ge=-(2**63), le=UINT64_MAX)]
 MAX_PENALTY = 2.0
 MAX_STOP_TOKENS = 64
-OPENAI_NAMES = FieldNames(
+MAX_TEMPERATURE = 2.0
+TOP_LOGPROBS = 20
+"""Candidates for a token that OpenAI's chats and responses may ask for."""
+TGI_NAMES = FieldNames(
     least_tokens="min_tokens", most_tokens="max_tokens", truncate="truncate_prompt_tokens"
+)
+"""TGI's names, and OpenAI's for what TGI lacks."""
+OPENAI_NAMES = replace(
+    TGI_NAMES, prompt="messages", max_new_tokens="max_tokens", top_n_tokens="top_logprobs"
 )
 
 
@@ -130,7 +137,7 @@ class SamplingFields(RequestModel):
             xtc_probability=self.xtc_probability or None,
             xtc_threshold=0.1 if self.xtc_threshold is None else self.xtc_threshold,
             dry=self._dry(),
-            names=OPENAI_NAMES,
+            names=TGI_NAMES if dialect.has_tgi_errors else OPENAI_NAMES,
             **self._penalties(dialect),
         )
 
@@ -170,9 +177,12 @@ def openai_generation(request: GenerationRequest, dialect: Dialect) -> Generatio
     """Take temperature 0 as greedy decoding, and neutral values as no restriction.
 
     Raises:
-        ValidationError: a restriction that greedy decoding ignores is out of range, or the dialect refuses the grammar.
+        ValidationError: the temperature or a restriction that greedy decoding ignores is out of range, or the dialect
+            refuses the grammar.
 
     """
+    if not dialect.has_tgi_errors and not 0 <= (request.temperature or 0) <= MAX_TEMPERATURE:
+        raise ValidationError(f"`temperature` must be >= 0.0 and <= {MAX_TEMPERATURE}")
     if dialect.needs_properties and isinstance(request.grammar, RawGrammar):
         request.grammar.check_as_tgi()
     left_out = frozenset(name for name in DEFAULTED if getattr(request, name) is None)

@@ -88,6 +88,9 @@ class CompletionRequest(CommonRequest):
             top_n_tokens=self.logprobs,
             adds_special_tokens=self.add_special_tokens is not False,
         )
+        if not dialect.has_tgi_errors:
+            names = replace(request.names, prompt="prompt", top_n_tokens="logprobs")
+            request = replace(request, names=names)
         if self.only_scores:
             request = replace(request, max_new_tokens=1, min_new_tokens=None)
         if self.echo and self.logprobs is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -15,7 +16,10 @@ from millrace_router.api.openai.protocol import (
     UsageJson,
 )
 from millrace_router.engine.usage import Usage
-from millrace_router.errors import RouterError
+from millrace_router.errors import RouterError, ValidationError
+
+FIELD = re.compile(r"`([A-Za-z_][\w.\[\]]*)`")
+"""The name of a field in a message."""
 
 
 def usage_json(usage: Usage) -> UsageJson:
@@ -73,7 +77,7 @@ class ChunkTemplate:
 def error_answer(error: RouterError) -> OpenAIErrorResponseJson:
     """Render a failure before the first byte."""
     return {
-        "error": {**error_detail(error), "param": None, "code": error.openai_code},
+        "error": {**error_detail(error), "param": _field_of(error), "code": error.openai_code},
         "error_type": error.error_type,
     }
 
@@ -81,7 +85,15 @@ def error_answer(error: RouterError) -> OpenAIErrorResponseJson:
 def error_detail(error: RouterError) -> StreamFailureJson:
     """Render a failure in mid-stream."""
     return {
-        "message": str(error),
+        "message": error.client_text,
         "type": error.error_type,
         "http_status_code": error.status,
     }
+
+
+def _field_of(error: RouterError) -> str | None:
+    """The field of the request that is wrong: the one that a message about the request names first."""
+    if not isinstance(error, ValidationError):
+        return None
+    named = FIELD.search(error.client_text)
+    return None if named is None else named[1]

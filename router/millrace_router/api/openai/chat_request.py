@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from millrace_router.api.chat.chat import Chat, check_exclusive
 from millrace_router.api.chat.messages import ChatMessage
 from millrace_router.api.chat.reasoning import ReasoningFields
+from millrace_router.api.chat.sampling import TOP_LOGPROBS
 from millrace_router.api.chat.tools import (
     ToolChoiceField,
     ToolDefinition,
@@ -63,8 +64,16 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
         """Translate, without a prompt; raises ValidationError."""
         request = super().generation(dialect)
         if self.max_completion_tokens is not None:
-            request = replace(request, max_new_tokens=self.max_completion_tokens)
-        return replace(request, top_n_tokens=self.top_logprobs if self.logprobs else None)
+            names = request.names
+            if not dialect.has_tgi_errors:
+                newer = "max_completion_tokens"
+                names = replace(names, max_new_tokens=newer, most_tokens=newer)
+            request = replace(request, max_new_tokens=self.max_completion_tokens, names=names)
+        return replace(
+            request,
+            top_n_tokens=self.top_logprobs if self.logprobs else None,
+            top_n_allowed=TOP_LOGPROBS,
+        )
 
     def chat(self, limits: Limits) -> Chat:
         """Check, and translate; raises RouterError."""

@@ -245,7 +245,8 @@ class StreamErrorJson(TypedDict):
 class FailureJson(StreamFailureJson):
     """Details of a failure, as OpenAI's clients read them."""
 
-    param: None
+    param: str | None
+    """The field of the request that is wrong."""
     code: str | None
 
 

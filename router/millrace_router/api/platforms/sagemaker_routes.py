@@ -50,10 +50,7 @@ def _kind_of(body: object) -> _Kind:
     """Return the first kind that fits; if none of several fits, the first one, whose handler refuses the body."""
     kinds = [kind for kind in KINDS if isinstance(body, dict) and kind.key in body]
     if not kinds:
-        raise BodyShapeError(
-            "Failed to deserialize the JSON body into the target type: "
-            "one of `inputs`, `messages` and `prompt` is needed"
-        )
+        raise BodyShapeError("needs one of `inputs`, `messages` and `prompt`")
     if len(kinds) > 1:
         return next((kind for kind in kinds if _fits(body, kind.model)), kinds[0])
     return kinds[0]

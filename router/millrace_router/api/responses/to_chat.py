@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from millrace_router.api.chat.chat import Chat, check_exclusive
 from millrace_router.api.chat.messages import called, template_content
-from millrace_router.api.chat.sampling import openai_generation
+from millrace_router.api.chat.sampling import TOP_LOGPROBS, openai_generation
 from millrace_router.api.chat.tools import choose_by_word, choose_named, new_tool, only
 from millrace_router.api.responses.input import (
     ForeignItem,
@@ -64,6 +64,7 @@ def _generation(body: ResponsesRequest, dialect: Dialect) -> GenerationRequest:
         max_new_tokens=body.max_output_tokens,
         grammar=None if text is None else text.raw(),
         top_n_tokens=body.top_logprobs if body.wants_logprobs else None,
+        top_n_allowed=TOP_LOGPROBS,
         names=NAMES,
     )
     return openai_generation(request, dialect)

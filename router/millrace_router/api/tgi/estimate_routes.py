@@ -63,7 +63,4 @@ async def _read(request: web.Request, body: object) -> tuple[GenerationRequest, 
             adapter=completion.adapter(request),
         )
         return asked, completion.priority
-    raise BodyShapeError(
-        "Failed to deserialize the JSON body into the target type: "
-        "one of `inputs`, `messages` and `prompt` is needed, and no more than one"
-    )
+    raise BodyShapeError("needs one of `inputs`, `messages` and `prompt`, and no more than one")

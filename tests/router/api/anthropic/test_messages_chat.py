@@ -221,18 +221,21 @@ def in_content(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
 MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
-    "no max_tokens": ({"max_tokens": None}, "max_tokens: Input should be a valid integer"),
-    "none to generate": ({"max_tokens": 0}, "max_tokens: "),
-    "no turns": ({"messages": []}, "messages: "),
-    "another role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
+    "no max_tokens": ({"max_tokens": None}, "`max_tokens` must be an integer"),
+    "none to generate": ({"max_tokens": 0}, "`max_tokens` must be >= 1"),
+    "no turns": ({"messages": []}, "`messages` must have at least 1 items"),
+    "another role": (
+        {"messages": [{"role": "tool", "content": "x"}]},
+        "`messages[0].role` must be ",
+    ),
     "an image": (
         in_content(IMAGE),
-        "messages[0].content[0]: Input should be a block of type 'text'",
+        "`messages[0].content[0]` must be a block of type 'text'",
     ),
     "a document": (in_content({"type": "document"}), "documents and all others are not supported"),
     "an image in a result": (
         in_content(RESULT | {"content": [IMAGE]}),
-        "messages[0].content[0].tool_result.content[0].type: Input should be 'text'",
+        "`messages[0].content[0].content[0].type` must be 'text'",
     ),
     "a call by the user": (
         in_content(CALL),
@@ -241,18 +244,18 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "a result by the assistant": (in_content(RESULT, "assistant"), "'tool_result'"),
     "another kind of thoughts": (
         {"thinking": {"type": "deep"}},
-        "thinking.type: Input should be 'enabled', 'adaptive' or 'disabled'",
+        "`thinking.type` must be 'enabled', 'adaptive' or 'disabled'",
     ),
     "thoughts without room": (
         {"thinking": {"type": "enabled", "budget_tokens": 0}},
-        "thinking.budget_tokens: Input should be greater than or equal to 1",
+        "`thinking.budget_tokens` must be >= 1",
     ),
     "a tool of the server's": (
         {"tools": [TOOL | {"type": "web_search_20250305"}]},
-        "tools[0].type: Input should be 'custom'",
+        "`tools[0].type` must be 'custom'",
     ),
     "a choice of no tool": ({"tool_choice": {"type": "tool"}}, "needs a `name`"),
-    "a number as text": ({"top_k": "5"}, "top_k: "),
+    "a number as text": ({"top_k": "5"}, "`top_k` must be an integer"),
 }
 
 
@@ -261,7 +264,7 @@ def test_what_is_malformed_is_said_where_it_is(name: str) -> None:
     body, message = MALFORMED[name]
     with pytest.raises(BodyShapeError) as caught:
         translated(body)
-    assert message in str(caught.value)
+    assert message in caught.value.client_text
 
 
 def test_a_call_at_the_end_lacks_its_result() -> None:

@@ -168,9 +168,9 @@ async def test_refusals(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "place"),
     [
-        (5, "messages[0].content.text: Input should be a valid string"),
-        ([{"type": "text"}], "messages[0].content.parts[0].text.text: Field required"),
-        ([{"type": "video"}], "messages[0].content.parts[0]: Input tag 'video' found"),
+        (5, "`messages[0].content` must be a string"),
+        ([{"type": "text"}], "`messages[0].content[0].text` is required"),
+        ([{"type": "video"}], "`messages[0].content[0]` has the 'type' 'video'"),
     ],
 )
 async def test_an_error_in_content_names_its_place(content: object, place: str) -> None:

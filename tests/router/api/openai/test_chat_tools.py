@@ -375,11 +375,11 @@ async def test_a_stop_string_cuts_within_calls_too(stop: str) -> None:
         ({"function_call": "auto"}, "`function_call` is not supported: use `tool_choice`"),
         (
             {"messages": [{"role": "assistant", "function_call": {"name": "clock"}}]},
-            "messages[0]: Value error, `function_call` is not supported: use `tool_calls`",
+            "`messages[0]` is not valid: `function_call` is not supported: use `tool_calls`",
         ),
         (
             {"messages": [{"role": "function", "name": "clock", "content": "noon"}]},
-            "messages[0]: Value error, the role `function` is not supported: use `tool`",
+            "`messages[0]` is not valid: the role `function` is not supported: use `tool`",
         ),
     ],
 )

@@ -283,48 +283,52 @@ async def test_nulls_unknown_fields_and_aliases_are_taken() -> None:
     assert answer["usage"]["completion_tokens"] == 9
 
 
-def refused(fields: dict[str, Any], status: int, error_type: str, message: str) -> Any:
-    return pytest.param(fields, status, error_type, message, id=message[:40])
+def refused(fields: dict[str, Any], param: str | None, message: str) -> Any:
+    return pytest.param(fields, param, message, id=f"{param} {message[:40]}")
 
 
 @pytest.mark.parametrize(
-    ("fields", "status", "error_type", "message"),
+    ("fields", "param", "message"),
     [
-        refused({"n": 99}, 422, "validation", "`n` must be > 0 and <= 3. Given: 99"),
-        refused({"response_format": {"type": "json"}}, 422, "validation", "grammar is not supp"),
-        refused({"response_format": {"type": "yaml"}}, 422, "validation", "response_format: "),
-        refused({"logit_bias": {"9": 1}}, 422, "validation", "`logit_bias` contains token id 9"),
-        refused({"logit_bias": [1.0]}, 422, "validation", "logit_bias"),
-        refused({"presence_penalty": 2.5}, 422, "validation", "`presence_penalty` must be"),
-        refused({"temperature": -1}, 422, "validation", "`temperature` must be strictly positive"),
-        refused({"max_tokens": 0}, 422, "validation", "`max_new_tokens` must be strictly positive"),
-        refused({"messages": []}, 422, "validation", "messages"),
+        refused({"n": 99}, "n", "`n` must be > 0 and <= 3. Given: 99"),
+        refused({"response_format": {"type": "json"}}, None, "grammar is not supported"),
+        refused({"response_format": {"type": "yaml"}}, "response_format", "has the 'type' 'yaml'"),
+        refused({"logit_bias": {"9": 1}}, "logit_bias", "`logit_bias` contains token id 9"),
+        refused({"logit_bias": [1.0]}, "logit_bias", "logit_bias"),
+        refused({"presence_penalty": 2.5}, "presence_penalty", "`presence_penalty` must be"),
+        refused({"temperature": -1}, "temperature", "`temperature` must be >= 0.0 and <= 2.0"),
+        refused({"temperature": 2.1}, "temperature", "`temperature` must be >= 0.0 and <= 2.0"),
+        refused({"max_tokens": 0}, "max_tokens", "`max_tokens` must be strictly positive"),
+        refused({"messages": []}, "messages", "`messages` must have at least 1 items"),
+        refused({"messages": [{"role": "user", "content": None}]}, "messages[0]", "messages[0]"),
+        refused({"messages": "hello"}, "messages", "`messages` must be a list"),
+        refused({"max_tokens": "5"}, "max_tokens", "`max_tokens` must be an integer"),
         refused(
-            {"messages": [{"role": "user", "content": None}]}, 422, "validation", "messages[0]"
+            {"top_logprobs": 21, "logprobs": True},
+            "top_logprobs",
+            "`top_logprobs` must be >= 0 and <= 20. Given: 21",
         ),
-        refused({"messages": "hello"}, 422, "validation", "messages"),
-        refused({"max_tokens": "5"}, 422, "validation", "max_tokens"),
-        refused({"top_logprobs": 20, "logprobs": True}, 422, "validation", "`top_n_tokens`"),
-        refused({"max_tokens": 10_000}, 422, "validation", "`inputs` tokens + `max_new_tokens`"),
+        refused({"max_tokens": 10_000}, "messages", "`messages` tokens + `max_tokens`"),
+        refused({"max_completion_tokens": 10_000}, "messages", "tokens + `max_completion_tokens`"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_chat_refusals(
-    fields: dict[str, Any], status: int, error_type: str, message: str, *, stream: bool
+    fields: dict[str, Any], param: str | None, message: str, *, stream: bool
 ) -> None:
     async with served(generations()) as edge:
         body = {"messages": [USER], "stream": stream, **fields}
         got, answer, _ = await edge.post("/v1/chat/completions", body)
         assert edge.services.infer.permits.free == LIMITS.max_concurrent_requests
-    assert (got, answer["error_type"]) == (status, error_type)
+    assert (got, answer["error_type"]) == (422, "validation")
     detail = answer["error"]
     assert message in detail["message"]
     assert {**detail, "message": ""} == {
         "message": "",
-        "type": error_type,
-        "http_status_code": status,
-        "param": None,
-        "code": None,
+        "type": "validation",
+        "http_status_code": 422,
+        "param": param,
+        "code": "context_length_exceeded" if "tokens + " in message else None,
     }
 
 
@@ -540,7 +544,7 @@ async def test_only_completions_get_the_tokenizer_s_special_tokens() -> None:
         ({"prompt": ["a"] * 5}, "batch size exceeded", "maximum allowed batch size of 4"),
         ({"prompt": "a", "suffix": "z"}, "suffix not supported", "Suffix is not supported"),
         ({"prompt": "a", "best_of": 3}, "validation", "`best_of` must be > 0 and <= 2"),
-        ({"prompt": ""}, "validation", "`inputs` cannot be empty"),
+        ({"prompt": ""}, "validation", "`prompt` cannot be empty"),
         ({"prompt": "a", "temperature": 0, "top_p": -1}, "validation", "`top_p` must be > 0.0"),
         ({"prompt": "a", "temperature": 0, "min_p": 2}, "validation", "`min_p` must be >= 0.0"),
     ],

@@ -97,8 +97,8 @@ async def test_while_nothing_is_known_nothing_is_predicted() -> None:
             {"messages": [{"role": "user", "content": "a " * 20}]},
             20,
             0,
-            "`inputs` tokens + `max_new_tokens` must be <= 16. "
-            "Given: 20 `inputs` tokens and 0 `max_new_tokens`",
+            "`messages` tokens + `max_tokens` must be <= 16. "
+            "Given: 20 `messages` tokens and 0 `max_tokens`",
         ),
     ],
 )
@@ -136,8 +136,8 @@ async def test_what_does_not_fit_is_an_answer(
         ({"messages": [{"role": "user", "content": "a"}], "n": 9}, "`n` must be > 0"),
         ({"prompt": ["a", "b"]}, "`prompt` must be one prompt to be estimated. Given: 2"),
         ({"prompt": "a", "logprobs": 9}, "`logprobs` must be >= 0 and <= 5"),
-        ({}, "one of `inputs`, `messages` and `prompt` is needed"),
-        ([], "one of `inputs`, `messages` and `prompt` is needed"),
+        ({}, "needs one of `inputs`, `messages` and `prompt`"),
+        ([], "needs one of `inputs`, `messages` and `prompt`"),
         ({"inputs": "a", "prompt": "a"}, "and no more than one"),
     ],
 )
