@@ -25,7 +25,7 @@ def main(
     *,
     program: str = PROGRAM,
 ) -> int:
-    """Run and return the exit code; with 1 and 3, stderr has `Error: …`. The help calls it `program`."""
+    """Run and return the exit code; with 1 and 3, the last line says why. The help calls it `program`."""
     settings = read_settings(sys.argv[1:] if argv is None else argv, program=program)
     logs.setup(settings.launcher)
     try:
@@ -33,7 +33,7 @@ def main(
             commands = prepare(settings, programs or Programs(), claims)
             asyncio.run(_launch(commands))
     except LaunchError as error:
-        sys.stderr.write(f"Error: {error}\n")
+        logs.tell_end(error, json_output=settings.launcher.json_output)
         return error.exit_code
     return 0
 

@@ -1,19 +1,24 @@
-"""Failures of a launch. All but the last have the names of TGI's errors, which operators search for on stderr."""
+"""Failures of a launch. All but the last have the names of TGI's errors, which logs in JSON tell."""
 
 from __future__ import annotations
 
-import json
+from typing import ClassVar
 
 
 class LaunchError(Exception):
-    """Ends the launcher with `exit_code` and `Error: {variant}` on stderr."""
+    """Ends the launcher with `exit_code`; `str(error)` is a sentence for the operator."""
 
-    exit_code = 1
+    exit_code: ClassVar[int] = 1
+    sentence: ClassVar[str] = "the server could not be started"
+    """What is said where no cause is known beside what the log has."""
 
     def __str__(self) -> str:
-        detail = "".join(map(str, self.args))
-        variant = type(self).__name__
-        return f"{variant}({json.dumps(detail, ensure_ascii=False)})" if detail else variant
+        return "".join(map(str, self.args)) or self.sentence
+
+    @property
+    def variant(self) -> str:
+        """TGI's word for it."""
+        return type(self).__name__
 
 
 class ArgumentValidation(LaunchError):  # noqa: N818
@@ -27,17 +32,25 @@ class NotEnoughCUDADevices(LaunchError):  # noqa: N818
 class DownloadError(LaunchError):
     """The model could not be resolved to a local folder."""
 
+    sentence = "the model could not be found or downloaded; the log above says more"
+
 
 class ShardCannotStart(LaunchError):  # noqa: N818
     """A shard reported why it cannot start."""
+
+    sentence = "a shard could not be started; the log above says more"
 
 
 class WebserverCannotStart(LaunchError):  # noqa: N818
     """The router reported why it cannot start, or never became ready."""
 
+    sentence = "the router could not be started; the log above says more"
+
 
 class WebserverFailed(LaunchError):  # noqa: N818
     """The router died repeatedly."""
+
+    sentence = "the router died again and again; the log above says more"
 
 
 class ShardCrashLoop(LaunchError):  # noqa: N818
@@ -46,5 +59,5 @@ class ShardCrashLoop(LaunchError):  # noqa: N818
     exit_code = 3
 
     def __init__(self, reason: str) -> None:
-        super().__init__()
+        super().__init__(f"giving up on the shards: {reason}")
         self.reason = reason

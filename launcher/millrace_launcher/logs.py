@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from millrace_launcher.config import LauncherConfig
+from millrace_launcher.errors import LaunchError
 from millrace_launcher.progress_bar import BarHandler
 
 TRACE = 5
@@ -45,6 +46,14 @@ def setup(config: LauncherConfig, stream: TextIO | None = None) -> None:
     log.setLevel(LEVELS[config.log_level])
 
 
+def tell_end(error: LaunchError, *, json_output: bool) -> None:
+    """Say why the launch ends: a line on stderr, or in JSON logs a record with TGI's word for it."""
+    if json_output:
+        log.error("%s", error, extra={"fields": {"error": error.variant}})
+    else:
+        sys.stderr.write(f"Error: {_one_line(error)}\n")
+
+
 def has_bar() -> bool:
     """Whether progress is drawn as a bar, so that it may be told often."""
     return any(isinstance(handler, BarHandler) for handler in log.handlers)
@@ -65,6 +74,14 @@ def relay(line: str, *, source: str, plain_level: int = logging.INFO) -> None:
         "fields": fields,
     }
     log.log(level, "%s", fields.get("message", ""), extra=extra)
+
+
+def error_message(line: str) -> str | None:
+    """Return the message of a child's line that is a JSON object of the level error; None for any other line."""
+    record = _parse(line)
+    if record is None or LEVELS.get(str(record.get("level", "info")).lower()) != logging.ERROR:
+        return None
+    return str(record["fields"].get("message", ""))
 
 
 class JsonFormatter(logging.Formatter):

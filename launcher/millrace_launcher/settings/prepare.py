@@ -124,4 +124,4 @@ def _log_settings(settings: Settings, variables: HostVariables) -> None:
     rows = settings.configured()
     chosen = [f"{name}={value} ({origin})" for name, value, origin in rows if origin != "default"]
     log.info("Set: %s", ", ".join(chosen) or "nothing")
-    log.info("Defaults: %s", ", ".join(f"{n}={v}" for n, v, origin in rows if origin == "default"))
+    log.debug("Defaults: %s", ", ".join(f"{n}={v}" for n, v, origin in rows if origin == "default"))

@@ -33,12 +33,12 @@ class Children:
         )
 
     async def start(
-        self, command: Command, on_line: Callable[[str], None] | None = None
+        self, command: Command, takes_line: Callable[[str], bool] | None = None
     ) -> ManagedProcess:
-        """Run a command; its stdout is logged, or passed to `on_line` line by line."""
+        """Run a command; its stdout is logged, except lines that `takes_line` takes."""
         process = await ManagedProcess.start(
             command,
-            on_line=on_line or (lambda line: relay(line, source=command.name)),
+            takes_line=takes_line,
             # Stderr is logged at debug level, and in full after the child's death.
             on_error_line=lambda line: relay(line, source=command.name, plain_level=logging.DEBUG),
         )
@@ -75,7 +75,11 @@ class Children:
 
 
 def explain(process: ManagedProcess, what: str) -> None:
-    """Log how a child ended, with the last lines of its stderr."""
+    """Log how a child ended: with its own words, or with the last lines of its stderr."""
+    process.lines.drop()
+    if process.lines.cause is not None:
+        log.error("%s (%s): %s", what, process.ending, process.lines.cause)
+        return
     log.error("%s (%s)", what, process.ending)
     if process.stderr_tail:
         log.error(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from millrace_launcher.errors import DownloadError
-from millrace_launcher.logs import has_bar, log, relay
+from millrace_launcher.logs import has_bar, log
 from millrace_launcher.settings.commands import Commands
 from millrace_launcher.settings.folders import ModelFolders
 from millrace_launcher.supervision.children import Children, explain
@@ -15,26 +15,27 @@ GRACE_SECONDS = 10.0
 
 
 async def resolve_model(commands: Commands, children: Children) -> ModelFolders:
-    """Run the download; its last line of stdout has the folders. Raises DownloadError."""
+    """Run the download; a line of its stdout has the folders. Raises DownloadError."""
     log.info("Starting check and download process for %s", commands.model_name)
-    last = ""
+    folders: ModelFolders | None = None
 
-    def on_line(line: str) -> None:
-        nonlocal last
-        relay(last, source="download")
-        last = line
+    def takes_line(line: str) -> bool:
+        nonlocal folders
+        folders = _folders_of(line)
+        return folders is not None
 
-    process = await children.start(commands.download(has_bar=has_bar()), on_line)
+    process = await children.start(commands.download(has_bar=has_bar()), takes_line)
     try:
         code = await process.wait()
     finally:
         if process.is_running:
             await process.terminate(GRACE_SECONDS)
-    folders = _folders_of(last)
     if code != 0 or folders is None:
-        relay(last, source="download")
-        explain(process, "Download encountered an error")
-        raise DownloadError
+        if code == 0 or process.lines.cause is None:
+            explain(process, "Download encountered an error")
+            raise DownloadError
+        process.lines.drop()
+        raise DownloadError(process.lines.cause)
     log.info("Successfully resolved the model to %s", folders.model)
     return folders
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from millrace_launcher.logs import log
 from millrace_launcher.settings.commands import Command
+from millrace_launcher.supervision.child_lines import ChildLines
 
 READ_BYTES = 65536
 TAIL_LINES = 50
@@ -32,10 +33,12 @@ class ManagedProcess:
         transport: asyncio.SubprocessTransport,
         protocol: _Protocol,
         *,
+        lines: ChildLines,
         on_line: Callable[[str], None],
         on_error_line: Callable[[str], None],
     ) -> None:
         self.name = name
+        self.lines = lines
         self.pid = transport.get_pid()
         self._transport = transport
         self._exited = protocol.exited
@@ -53,10 +56,16 @@ class ManagedProcess:
         cls,
         command: Command,
         *,
-        on_line: Callable[[str], None],
+        takes_line: Callable[[str], bool] | None = None,
         on_error_line: Callable[[str], None],
     ) -> ManagedProcess:
-        """Run a command; each line of stdout and stderr is passed on without its newline."""
+        """Run a command. A line of stdout is logged unless `takes_line` takes it; lines come without their newline."""
+        lines = ChildLines(command.name)
+
+        def heard(line: str) -> None:
+            if takes_line is None or not takes_line(line):
+                lines.add(line)
+
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.subprocess_exec(
             lambda: _Protocol(loop),
@@ -72,7 +81,14 @@ class ManagedProcess:
             process_group=0,
             pass_fds=command.inherited,
         )
-        return cls(command.name, transport, protocol, on_line=on_line, on_error_line=on_error_line)
+        return cls(
+            command.name,
+            transport,
+            protocol,
+            lines=lines,
+            on_line=heard,
+            on_error_line=on_error_line,
+        )
 
     @property
     def is_running(self) -> bool:

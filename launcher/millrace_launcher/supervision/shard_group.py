@@ -72,6 +72,17 @@ class ShardGroup:
         return ", ".join(f"{process.name}: {process.ending}" for process in dead)
 
     @property
+    def refusal(self) -> str:
+        """Why dead ranks cannot start, in their own words, each once; empty if any of them did not say it."""
+        dead = self._dead()
+        causes = [process.lines.cause for process in dead]
+        if not self.has_refused or None in causes:
+            return ""
+        for process in dead:
+            process.lines.drop()
+        return "; ".join(dict.fromkeys(filter(None, causes)))
+
+    @property
     def has_refused(self) -> bool:
         """Whether dead ranks reported that they cannot start, and were not killed."""
         codes = [process.exit_code for process in self._dead()]

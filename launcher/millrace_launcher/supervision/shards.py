@@ -131,6 +131,8 @@ class Shards:
             if is_steady(self._ready_at, self._clock(), enough_seconds=STEADY_SECONDS):
                 self.breaker.progressed()
             has_refused = self._group.has_refused
+            if not self._have_served and (refusal := self._group.refusal):
+                raise ShardCannotStart(refusal)
             reason = self._group.explain_death(was_ready=was_ready)
             if has_refused and not self._have_served:
                 raise ShardCannotStart

@@ -117,12 +117,16 @@ class Webserver:
     def _died(self, process: ManagedProcess, *, disturbed: bool) -> float:
         """The seconds before the next start; raises if there is none."""
         was_ready = self._ready_at is not None
-        explain(process, "Webserver Crashed" if was_ready else "Webserver failed to start")
         has_refused = not was_ready and process.exit_code in ORDERLY_FAILURES
+        is_end = has_refused and not disturbed and not self._has_served
+        if is_end and process.lines.cause is not None:
+            process.lines.drop()
+            raise WebserverCannotStart(process.lines.cause)
+        explain(process, "Webserver Crashed" if was_ready else "Webserver failed to start")
         if has_refused and disturbed:
             # The router failed without shards; the shards' breaker counts this.
             return 0.0
-        if has_refused and not self._has_served:
+        if is_end:
             raise WebserverCannotStart
         now = time.monotonic()
         if self._has_progressed or is_steady(self._ready_at, now, enough_seconds=STEADY_SECONDS):

@@ -54,6 +54,10 @@ class CacheShape:
     bytes_per_token: int
     max_position_embeddings: int
 
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes of a cache for `num_tokens` tokens, with the reserved block."""
+        return (-(-num_tokens // self.block_size) + 1) * self.block_size * self.bytes_per_token
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
@@ -110,17 +114,18 @@ def plan_capacity(
         raise CapacityError(
             f"Not enough memory for the KV cache of {num_blocks * size} tokens that the previous group had"
         )
+    if num_blocks < 1:
+        raise CapacityError(
+            f"The KV cache needs at least {shape.bytes_for(size)} bytes on each shard, and"
+            f" {shape.bytes_for(shape.max_position_embeddings)} for one request of the model's"
+            f" {shape.max_position_embeddings} tokens: set --kv-memory, or free memory"
+        )
     if request.max_batch_total_tokens is not None:
         num_blocks = min(num_blocks, -(-request.max_batch_total_tokens // size))
     max_total = request.max_total_tokens
     if max_total is None:
         max_total = min(num_blocks * size, shape.max_position_embeddings)
-    if max_total > shape.max_position_embeddings:
-        raise CapacityError(
-            f"`max_total_tokens`={max_total} is more than the model's {shape.max_position_embeddings} positions"
-        )
-    if max_total > num_blocks * size:
-        raise CapacityError(f"Not enough memory to handle `max_total_tokens`={max_total}")
+    _check_total(max_total, num_blocks, shape)
     if not is_budget and request.max_batch_total_tokens is None:
         num_blocks = min(num_blocks, request.max_concurrent_requests * -(-max_total // size))
     max_input = request.max_input_tokens
@@ -150,3 +155,15 @@ def spread_prefill(
         num_tokens -= length
         num_blocks -= -(-length // block_size)
     return lengths
+
+
+def _check_total(max_total: int, num_blocks: int, shape: CacheShape) -> None:
+    if max_total > shape.max_position_embeddings:
+        raise CapacityError(
+            f"`max_total_tokens`={max_total} is more than the model's {shape.max_position_embeddings} positions"
+        )
+    if max_total > num_blocks * shape.block_size:
+        raise CapacityError(
+            f"Not enough memory to handle `max_total_tokens`={max_total}: they take"
+            f" {shape.bytes_for(max_total)} bytes of KV cache on each shard (--kv-memory)"
+        )

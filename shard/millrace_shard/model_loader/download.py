@@ -32,6 +32,7 @@ from millrace_shard.model_loader.download_progress import (
     DownloadProgress,
     folder_bytes,
 )
+from millrace_shard.model_loader.hub_connection import check_connection
 
 TRIES = 5
 FIRST_WAIT_SECONDS = 1.0
@@ -91,6 +92,7 @@ def download_metadata(model_id: str, *, revision: str | None, access: HubAccess)
 
 
 def _list_files(model_id: str, *, revision: str | None, access: HubAccess) -> list[RemoteFile]:
+    check_connection(access.endpoint)
     api = HfApi(endpoint=access.endpoint, token=access.token)
     info = _retried(
         lambda: api.model_info(model_id, revision=revision, files_metadata=True),
@@ -104,6 +106,7 @@ def download_file(
     model_id: str, file: RemoteFile, *, revision: str | None, access: HubAccess
 ) -> Path:
     """Download one file. It is requested by revision name, so that the cache maps the name to its commit."""
+    check_connection(access.endpoint)
     return Path(
         _retried(
             lambda: hf_hub_download(

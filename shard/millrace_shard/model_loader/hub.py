@@ -36,8 +36,9 @@ from millrace_shard.model_loader.download import (
 )
 from millrace_shard.model_loader.download_progress import REPORT_SECONDS
 from millrace_shard.model_loader.gguf.folder import prepare_gguf
-from millrace_shard.model_loader.published_download import fetch_published
-from millrace_shard.model_loader.published_models import PublishedModel, published_model
+from millrace_shard.model_loader.hub_connection import HubUnreachableError
+from millrace_shard.model_loader.published.download import fetch_published
+from millrace_shard.model_loader.published.models import PublishedModel, published_model
 from millrace_shard.variables import Variables
 
 DOWNLOAD_FAILURES: tuple[type[Exception], ...] = (
@@ -231,7 +232,7 @@ def cached_file(model_id: str, name: str, *, revision: str | None, cache: Path) 
     return Path(found) if isinstance(found, str) else None
 
 
-def explain(
+def explain(  # noqa: PLR0911
     error: BaseException, model_id: str, *, revision: str | None, settings: HubSettings
 ) -> str:
     """The error text for a failed download, with the remedy."""
@@ -247,6 +248,8 @@ def explain(
             return f"{model_id} has no revision {revision}: look at its branches, tags and commits on the hub"
         case RepositoryNotFoundError():
             return f"there is no model {model_id} on {settings.access.endpoint}, or it is private: {token}"
+        case HubUnreachableError():
+            return f"{model_id} is no folder, and not in the cache {settings.access.cache}; {error}"
         case HfHubHTTPError() if error.response.status_code in (401, 403):
             return (
                 f"access to {model_id} was refused (status {error.response.status_code}): {token}"

@@ -20,7 +20,7 @@ from millrace_shard.model_loader.hub import (
     is_path,
     resolve,
 )
-from millrace_shard.model_loader.published_models import published_model
+from millrace_shard.model_loader.published.models import published_model
 from millrace_shard.speculation.medusa_config import WEIGHTS, MedusaConfig, is_medusa
 
 logger = logging.getLogger(__name__)

@@ -94,6 +94,8 @@ OURS = [
     ("--deterministic", "TRUE", "shard", "on"),
     ("--steps-in-flight", "1", "router", 1),
     ("--max-n", "3", "router", 3),
+    ("--default-max-new-tokens", "256", "router", 256),
+    ("--max-new-tokens-limit", "512", "router", 512),
     ("--one-shot-all-reduce", "", "shard", True),
     ("--grammar-timeout", "2.5", "shard", 2.5),
     ("--max-grammar-bytes", "64KiB", "shard", 65536),

@@ -63,7 +63,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refused(argv: str, message: str) -> None:
     with pytest.raises(ArgumentValidation, match=re.escape(message)) as error:
         check(read_settings(argv.split()))
-    assert str(error.value).startswith('ArgumentValidation("')
+    assert error.value.variant == "ArgumentValidation"
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,6 @@ def test_refused(argv: str, message: str) -> None:
 )
 def test_accepted(argv: str) -> None:
     check(read_settings(argv.split()))
-
-
-def test_quotes_are_escaped_as_in_tgi() -> None:
-    assert str(ArgumentValidation('say "no"')) == 'ArgumentValidation("say \\"no\\"")'
 
 
 # Each with a value; "" marks a switch.

@@ -10,6 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millrace_launcher.errors import (
+    DownloadError,
+    LaunchError,
+    ShardCannotStart,
+    WebserverCannotStart,
+)
 from millrace_launcher.settings.threads import find_intel_openmp
 from millrace_launcher.supervision.launcher import EXIT_MARGIN_SECONDS
 from millrace_router.app import RESPONSE_SECONDS
@@ -62,24 +68,44 @@ async def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "variant", "words"),
+    ("role", "error", "words"),
     [
-        ("download", "DownloadError", "Download encountered an error"),
-        ("shard", "ShardCannotStart", "Shard 0 failed to start"),
-        ("router", "WebserverCannotStart", "Webserver failed to start"),
+        ("download", DownloadError, "Download encountered an error"),
+        ("shard", ShardCannotStart, "Shard 0 failed to start"),
+        ("router", WebserverCannotStart, "Webserver failed to start"),
     ],
 )
 async def test_child_that_dies_at_start_is_reported_with_its_stderr(
-    tmp_path: Path, role: str, variant: str, words: str
+    tmp_path: Path, role: str, error: type[LaunchError], words: str
 ) -> None:
     async with deploy(tmp_path, **{f"FAKE_{role.upper()}": "crash"}) as deployment:
         code, errors = await deployment.end()
-        assert (code, errors) == (1, f"Error: {variant}\n")
+        assert (code, errors) == (1, f"Error: {error.sentence}\n")
         assert f"{words} (exit code 1)" in deployment.output
         assert "cannot find its feet" in deployment.output
         assert deployment.sockets() == []
         names = {path.stem for path in tmp_path.glob("*.pid")}
         assert not any(psutil.pid_exists(deployment.pid(name)) for name in names)
+
+
+@pytest.mark.parametrize("role", ["download", "shard", "router"])
+async def test_what_a_child_says_ends_the_launch_and_is_said_once(
+    tmp_path: Path, role: str
+) -> None:
+    behaviour = {f"FAKE_{role.upper()}": "refuse"}
+    async with deploy(tmp_path, "--num-shard=2", **behaviour) as deployment:
+        code, errors = await deployment.end()
+    assert (code, errors) == (1, "Error: there is no such thing\n")
+    assert "no such thing" not in deployment.output
+    assert "standard error" not in deployment.output
+
+
+async def test_json_logs_end_with_tgis_word(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--json-output", FAKE_SHARD="refuse") as deployment:
+        assert await deployment.end() == (1, "")
+    last = json.loads(deployment.output.splitlines()[-1])
+    assert last["level"] == "ERROR"
+    assert last["fields"] == {"error": "ShardCannotStart", "message": "there is no such thing"}
 
 
 @pytest.mark.parametrize("role", ["shard", "router"])
@@ -124,7 +150,7 @@ async def test_socket_of_a_live_server_is_left_alone(tmp_path: Path) -> None:
         async with deploy(tmp_path) as deployment:
             code, errors = await deployment.end()
         assert code == 1
-        assert errors.startswith('Error: ArgumentValidation("another server is listening on')
+        assert errors.startswith("Error: another server is listening on")
         assert path.is_socket()
         assert not (tmp_path / "shard-0.pid").exists()
 
@@ -186,7 +212,7 @@ async def test_second_launcher_with_the_same_sockets_is_refused_at_once(tmp_path
         async with deploy(tmp_path) as second:
             code, errors = await second.end()
         assert code == 1
-        assert errors.startswith('Error: ArgumentValidation("another server uses')
+        assert errors.startswith("Error: another server uses")
         assert "--shard-uds-path" in errors
         first.process.send_signal(signal.SIGTERM)
         assert await first.end() == (0, "")

@@ -22,9 +22,10 @@ class Lines(list[str]):
         super().__init__()
         self.begun = asyncio.Event()
 
-    def add(self, line: str) -> None:
+    def add(self, line: str) -> bool:
         self.append(line)
         self.begun.set()
+        return True
 
 
 async def run(code: str, *arguments: str) -> tuple[ManagedProcess, Lines, list[str]]:
@@ -34,7 +35,7 @@ async def run(code: str, *arguments: str) -> tuple[ManagedProcess, Lines, list[s
     command = Command(
         "child", (sys.executable, "-c", code, *arguments), {**os.environ, "PYTHONPATH": paths}
     )
-    process = await ManagedProcess.start(command, on_line=out.add, on_error_line=errors.append)
+    process = await ManagedProcess.start(command, takes_line=out.add, on_error_line=errors.append)
     return process, out, errors
 
 

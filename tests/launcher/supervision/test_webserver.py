@@ -8,6 +8,7 @@ import pty
 import signal
 from pathlib import Path
 
+from millrace_launcher.errors import WebserverCannotStart, WebserverFailed
 from millrace_testing.launcher.deployment import SERVED, deploy
 
 BACK = "The router is back"
@@ -36,7 +37,7 @@ async def test_router_that_will_not_stay_up_ends_the_launch(tmp_path: Path) -> N
         await deployment.until(SERVED)
         family = deployment.family()
         os.kill(deployment.pid("router"), signal.SIGSEGV)
-        assert await deployment.end() == (1, "Error: WebserverFailed\n")
+        assert await deployment.end() == (1, f"Error: {WebserverFailed.sentence}\n")
         assert "Webserver Crashed (killed by signal SIGSEGV)" in deployment.output
         assert "has met its end" in deployment.output
         assert len(deployment.lives("router")) == 2
@@ -45,7 +46,7 @@ async def test_router_that_will_not_stay_up_ends_the_launch(tmp_path: Path) -> N
 
 async def test_router_that_never_comes_up(tmp_path: Path) -> None:
     async with deploy(tmp_path, "--max-restarts=1", FAKE_ROUTER="lost") as deployment:
-        assert await deployment.end() == (1, "Error: WebserverCannotStart\n")
+        assert await deployment.end() == (1, f"Error: {WebserverCannotStart.sentence}\n")
         assert len(deployment.lives("router")) == 2
 
 
@@ -59,8 +60,11 @@ async def test_another_server_on_the_port_is_not_taken_for_the_router(tmp_path: 
         await deployment.until("Starting check and download process")
         other = await asyncio.start_server(answer, "127.0.0.1", deployment.port)
         async with other:
-            assert await deployment.end() == (1, "Error: WebserverCannotStart\n")
-        assert "router cannot listen: [Errno 98] Address already in use" in deployment.output
+            code, errors = await deployment.end()
+        assert code == 1
+        assert (
+            "router cannot listen: [Errno 98] Address already in use" in errors + deployment.output
+        )
         assert SERVED not in deployment.output
 
 

@@ -57,4 +57,4 @@ def test_shards_that_do_not_start_are_explained(
     assert replay(options, options.replay, programs) == 2
     shown = capsys.readouterr().err
     assert "cannot find its feet" in shown
-    assert "error: ShardCannotStart" in shown
+    assert "error: shard-0: exit code 1" in shown

@@ -1,9 +1,9 @@
 """Fakes of the launcher's children; run as `python FILE ROLE ARGUMENT…`.
 
 They write `{FAKE_DIR}/{name}.pid`, append it to `{name}.lives`, and append to `events`. `FAKE_{ROLE}` says how they
-behave, a word for each life and the last for all further ones: `serve`; `crash` says why on stderr and exits 1; `lost`
-is killed at once; `gone` exits 0 at once; `deaf` ignores SIGTERM; `mute` never becomes ready, and crashes at SIGUSR1;
-`parent` has a child of its own.
+behave, a word for each life and the last for all further ones: `serve`; `crash` says why on stderr and exits 1;
+`refuse` says it in the log and exits 1; `lost` is killed at once; `gone` exits 0 at once; `deaf` ignores SIGTERM;
+`mute` never becomes ready, and crashes at SIGUSR1; `parent` has a child of its own.
 
 The router logs events from the launcher, and sends it the bodies of POST requests.
 """
@@ -45,6 +45,10 @@ def begin(name: str, role: str) -> threading.Event:
     behaviour = words[min(life, len(words)) - 1]
     if behaviour == "crash":
         crash(name)
+    if behaviour == "refuse":
+        say("there is no such thing", level="ERROR")
+        sys.stderr.write("not worth a look\n")
+        sys.exit(1)
     if behaviour == "lost":
         sys.stderr.write(f"{name} has met its end\n")
         sys.stderr.flush()

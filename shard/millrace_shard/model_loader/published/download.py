@@ -18,7 +18,7 @@ from typing import IO
 
 from millrace_shard.errors import ModelError
 from millrace_shard.model_loader.download_progress import MIB, DownloadProgress, folder_bytes
-from millrace_shard.model_loader.published_models import PublishedModel
+from millrace_shard.model_loader.published.models import PublishedModel
 
 COPY_BYTES = 1024 * 1024
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace_shard.model_loader.published_download import PublishedModelError, fetch_published
-from millrace_shard.model_loader.published_models import PublishedModel
+from millrace_shard.model_loader.published.download import PublishedModelError, fetch_published
+from millrace_shard.model_loader.published.models import PublishedModel
 from millrace_testing.models.published import CONTENT, TINY, publish
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from millrace_shard.commands import download_weights
-from millrace_shard.model_loader import published_models
 from millrace_shard.model_loader.hub import HubError, HubSettings, resolve
+from millrace_shard.model_loader.published import models as published_models
 from millrace_shard.speculation.checkpoints import Checkpoints
 from millrace_shard.variables import Variables
 from millrace_testing.models import fake_hub
