@@ -31,10 +31,15 @@ SHELLS = ("shell", "bash", "sh", "console")
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 IMAGE = re.compile(r'\bsrc="([^"]+)"')
+ENVIRONMENT = ".venv/bin/"
+"""Where an installation as in the README has its programs."""
 OURS = re.compile(
+    rf"({re.escape(ENVIRONMENT)})?"
     r"(make|python -m (bench|demo|tests)|(millrace|text-generation)-[a-z]+|millrace [a-z]+)\b"
 )
 OPERATORS = frozenset("();<>|&\n")
+INSTALLED = {*SCRIPTS, "pip", "python", "pytest"}
+"""Programs that are in that environment alone."""
 SUBCOMMANDS = {"millrace.__main__", "millrace_shard.__main__", "millrace_router.__main__"}
 """Programs whose first word may be a command of its own."""
 FILE_NAME = re.compile(r"[\w./-]+\.(py|cpp|h|md|proto|toml|sh)")
@@ -98,6 +103,21 @@ def shell_blocks(text: str) -> list[str]:
     return [block for language, block in FENCE.findall(text) if language in SHELLS]
 
 
+def transcripts(text: str) -> list[str]:
+    """Commands after a prompt in indented blocks, without the lines that continue them."""
+    return re.findall(r"^ {4}\$ (.*?) *\\?$", FENCE.sub("", text), re.MULTILINE)
+
+
+def not_on_path(text: str) -> list[str]:
+    """Programs of ours that a page calls by names which a shell does not find."""
+    called = [
+        words[1] if words[0] == "$" else words[0]
+        for block in (*shell_blocks(text), *transcripts(text))
+        for words in commands(block)
+    ]
+    return [name for name in called if name in INSTALLED]
+
+
 def our_spans(text: str) -> list[str]:
     """Inline code that calls one of our programs; words in capitals stand for something else."""
     spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
@@ -123,6 +143,7 @@ def commands(block: str) -> Iterator[list[str]]:
 
 def program(words: list[str]) -> tuple[str, list[str]] | None:
     """The Python module that a command runs, with its command if it has several, and its arguments."""
+    words = [words[0].removeprefix(ENVIRONMENT), *words[1:]]
     if words[0] in SCRIPTS:
         module, arguments = SCRIPTS[words[0]], words[1:]
     elif words[:2] == ["docker", "run"] and "millrace" in words:
@@ -199,6 +220,32 @@ def test_commands_parse(page: Path) -> None:
         assert unknown_flags(arguments, usage) == [], (called, arguments)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_programs_are_called_where_they_are(page: Path) -> None:
+    assert not_on_path(page.read_text()) == []
+
+
+def test_the_readme_begins_with_the_clone_and_makes_the_environment_that_pages_name() -> None:
+    first = [
+        words
+        for block in shell_blocks((ROOT / "README.md").read_text())
+        for words in commands(block)
+    ]
+    clone, enter, make, install, *_ = first
+    assert clone[:2] == ["git", "clone"]
+    assert enter == ["cd", clone[-1]]
+    assert make[-3:] == ["-m", "venv", ENVIRONMENT.partition("/")[0]]
+    assert install[:3] == [f"{ENVIRONMENT}pip", "install", "."]
+
+
+def test_the_readme_adds_up_downloads() -> None:
+    rows = re.findall(r"^\| (?:CPU|CUDA).*GB.*\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) == 2
+    for row in rows:
+        *parts, total = map(float, re.findall(r"([\d.]+) GB", row))
+        assert sum(parts) == pytest.approx(total)
+
+
 @pytest.fixture(scope="module")
 def files() -> str:
     """Every file of the project, a path a line."""
@@ -219,6 +266,9 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
     assert missing_files("`other.md` `room/none.py` `x.y`", "/docs/other.md\n") == ["room/none.py"]
     assert unknown_verbs(["serve", "PORT=1"]) == []
     assert unknown_verbs(["serv", "PART=1"]) == ["serv", "PART=1"]
+    page = "```shell\nA=1 millrace serve\n.venv/bin/millrace serve | pip list\nmake serve\n```\n    $ python x\n"
+    assert not_on_path(page) == ["millrace", "pip", "python"]
+    assert not_on_path("```console\n$ millrace-launcher\n```") == ["millrace-launcher"]
     usage = "usage: x [-p PORT] [--num-shard N]"
     assert unknown_flags(["-p", "1", "--num-shard=2", "--", "--else"], usage) == []
     assert unknown_flags(["--num-shards", "2", "-q"], usage) == ["--num-shards", "-q"]
@@ -230,7 +280,7 @@ def test_every_call_on_a_page_is_found() -> None:
 A=1 millrace-launcher --port 80 \\
   --num-shard 2   # two
 docker run -p 80:80 millrace --port 3 | millrace-router replay JOURNAL && millrace-shard serve /m --rank=1
-millrace chat URL --seed 1
+.venv/bin/millrace chat URL --seed 1
 ```
 """
     assert list(calls(page)) == [

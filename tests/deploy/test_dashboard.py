@@ -17,6 +17,8 @@ DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/dashboards/millrace.json").read_text())
 PROMETHEUS: dict[str, Any] = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
 (RULES,) = (DEPLOY / "prometheus" / name for name in PROMETHEUS["rule_files"])
+PAGE = (DEPLOY.parent / "docs" / "monitoring.md").read_text()
+PICTURE = (DEPLOY.parent / "docs" / "images" / "dashboard.svg").read_text()
 NAME = re.compile(r"\b(?:tgi|millrace)_[a-z_]+")
 
 
@@ -47,18 +49,63 @@ def test_tgi_s_dashboard_finds_its_series() -> None:
     assert {NAME.findall(series)[0] for series in SERIES} <= series_names()
 
 
-def test_every_alert_watches_what_is_there_from_the_start() -> None:
+def rules() -> list[dict[str, Any]]:
+    return [
+        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
+
+
+def test_every_metric_of_every_alert_exists() -> None:
+    asked = {name for rule in rules() for name in NAME.findall(rule["expr"])}
+    assert len(asked) == 9
+    assert asked <= series_names()
+
+
+def test_every_alert_on_one_event_watches_what_is_there_from_the_start() -> None:
     metrics = Metrics(max_input_tokens=10, max_total_tokens=20)
     metrics.show_recoveries()
     shown = {metric.name for metric in metrics.registry.collect()}
-    rules = [
-        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
-    ]
-    assert len(rules) == 3
-    for rule in rules:
-        asked = set(NAME.findall(rule["expr"]))
-        assert asked
-        assert asked <= shown
+    increases = {rule["alert"]: rule["expr"] for rule in rules() if "increase(" in rule["expr"]}
+    assert increases.keys() == {"ShardsCrashLoop", "RequestQuarantined"}
+    for expression in increases.values():
+        assert set(NAME.findall(expression)) <= shown
+
+
+def test_alerts_ask_for_the_job_of_the_configuration() -> None:
+    (job,) = {job["job_name"] for job in PROMETHEUS["scrape_configs"]}
+    asked = {found for rule in rules() for found in re.findall(r'job="(\w+)"', rule["expr"])}
+    assert asked == {job}
+
+
+def rows(title: str) -> list[list[str]]:
+    """The cells of the first table below a heading of the page, without the table's own headings."""
+    chapter = re.split(rf"^##+ {re.escape(title)}$", PAGE, flags=re.MULTILINE)[1]
+    (table, *_) = re.findall(r"(?:^\|.*\n)+", chapter, flags=re.MULTILINE)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+
+
+def test_the_page_describes_every_alert() -> None:
+    told = {name.strip("`"): severity for name, severity, _ in rows("Alerts")}
+    assert told == {rule["alert"]: rule["labels"]["severity"] for rule in rules()}
+
+
+def test_the_page_and_the_picture_have_every_panel() -> None:
+    title, told = "", dict[str, list[list[str]]]()
+    for panel in DASHBOARD["panels"]:
+        assert f">{panel['title']}<" in PICTURE
+        if panel["type"] == "row":
+            title = panel["title"]
+            told[title] = []
+        else:
+            told[title].append([panel["title"], panel["description"]])
+    assert {title: rows(title) for title in told} == told
+
+
+def test_the_page_names_eight_metrics_that_exist() -> None:
+    asked = [NAME.findall(ask) for _, ask, _ in rows("The eight metrics that matter")]
+    assert len(asked) == 8
+    assert {name for names in asked for name in names} <= series_names()
+    assert all(asked)
 
 
 def test_the_variable_reads_a_metric_that_exists() -> None:

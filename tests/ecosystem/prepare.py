@@ -28,8 +28,12 @@ PROGRAMS = {
     "promtool": "prometheus",
     "docker-compose": "docker-compose",
     "chromium": "chromium",
+    "nginx": "nginx-light",
+    "haproxy": "haproxy",
 }
 """Program and the Debian package that brings it."""
+SEARCHED = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"
+"""Debian's servers are not on the path of every user."""
 
 
 def _say(text: str) -> None:
@@ -56,7 +60,9 @@ def _run(
 
 def prepare_programs() -> None:
     """Debian packages of the programs that are missing."""
-    missing = sorted({package for name, package in PROGRAMS.items() if not shutil.which(name)})
+    missing = sorted(
+        {package for name, package in PROGRAMS.items() if not shutil.which(name, path=SEARCHED)}
+    )
     if not missing:
         return
     if not shutil.which("apt-get") or os.geteuid() != 0:

@@ -26,7 +26,9 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return True
 
     monkeypatch.setattr(prepare, "_run", run)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/{name}" if name == "apt-get" else None)
+    monkeypatch.setattr(
+        shutil, "which", lambda name, **_: f"/{name}" if name == "apt-get" else None
+    )
     return found
 
 

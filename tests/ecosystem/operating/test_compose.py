@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.ecosystem
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 def compose() -> list[str]:

@@ -6,26 +6,22 @@ import json
 import re
 import shutil
 import subprocess
-import time
 import urllib.error
-import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from bench.harness.server import RunningServer, free_port
+from bench.harness.server import RunningServer
+from tests.ecosystem.operating.prometheus import CONFIG, DASHBOARD, ROOT, Prometheus, poll, scraping
 
 from millrace_testing.contract.tgi_series import SERIES
 
 pytestmark = pytest.mark.ecosystem
 
-ROOT = Path(__file__).parent.parent.parent
-CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
-DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "millrace.json"
-DEADLINE_SECONDS = 60.0
+PAGE = ROOT / "docs" / "monitoring.md"
+
 KNOWN_COMPLAINTS = (
     'counter metrics should have "_total" suffix',
     'non-histogram and non-summary metrics should not have "_count" suffix',
@@ -43,11 +39,6 @@ def program(name: str) -> str:
     return path
 
 
-def get_json(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return json.load(answer)
-
-
 def generate(server: RunningServer, num_tokens: int = 4, route: str = "generate") -> Any:
     """Ask for a text; the answer is to be read, or closed."""
     parameters = {"max_new_tokens": num_tokens, "ignore_eos": True}
@@ -58,69 +49,12 @@ def generate(server: RunningServer, num_tokens: int = 4, route: str = "generate"
     return urllib.request.urlopen(request, timeout=60)
 
 
-def poll(probe: Callable[[], Any], *, what: str) -> Any:
-    """The probe's first true answer; fails with `what` past the deadline."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    last: object = None
-    while time.monotonic() < deadline:
-        try:
-            if answer := probe():
-                return answer
-        except urllib.error.HTTPError as error:
-            last = error.code
-            error.close()
-        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
-            last = error
-        time.sleep(0.1)
-    pytest.fail(f"{what} within {DEADLINE_SECONDS:.0f} s; last error: {last}")
-
-
-class Prometheus:
-    """Its HTTP API."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def query(self, expression: str) -> list[Any]:
-        """The result vector; fails when the expression is not valid."""
-        url = f"{self.url}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
-        answer = get_json(url)
-        assert answer["status"] == "success", answer
-        result: list[Any] = answer["data"]["result"]
-        return result
-
-
 @pytest.fixture(scope="module")
 def prometheus(
     server: RunningServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
-    """Our configuration, with the running server in the place of the containers."""
-    executable = program("prometheus")
-    folder = tmp_path_factory.mktemp("prometheus")
-    config = yaml.safe_load(CONFIG.read_text())
-    config["global"]["scrape_interval"] = "1s"
-    (job,) = config["scrape_configs"]
-    del job["dns_sd_configs"]
-    job["relabel_configs"][0]["source_labels"] = ["container_name"]
-    target = server.url.removeprefix("http://")
-    job["static_configs"] = [{"targets": [target], "labels": {"container_name": "launcher"}}]
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    url = f"127.0.0.1:{free_port()}"
-    command = [
-        executable,
-        f"--config.file={folder}/prometheus.yml",
-        f"--storage.tsdb.path={folder}/data",
-        f"--web.listen-address={url}",
-    ]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            running = Prometheus(f"http://{url}")
-            poll(lambda: running.query("vector(1)"), what="Prometheus did not answer")
-            yield running
-        finally:
-            process.terminate()
-            process.wait(timeout=30)
+    with scraping(server, program("prometheus"), tmp_path_factory.mktemp("prometheus")) as running:
+        yield running
 
 
 def test_it_scrapes_the_server(server: RunningServer, prometheus: Prometheus) -> None:
@@ -132,12 +66,14 @@ def test_it_scrapes_the_server(server: RunningServer, prometheus: Prometheus) ->
     assert series[0]["metric"]["container"] == "launcher"
 
 
-def test_every_query_of_the_dashboard_is_valid(
+def test_every_query_of_the_dashboard_and_its_page_is_valid(
     server: RunningServer, prometheus: Prometheus
 ) -> None:
     generate(server).close()
     poll(lambda: prometheus.query(ALWAYS_THERE), what=f"no {ALWAYS_THERE}")
-    expressions = [
+    expressions = re.findall(r"^\| [a-zA-Z ]+ \| `(.*?)` \|", PAGE.read_text(), re.MULTILINE)
+    assert len(expressions) == 8
+    expressions += [
         target["expr"].replace("$container", ".*").replace("$__rate_interval", "1m")
         for panel in json.loads(DASHBOARD.read_text())["panels"]
         for target in panel.get("targets", [])
@@ -181,6 +117,15 @@ def test_promtool_has_only_the_known_complaints(server: RunningServer) -> None:
     complaints = (checked.stdout + checked.stderr).decode().splitlines()
     unknown = [line for line in complaints if line and not line.endswith(KNOWN_COMPLAINTS)]
     assert unknown == []
+
+
+def test_promtool_accepts_the_configuration_of_the_page(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "prometheus.yml").write_text(block)
+    shutil.copy(CONFIG.with_name("alerts.yml"), tmp_path)
+    subprocess.run(
+        [program("promtool"), "check", "config", str(tmp_path / "prometheus.yml")], check=True
+    )
 
 
 def test_promtool_accepts_the_configuration() -> None:
