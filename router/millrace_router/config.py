@@ -125,7 +125,7 @@ class RouterConfig(BaseSettings):
 
     hostname: str = Field(
         default=ANY_ADDRESS,
-        description="IP address to listen on; a name other than localhost means any.",
+        description="Address or name to listen on; a name in the environment, where containers have their own, means any.",
     )
     port: int = Field(default=3000, ge=0, le=65535, description="HTTP port.")
     prometheus_port: int = Field(

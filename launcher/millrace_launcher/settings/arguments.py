@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from pydantic_settings import BaseSettings
 
 from millrace_launcher.config import LauncherConfig
 from millrace_launcher.settings.flags import SECRETS, SHORTS, Flag, all_flags, as_text, option_name
+from millrace_launcher.settings.foreign_flags import tip_for
+from millrace_launcher.settings.help_groups import grouped
+from millrace_launcher.settings.hostname import resolved
 from millrace_launcher.settings.runtime import millrace_version
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
@@ -56,11 +60,22 @@ ADAPTER_FLAGS = frozenset(
     }
 )
 """Flags that imply --enable-lora."""
-GROUPS = {
-    "launcher": "Model and processes (launcher)",
-    "router": "Requests, batching and HTTP (router)",
-    "shard": "Forward passes (shards)",
-}
+EXAMPLES = (
+    ("", "the demo model on port 3000"),
+    ("--model-id smollm2", "a small published chat model"),
+    (
+        "--model-id Qwen/Qwen3-0.6B --quantize int4 --port 8080",
+        "from the hub, with weights of 4 bits",
+    ),
+    (
+        "--model-id ./model --num-shard 2 --api-key SECRET",
+        "a folder, on two devices, for clients with the key",
+    ),
+)
+WIDEST = 200
+HELP_COLUMN = 36
+SHORT_CHOICES = 36
+"""Most characters of alternatives that stand beside a flag; a wrong value lists longer ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +117,29 @@ class Settings:
         return rows
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """One line for each flag where the terminal is wide."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns, WIDEST)
+        super().__init__(prog, max_help_position=HELP_COLUMN, width=width)
+
+
+def _description(program: str) -> str:
+    """Examples, and what holds for every flag."""
+    positional = program != PROGRAM
+    lines = ["Serves a language model over HTTP.", "", "examples:"]
+    for flags, meaning in EXAMPLES:
+        command = f"{program} {flags.replace('--model-id ', '') if positional else flags}".rstrip()
+        lines += [f"  {command:<75} {meaning}"]
+    lines += [
+        "",
+        "Defaults stand in brackets. Every flag may also be set by the environment variable of its name, such as",
+        "MODEL_ID; the command line beats the environment.",
+    ]
+    return "\n".join(lines)
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors name the most similar flag."""
 
@@ -110,8 +148,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(
             prog=program,
             usage=f"{program} {model} [FLAG ...]",
-            description="Serves a language model over HTTP. Every flag may also be set by the environment"
-            " variable named beside it; the command line beats the environment.",
+            description=_description(program),
+            formatter_class=_Formatter,
             epilog="Exit codes: 0 after SIGTERM or SIGINT; 1 when something cannot be had or started, or the router"
             " dies again and again; 2 for a wrong command line; 3 when the shards die again and again.",
             allow_abbrev=False,
@@ -123,9 +161,10 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument(
             "-V", "--version", action="version", version=f"millrace {millrace_version()}"
         )
-        groups = {owner: self.add_argument_group(title) for owner, title in GROUPS.items()}
-        for flag in flags:
-            _add(groups[flag.owner], flag)
+        for title, members in grouped(flags):
+            group = self.add_argument_group(title)
+            for flag in members:
+                _add(group, flag)
         self._options = ["--env", "--version", "--help", *(flag.option for flag in flags)]
 
     def parse(self, argv: Sequence[str]) -> dict[str, str | list[str]]:
@@ -141,7 +180,11 @@ class _Parser(argparse.ArgumentParser):
 
     def _unexpected(self, argument: str) -> str:
         name = argument.partition("=")[0]
-        near = difflib.get_close_matches(name, self._options, n=1) if name.startswith("-") else []
+        if known := tip_for(name):
+            return f"unexpected argument '{name}' found\n\n  tip: {known}"
+        if not name.startswith("-"):
+            return f"unexpected argument '{argument}' found\n\n  tip: a model is given by '--model-id {argument}'"
+        near = difflib.get_close_matches(name, self._options, n=1)
         tip = f"\n\n  tip: a similar argument exists: '{near[0]}'" if near else ""
         return f"unexpected argument '{name}' found{tip}"
 
@@ -160,6 +203,13 @@ def read_settings(
     shard = _build(ShardConfig, {**given, **SHARD_LATER}, problems)
     if launcher is None or router is None or shard is None:
         parser.error("\n       ".join(dict.fromkeys(problems)))
+    if "hostname" in given:
+        try:
+            router = resolved(router)
+        except OSError:
+            parser.error(
+                f"invalid value '{router.hostname}' for '--hostname': it has no address on this machine"
+            )
     set_names = {flag.name for flag in all_flags() if environ.get(flag.variable)}
     return Settings(
         launcher=launcher,
@@ -175,13 +225,13 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     options = [flag.option]
     if flag.name in SHORTS:
         options.insert(0, SHORTS[flag.name])
-    default = f" [default: {flag.default_text}]" if flag.default_text else ""
-    choices = f" [one of: {', '.join(flag.choices)}]" if flag.choices else ""
-    text = f"{flag.field.description}{choices} [env: {flag.variable}]{default}".replace("%", "%%")
+    default = f" [{flag.default_text}]" if flag.default_text and not flag.is_switch else ""
+    text = f"{flag.help}{default}".replace("%", "%%")
     if flag.is_switch:
         group.add_argument(*options, dest=flag.name, action="store_const", const="true", help=text)
         return
-    metavar = "WORD" if flag.choices else flag.type_word
+    words = "|".join(flag.choices)
+    metavar = (words if len(words) <= SHORT_CHOICES else "WORD") if words else flag.type_word
     if flag.is_repeatable:
         group.add_argument(
             *options, dest=flag.name, action="extend", nargs="+", metavar=metavar, help=text

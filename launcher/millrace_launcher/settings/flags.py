@@ -81,6 +81,11 @@ class Flag:
         return option_name(self.name)
 
     @property
+    def help(self) -> str:
+        """What it does."""
+        return self.field.description or ""
+
+    @property
     def variable(self) -> str:
         """The environment variable."""
         return self.name.upper()

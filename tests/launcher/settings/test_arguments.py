@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from pydantic_settings import BaseSettings
 
 from millrace_launcher.settings.arguments import Settings, read_settings
 from millrace_launcher.settings.flags import all_flags
+from millrace_launcher.settings.foreign_flags import OURS as FOREIGN
+from millrace_launcher.settings.help_groups import LAST, NAMES, OTHERS, grouped
 
 # (flag, a value, owner, what it becomes), by TGI's list; "" marks a switch.
 TGI_FLAGS = [
@@ -36,7 +40,6 @@ TGI_FLAGS = [
     ("--cuda-graphs", "0,1,8", "shard", (1, 8)),
     ("--cuda-graphs", "0", "shard", ()),
     ("--hostname", "127.0.0.2", "router", "127.0.0.2"),
-    ("--hostname", "4f2a9c", "router", "4f2a9c"),
     ("--hostname", "localhost", "router", "localhost"),
     ("--port", "8080", "router", 8080),
     ("--prometheus-port", "9001", "router", 9001),
@@ -230,9 +233,28 @@ def test_command_line_beats_environment(monkeypatch: pytest.MonkeyPatch) -> None
 def test_hostname_is_shown_as_given(origin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if origin == "environment":
         monkeypatch.setenv("HOSTNAME", "4f2a9c")
-    settings = read_settings(["--hostname=4f2a9c"] if origin == "flag" else [])
+    settings = read_settings(["--hostname=127.0.0.2"] if origin == "flag" else [])
+    names = {"default": "0.0.0.0", "environment": "4f2a9c", "flag": "127.0.0.2"}
     shown = {name: (value, source) for name, value, source in settings.configured()}["hostname"]
-    assert shown == ("0.0.0.0" if origin == "default" else "4f2a9c", origin)
+    assert shown == (names[origin], origin)
+
+
+def test_a_name_to_listen_on_is_resolved_or_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"box": "10.0.0.7"}
+
+    def gethostbyname(name: str) -> str:
+        if name not in known:
+            raise socket.gaierror(name)
+        return known[name]
+
+    monkeypatch.setattr(socket, "gethostbyname", gethostbyname)
+    assert read_settings(["--hostname=box"]).router.hostname == "10.0.0.7"
+    with pytest.raises(SystemExit) as refused:
+        read_settings(["--hostname=4f2a9c"])
+    assert refused.value.code == 2
+    assert "invalid value '4f2a9c' for '--hostname'" in capsys.readouterr().err
 
 
 def test_origins_are_repeatable_and_comma_separated() -> None:
@@ -359,18 +381,46 @@ def test_rank_of_another_launcher_does_not_matter(monkeypatch: pytest.MonkeyPatc
     assert read_settings([]).shard.rank == 0
 
 
-def test_help_tells_flag_variable_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_tells_flag_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         read_settings(["--help"])
     assert error.value.code == 0
     words = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
     for flag in all_flags():
         assert flag.option in words
-        assert f"[env: {flag.variable}]" in words
-        assert flag.field.description
-    assert "HTTP port. [env: PORT] [default: 3000]" in words
-    positions = [words.index(group) for group in ("(launcher):", "(router):", "(shards):")]
+        assert flag.help
+    assert "HTTP port. [3000]" in words
+    positions = [
+        words.index(f"{group}:") for group in ("examples", "Model", *list(NAMES)[1:], LAST)
+    ]
     assert positions == sorted(positions)
+    last = words[positions[-1] :]
+    assert "--trust-remote-code" in last
+    assert "--port" not in last.replace("--port-", "").replace("served on --port", "")
+
+
+def test_every_flag_has_one_group() -> None:
+    groups = dict(grouped(list(all_flags())))
+    assert OTHERS not in groups
+    named = [name for names in NAMES.values() for name in names.split()]
+    assert len(named) == len(set(named))
+    assert sum(map(len, groups.values())) == len(list(all_flags()))
+
+
+@pytest.mark.parametrize("flag", sorted(FOREIGN))
+def test_a_flag_of_another_server_has_a_tip(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = {option.option for option in all_flags()}
+    assert flag not in ours
+    assert FOREIGN[flag].split()[0] in ours
+    with pytest.raises(SystemExit):
+        read_settings([flag, "1"])
+    assert f"tip: the flag is '{FOREIGN[flag]}' here" in capsys.readouterr().err
+
+
+def test_a_model_without_a_flag_has_a_tip(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(["Qwen/Qwen3-0.6B"])
+    assert "'--model-id Qwen/Qwen3-0.6B'" in capsys.readouterr().err
 
 
 def test_every_tgi_flag_is_in_the_table() -> None:

@@ -137,7 +137,7 @@ def test_children_use_the_sockets_and_the_port_that_were_claimed() -> None:
 
 
 def test_router_hears_the_hostname_as_given() -> None:
-    assert "--hostname=4f2a9c" in commands("--hostname=4f2a9c").router(FOLDER).argv
+    assert "--hostname=127.0.0.2" in commands("--hostname=127.0.0.2").router(FOLDER).argv
 
 
 def test_defaults_are_not_repeated() -> None:

@@ -121,7 +121,7 @@ def test_a_closed_stream_frees_its_request(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("params", "status", "reason"),
     [
-        (SamplingParams(max_tokens=10**6), 422, "max_new_tokens"),
+        (SamplingParams(max_tokens=10**6), 422, "max_tokens"),
         (SamplingParams(temperature=-1.0), 422, "temperature"),
         (SamplingParams(extra={"frequency_penalty": 9.0}), 422, "frequency_penalty"),
     ],

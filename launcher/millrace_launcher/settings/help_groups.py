@@ -1,0 +1,47 @@
+"""The groups of flags in `--help`, by what a user wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from millrace_launcher.settings.flags import Flag
+
+NO_EFFECT = ("No effect", "Refused:", "Old name of")
+"""Beginnings of the descriptions of flags that are accepted for TGI's sake."""
+LAST = "Accepted for TGI, without effect of their own"
+OTHERS = "Others"
+NAMES: dict[str, str] = {
+    "Model": "model_id revision tokenizer_name tokenizer_config_path quantize quantize_activations dtype kv_cache_dtype"
+    " draft_model speculate rope_scaling rope_factor allow_unlisted_model huggingface_hub_cache"
+    " weights_cache_override",
+    "Devices and memory": "num_shard sharded device cpu_threads kv_memory cuda_memory_fraction cuda_graphs"
+    " one_shot_all_reduce deterministic disable_custom_kernels shard_uds_path master_addr master_port",
+    "Limits": "max_input_tokens max_total_tokens default_max_new_tokens max_new_tokens_limit max_concurrent_requests"
+    " max_queue_size max_queue_wait max_best_of max_n max_stop_sequences max_top_n_tokens max_client_batch_size"
+    " payload_limit grammar_timeout max_grammar_bytes",
+    "Scheduling": "max_batch_size max_batch_prefill_tokens max_batch_total_tokens prefill_chunking prefill_order"
+    " prefix_caching kv_reservation target_inter_token_latency fairness priority_ageing waiting_served_ratio"
+    " max_waiting_tokens batching_policy steps_in_flight late_planning",
+    "API": "hostname port root_path served_model_name tool_call_parser reasoning_parser generation_config strict_fields"
+    " strict_tgi disable_grammar_support enable_prefill_logprobs watermark_gamma watermark_delta cors_allow_origin"
+    " aip_predict_route aip_health_route validation_workers",
+    "LoRA adapters": "enable_lora lora_adapters lora_modules lora_paths adapter_id adapter_source preloaded_adapter_ids"
+    " adapter_root adapter_allow adapter_cache adapter_cache_size adapter_memory adapter_memory_fraction max_loras"
+    " max_loras_per_batch max_active_adapters max_lora_rank adapter_cycle_time_s unknown_model",
+    "Security": "api_key api_key_file admin_key ssl_certfile ssl_keyfile ssl_ca_certs",
+    "Failures and replay": "step_timeout recovery_grace resume_grace max_restarts graceful_termination_timeout journal"
+    " journal_tokens journal_max_bytes",
+    "Logs, metrics and traces": "log_level json_output log_colorize log_requests log_requests_max_bytes otlp_endpoint"
+    " otlp_protocol otlp_service_name",
+}
+
+
+def grouped(flags: Sequence[Flag]) -> Iterator[tuple[str, list[Flag]]]:
+    """Yield each group's title with its flags, in the order in which they are shown."""
+    left = {flag.name: flag for flag in flags}
+    last = [left.pop(flag.name) for flag in flags if flag.help.startswith(NO_EFFECT)]
+    for title, names in NAMES.items():
+        yield title, [left.pop(name) for name in names.split() if name in left]
+    if left:
+        yield OTHERS, list(left.values())
+    yield LAST, last
