@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
+from http import HTTPStatus
 
 import orjson
 import structlog
@@ -19,25 +20,45 @@ from millrace_router.api.openai import routes as openai_routes
 from millrace_router.api.openai.answers import error_answer
 from millrace_router.api.openapi import document
 from millrace_router.api.openapi.operations import OPERATIONS
+from millrace_router.api.openapi.pooling_operations import POOLING_OPERATIONS
 from millrace_router.api.pages import routes as page_routes
 from millrace_router.api.platforms import kserve_routes, sagemaker_routes, vertex_routes
+from millrace_router.api.pooling import embedding_routes, score_routes
 from millrace_router.api.responses import routes as responses_routes
 from millrace_router.api.tgi import estimate_routes, probes, tokenizer_routes
 from millrace_router.api.tgi import routes as tgi_routes
 from millrace_router.config import RouterConfig
-from millrace_router.errors import BodyError, ForeignPath, RouterError, UnknownPath, WrongMethod
+from millrace_router.errors import (
+    BodyError,
+    ForeignPath,
+    RouterError,
+    UnknownPath,
+    WrongMethod,
+    WrongTask,
+)
+from millrace_router.request.request import Task
 from millrace_router.server.access_log import access_log, add_request_id
 from millrace_router.server.bodies import error_response, plain_response
 from millrace_router.server.idempotency import Runs
 from millrace_router.server.idempotent_route import RUNS, end_runs
 from millrace_router.server.ignored import prepare_app
 from millrace_router.server.keys import KEY_NAME, ApiKeys
+from millrace_router.server.request_start import counting_refusals
 from millrace_router.server.services import SERVICES, Services
+from millrace_router.validation.rules import check_task
 
 OPEN_PATHS = frozenset(operation.path for operation in OPERATIONS if operation.is_open)
 """Paths that can be read without the API key."""
 ADMIN_PATHS = frozenset(operation.path for operation in OPERATIONS if operation.is_admin)
 """Paths that need the admin key in place of the API key."""
+GENERATING_PATHS = frozenset(
+    operation.path
+    for operation in OPERATIONS
+    if operation.method == "post"
+    and HTTPStatus.INTERNAL_SERVER_ERROR in operation.failures
+    and operation not in POOLING_OPERATIONS
+) - {"/"}
+"""Paths that generate text; on servers for embeddings or scores `/` is another route."""
 ALLOWED_HEADERS = (
     "content-type,authorization,x-priority,x-tenant,x-max-queue-ms,x-adapter-token,"
     "idempotency-key,last-event-id"
@@ -57,6 +78,8 @@ def create_app(services: Services) -> web.Application:
     middlewares: list[Middleware] = [access_log, answer_preflight, describe_errors]
     if services.keys.are_required:
         middlewares.append(require_key(services.keys, _open_paths(config)))
+    if Task.GENERATE not in services.limits.tasks:
+        middlewares.append(refuse_generation)
     app = web.Application(middlewares=middlewares, client_max_size=config.payload_limit)
     app[SERVICES] = services
     app[RUNS] = Runs(config.resume_grace)
@@ -71,6 +94,8 @@ def create_app(services: Services) -> web.Application:
     adapter_routes.register(app)
     anthropic_routes.register(app)
     responses_routes.register(app)
+    embedding_routes.register(app)
+    score_routes.register(app)
     estimate_routes.register(app)
     document.register(app)
     page_routes.register(app)
@@ -151,6 +176,19 @@ def _is_strict(request: web.Request) -> bool:
 
 
 @web.middleware
+async def refuse_generation(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse what generates text before anything else about it can be wrong: the model has another task."""
+    if request.method == "POST" and _path_of(request) in GENERATING_PATHS:
+        services = request.app[SERVICES]
+        try:
+            with counting_refusals(services.metrics):
+                check_task(Task.GENERATE, services.limits)
+        except WrongTask as error:
+            return _in_envelope_of_path(request, error)
+    return await handler(request)
+
+
+@web.middleware
 async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer the preflight requests of browsers; every OPTIONS counts as one."""
     if request.method != "OPTIONS":
@@ -217,6 +255,10 @@ def _open_paths(config: RouterConfig) -> frozenset[str]:
 
 
 def _reads(request: web.Request, paths: Collection[str]) -> bool:
+    return request.method in {"GET", "HEAD"} and _path_of(request) in paths
+
+
+def _path_of(request: web.Request) -> str | None:
+    """Return the path of the route, with the names of its parts."""
     resource = request.match_info.route.resource
-    path = None if resource is None else resource.canonical
-    return request.method in {"GET", "HEAD"} and path in paths
+    return None if resource is None else resource.canonical

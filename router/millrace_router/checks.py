@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from millrace_router.config import RouterConfig
+from millrace_router.request.request import Task
 from millrace_router.scheduler.factory import DEFAULT_PREFILL_TOKENS
-from millrace_router.shards.wire import Capacity
+from millrace_router.shards.wire import Capacity, ShardInfo
 
 
 class StartupError(Exception):
@@ -40,6 +41,14 @@ def check_capacity(config: RouterConfig, capacity: Capacity) -> None:
     if config.prefill_chunking == "off":
         _check_prompts_fit(
             prefill or min(DEFAULT_PREFILL_TOKENS, available), capacity.max_input_tokens
+        )
+
+
+def check_head(tasks: frozenset[Task], shard: ShardInfo) -> None:
+    """Check that the checkpoint has an output head if a task needs one; raises StartupError."""
+    if shard.headless and tasks != {Task.EMBED}:
+        raise _argument_error(
+            "the checkpoint has no output head (lm_head), so that `task` must be embed"
         )
 
 

@@ -125,7 +125,7 @@ class RouterConfig(BaseSettings):
 
     hostname: str = Field(
         default=ANY_ADDRESS,
-        description="Address or name to listen on; a name in the environment, where containers have their own, means any.",
+        description="Address or name to listen on; a name in the environment, as containers have, means any.",
     )
     port: int = Field(default=3000, ge=0, le=65535, description="HTTP port.")
     prometheus_port: int = Field(
@@ -413,6 +413,11 @@ class RouterConfig(BaseSettings):
         description="Whether the model's generation_config.json gives defaults for what requests to OpenAI's and"
         " Anthropic's routes leave out: temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens.",
     )
+    task: Annotated[tuple[Literal["auto", "generate", "embed", "score"], ...], NoDecode] = Field(
+        default=("auto",),
+        description="What the server does with the model: generate text, embed texts, score (rerank) pairs of texts, or"
+        " several of these, separated by commas; told from the model's files when auto.",
+    )
     strict_fields: bool = Field(
         default=False,
         description="Refuse requests with unknown fields, which are otherwise named in a header of the answer.",
@@ -673,6 +678,7 @@ class RouterConfig(BaseSettings):
         "cors_allow_origin",
         "preloaded_adapter_ids",
         "adapter_allow",
+        "task",
         mode="before",
     )
     @classmethod

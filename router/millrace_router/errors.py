@@ -24,6 +24,7 @@ RouterError
 ├── AdapterTooLarge           413  validation         (larger than a download, or all memory, may be)
 ├── AdapterUnavailable        503  unavailable        (the hub or the disk failed)
 ├── WrongMethod               405  method_not_allowed
+├── WrongTask                 400  validation         (not a task of `--task`)
 ├── BatchSizeExceeded         422  batch size exceeded
 ├── SuffixNotSupported        422  suffix not supported
 ├── TemplateError             422  template_error
@@ -303,6 +304,14 @@ class BatchSizeExceeded(RouterError):
         super().__init__(
             f"Number of prompts exceeds the maximum allowed batch size of {limit}",
         )
+
+
+class WrongTask(RouterError):
+    """The request is not for what the server does with its model; the message says how to start it for that."""
+
+    status = 400
+    error_type = "validation"
+    failure_label = "validation"
 
 
 class SuffixNotSupported(RouterError):

@@ -1,10 +1,17 @@
-"""What the model's own files say about answers: sampling defaults, and the form of tool calls."""
+"""The files of a start, and what the model's own say about answers: sampling defaults, and the form of tool calls."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import structlog
 
+from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
+from millrace_router.journal.rotation import JournalFolder
+from millrace_router.journal_start import journal_folder
+from millrace_router.pooling.model import PoolingModel, pooling_of
+from millrace_router.telemetry.request_file import RequestFile
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.model_files import ModelFiles, ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer
@@ -13,6 +20,44 @@ from millrace_router.tool_calls.formats import detected, format_of
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFiles:
+    """The files that the flags name."""
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    defaults: SamplingDefaults
+    pooling: PoolingModel
+    journal: JournalFolder | None
+    requests: RequestFile | None
+
+
+def open_files(config: RouterConfig) -> StartFiles:
+    """Open all of them; raises ModelFilesError, TokenizerError, JournalError or StartupError."""
+    folder = config.model_folder
+    model = ModelFiles.load(folder, tokenizer_config_path=config.tokenizer_config_path)
+    template = ChatTemplate.of(model)
+    tokenizer = Tokenizer.load(folder, validation_workers=config.validation_workers)
+    return StartFiles(
+        template=template,
+        tokenizer=tokenizer,
+        defaults=sampling_defaults(config, model),
+        pooling=pooling_of(config.task, folder, model, tokenizer, template),
+        journal=journal_folder(config),
+        requests=_request_file(config),
+    )
+
+
+def _request_file(config: RouterConfig) -> RequestFile | None:
+    """Open the file of --log-requests; raises StartupError."""
+    if config.log_requests is None:
+        return None
+    try:
+        return RequestFile(config.log_requests, max_bytes=config.log_requests_max_bytes)
+    except OSError as error:
+        raise StartupError(f"cannot write --log-requests: {error}") from error
 
 
 def sampling_defaults(config: RouterConfig, model: ModelFiles) -> SamplingDefaults:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from millrace_router.config import RouterConfig
 from millrace_router.request.dialect import dialect_of
 from millrace_router.request.limits import Limits
+from millrace_router.request.request import Task
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.factory import DEFAULT_PREFILL_TOKENS, budgets_from, spare_slots
 from millrace_router.shards.wire import Capacity, ShardInfo
@@ -51,8 +52,8 @@ class Deployment:
             max_draft_tokens=self.info.max_draft_tokens,
         )
 
-    def limits(self) -> Limits:
-        """The limits of one request."""
+    def limits(self, tasks: frozenset[Task] = frozenset({Task.GENERATE})) -> Limits:
+        """The limits of one request, for one of `tasks`."""
         config, info, capacity = self.config, self.info, self.capacity
         return Limits(
             max_input_tokens=capacity.max_input_tokens,
@@ -69,5 +70,6 @@ class Deployment:
             max_client_batch_size=config.max_client_batch_size,
             prefill_logprobs=info.prefill_logprobs,
             grammars=info.grammars and not config.disable_grammar_support,
+            tasks=tasks,
             dialect=dialect_of(strict_tgi=config.strict_tgi),
         )

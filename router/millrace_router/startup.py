@@ -11,7 +11,7 @@ import structlog
 
 from millrace_router.adapter_start import OpenAdapters, open_adapters
 from millrace_router.adapters.names.resolver import Resolver
-from millrace_router.checks import StartupError, check_arguments
+from millrace_router.checks import StartupError, check_arguments, check_head
 from millrace_router.config import RouterConfig
 from millrace_router.engine.calibration import calibrate
 from millrace_router.engine.health import Health
@@ -20,8 +20,9 @@ from millrace_router.engine_factory import Engine, new_engine
 from millrace_router.journal.errors import JournalError
 from millrace_router.journal.journal import Journal
 from millrace_router.journal.rotation import JournalFolder
-from millrace_router.journal_start import journal_folder, open_journal
-from millrace_router.model_start import sampling_defaults, tool_format
+from millrace_router.journal_start import open_journal
+from millrace_router.model_start import open_files, tool_format
+from millrace_router.pooling.model import GENERATES, PoolingModel
 from millrace_router.prediction.cost import CostModel
 from millrace_router.reasoning.formats import reasoning_of_model
 from millrace_router.recovery.launcher_channel import LauncherChannel
@@ -38,7 +39,7 @@ from millrace_router.telemetry.request_file import RequestFile
 from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.hub_cache import find_snapshot
-from millrace_router.text.model_files import ModelFiles, ModelFilesError
+from millrace_router.text.model_files import ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.trace_start import check_traces, open_traces
 from millrace_router.validation.grammar_admission import GrammarAdmission
@@ -82,17 +83,6 @@ class Running:
             await self.services.traces.sink.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Files:
-    """The files that the flags name."""
-
-    template: ChatTemplate
-    tokenizer: Tokenizer
-    defaults: SamplingDefaults
-    journal: JournalFolder | None
-    requests: RequestFile | None
-
-
 async def start(config: RouterConfig, keys: ApiKeys | None = None) -> Running:
     """Start everything except the HTTP port, with `keys` or those of the flags; raises StartupError."""
     check_arguments(config)
@@ -101,12 +91,13 @@ async def start(config: RouterConfig, keys: ApiKeys | None = None) -> Running:
     try:
         keys = keys or ApiKeys.of(config)
         config = _with_model_folder(config)
-        files = _open_files(config)
+        files = open_files(config)
         channel = StepChannel(_group(config))
     except (ModelFilesError, TokenizerError, TlsError, JournalError, KeyFileError) as error:
         raise StartupError(str(error)) from error
     try:
         deployment = await warm_up(config, channel.group)
+        check_head(files.pooling.tasks, deployment.info)
         metrics = metrics_of(deployment)
         adapters = await open_adapters(deployment, metrics)
     except StartupError:
@@ -125,15 +116,13 @@ async def start(config: RouterConfig, keys: ApiKeys | None = None) -> Running:
         template=files.template,
         keys=keys,
         defaults=files.defaults,
+        pooling=files.pooling,
         request_file=files.requests,
         adapters=None if adapters is None else adapters.resolver,
     )
     if adapters is not None:
         adapters.in_use = services.infer.adapters_in_use
-    journal = None
-    if files.journal is not None:
-        journal = open_journal(files.journal, services, channel.group.warmup_fields)
-        channel.observer = journal
+    journal = _open_journal(files.journal, services, channel)
     return Running(
         services=services,
         batcher_task=asyncio.create_task(engine.batcher.run()),
@@ -162,27 +151,6 @@ def _with_model_folder(config: RouterConfig) -> RouterConfig:
     return config.model_copy(update={"model_folder": folder, "revision": folder.name})
 
 
-def _open_files(config: RouterConfig) -> _Files:
-    model = ModelFiles.load(config.model_folder, tokenizer_config_path=config.tokenizer_config_path)
-    return _Files(
-        template=ChatTemplate.of(model),
-        tokenizer=Tokenizer.load(config.model_folder, validation_workers=config.validation_workers),
-        defaults=sampling_defaults(config, model),
-        journal=journal_folder(config),
-        requests=_request_file(config),
-    )
-
-
-def _request_file(config: RouterConfig) -> RequestFile | None:
-    """Open the file of --log-requests; raises StartupError."""
-    if config.log_requests is None:
-        return None
-    try:
-        return RequestFile(config.log_requests, max_bytes=config.log_requests_max_bytes)
-    except OSError as error:
-        raise StartupError(f"cannot write --log-requests: {error}") from error
-
-
 def _group(config: RouterConfig) -> ShardGroup:
     """The shards that the flags name. Raises TlsError."""
     tls = tls_from(config)
@@ -190,6 +158,17 @@ def _group(config: RouterConfig) -> ShardGroup:
         if is_exposed(address, tls):
             log.warning("Prompts go to the shard without TLS", address=address)
     return ShardGroup(config.shard_addresses, tls, silence_seconds=config.step_timeout)
+
+
+def _open_journal(
+    folder: JournalFolder | None, services: Services, channel: StepChannel
+) -> Journal | None:
+    """Let the journal observe the steps, if there is a folder for it."""
+    if folder is None:
+        return None
+    journal = open_journal(folder, services, channel.group.warmup_fields)
+    channel.observer = journal
+    return journal
 
 
 async def measure_steps(
@@ -239,13 +218,14 @@ def services_of(  # noqa: PLR0913
     template: ChatTemplate,
     keys: ApiKeys,
     defaults: SamplingDefaults = NO_DEFAULTS,
+    pooling: PoolingModel = GENERATES,
     request_file: RequestFile | None = None,
     adapters: Resolver | None = None,
 ) -> Services:
     """The services of the HTTP routes."""
     config, health = deployment.config, Health(engine.status, engine.batcher)
     grammars = GrammarAdmission(group, engine.status, metrics)
-    validator = Validator(tokenizer, deployment.limits(), metrics, grammars, defaults)
+    validator = Validator(tokenizer, deployment.limits(pooling.tasks), metrics, grammars, defaults)
     return Services(
         config=config,
         shard=deployment.info,
@@ -256,17 +236,9 @@ def services_of(  # noqa: PLR0913
         template=template,
         tool_format=tool_format(config, template, tokenizer),
         reasoning=reasoning_of_model(config, template.source, tokenizer),
+        pooling=pooling,
         validator=validator,
-        infer=Infer(
-            engine.batcher,
-            validator,
-            metrics,
-            adapters=adapters,
-            by_adapter=config.fairness == "adapter",
-            on_failure=health.failed,
-            on_token=health.generated,
-            on_entry=engine.cost.overhead.add_entry,
-        ),
+        infer=_infer_of(config, engine, validator, metrics, health=health, adapters=adapters),
         metrics=metrics,
         health=health,
         quarantine=engine.quarantine,
@@ -290,3 +262,24 @@ def _show(metrics: Metrics, capacity: Capacity) -> None:
 
 def _request_log(file: RequestFile | None, metrics: Metrics) -> RequestLog | None:
     return None if file is None else RequestLog(file, metrics.request_log_dropped_lines)
+
+
+def _infer_of(
+    config: RouterConfig,
+    engine: Engine,
+    validator: Validator,
+    metrics: Metrics,
+    *,
+    health: Health,
+    adapters: Resolver | None,
+) -> Infer:
+    return Infer(
+        engine.batcher,
+        validator,
+        metrics,
+        adapters=adapters,
+        by_adapter=config.fairness == "adapter",
+        on_failure=health.failed,
+        on_token=health.generated,
+        on_entry=engine.cost.overhead.add_entry,
+    )

@@ -10,12 +10,15 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    Tag,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
+from typing_extensions import TypeAliasType
 
 from millrace_router.request.float32 import rounded
 
@@ -66,6 +69,11 @@ class Place(StrEnum):
     COMPLETION = "/v1/completions"
     RESPONSE = "/v1/responses"
     MESSAGE = "/v1/messages"
+    EMBEDDINGS = "/v1/embeddings"
+    EMBED = "/embed"
+    EMBED_PARAMETERS = "/embed: parameters"
+    RERANK = "/rerank"
+    SCORE = "/v1/score"
     STRUCTURED_OUTPUTS = "structured_outputs"
 
 
@@ -74,3 +82,40 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
     place: ClassVar[Place | None] = None
+
+
+Ids = Annotated[list[UInt32], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+IdLists = Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
+
+
+def _form_of(prompt: object) -> str:
+    """Return the form of a prompt by its first item; the others must have the same form."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else ""
+    if isinstance(first, list):
+        return "id_lists"
+    return "ids" if isinstance(first, int) else "texts"
+
+
+Prompt = TypeAliasType(
+    "Prompt",
+    Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[Texts, Tag("texts")]
+        | Annotated[Ids, Tag("ids")]
+        | Annotated[IdLists, Tag("id_lists")],
+        Discriminator(_form_of),
+    ],
+)
+"""One text or several, or the token ids of one or several."""
+
+
+def prompts_of(prompt: Any) -> list[str | tuple[int, ...]]:  # noqa: ANN401
+    """Return the prompts of a checked `Prompt`, in order."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [tuple(prompt)]
+    return [one if isinstance(one, str) else tuple(one) for one in prompt]

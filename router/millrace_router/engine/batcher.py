@@ -11,9 +11,9 @@ import structlog
 from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.forecasts import Forecasts
 from millrace_router.engine.in_flight import AnsweredStep, InFlight
-from millrace_router.engine.learning import learn_from
 from millrace_router.engine.no_adapters import NoAdapters
 from millrace_router.engine.predictor import LatencyPredictor
+from millrace_router.engine.step_answer import deliver_prompts, learn_from
 from millrace_router.errors import (
     GenerationError,
     GrammarFailed,
@@ -204,9 +204,9 @@ class Batcher:
             self._epochs.step_computed()
         self._recovery.computed(step.plan)
         planner, result = self._planner, step.result
-        for slot, logprobs in result.prompt_logprobs:
-            if (row := planner.row(slot)) is not None:
-                entry_of(row.entry).accept_prompt_logprobs(logprobs)
+        for ended in deliver_prompts(result, planner):
+            self._predictor.began(ended, step.answered_at)
+            self._end(ended)
         self._drop_failed(result)
         skipped = [count - 1 for slot, count in result.counts if count and planner.row(slot)]
         for slot, token_id, logprob, top in result.tokens:
@@ -277,8 +277,7 @@ class Batcher:
 
     def _expire(self) -> None:
         expired = self._waiting.expired(time.monotonic()) if len(self._waiting) else []
-        if self._adapters is not None:
-            expired += self._adapters.expired()
+        expired += self._adapters.expired()
         for entry in expired:
             self._end(entry, QueueExpired(retry_after_seconds=self.drain_seconds()))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -74,6 +74,12 @@ class Generation:
     def prompt_logprobs(self) -> PromptLogprobs | None:
         """Log probabilities of the prompt, if the request wants them; known before the first token."""
         return self._stream.prompt_logprobs
+
+    def take_pooled(self) -> Sequence[float]:
+        """Take what the prompt of a pooled request yields, once, at its end."""
+        values, self._stream.pooled = self._stream.pooled, None
+        assert values is not None
+        return values
 
     @property
     def times(self) -> Timings:

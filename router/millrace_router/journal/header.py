@@ -40,7 +40,7 @@ class Header:
 
 
 _adapter = TypeAdapter(Header)
-_OPTIONAL = ("adapter_modules", "quantization", "kv_cache_dtype")
+_OPTIONAL = ("adapter_modules", "quantization", "kv_cache_dtype", "hidden_size", "headless")
 """Fields of the shards that are left out if they say nothing."""
 
 

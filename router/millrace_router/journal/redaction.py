@@ -1,8 +1,8 @@
 """Removes the fields of a message that reveal the text, unless the journal keeps tokens.
 
 Log probabilities reveal it too: with the model, the token of each log probability can be found position by position.
-So does a checksum of few ids. These fields are removed with the ids; lengths, parameters, seeds, slots, blocks and
-times are written.
+So do embeddings, and a checksum of few ids. These fields are removed with the ids; lengths, parameters, seeds, slots,
+blocks and times are written.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ REVEALING = (
     "prefill_top_logprobs",
     "checksum",
     "failure_reasons",
+    "pooled_slots",
+    "pooled_counts",
+    "pooled_values",
 )
 """Fields of an answer that reveal tokens, or may."""
 HASH_BYTES = 8

@@ -12,6 +12,7 @@ from millrace_router.request.events import (
     PromptLogprobs,
     Token,
     TokenEvent,
+    end_without_token,
 )
 from millrace_router.request.request import FinishReason, ValidRequest
 from millrace_router.request.schedulable import SchedulableRequest
@@ -97,6 +98,11 @@ class Entry(SchedulableRequest):
     def _forget_prompt_logprobs(self) -> None:
         self._prompt_logprobs = array("f")
         self._prompt_candidates = array("I"), array("f")
+
+    def accept_pooled(self, values: Sequence[float]) -> None:
+        """Send what the prompt yields to the stream, which ends."""
+        self.stream.pooled = values
+        self.stream.token(end_without_token())
 
     def accept(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> bool:
         """Send the next token to the stream; return whether it is the last one."""

@@ -64,10 +64,16 @@ class Finished:
 
 @dataclass(slots=True)
 class TokenEvent:
-    """One generated token; `index` counts from 1 without gap."""
+    """One generated token; `index` counts from 1 without gap; 0: the end of a request that generates none."""
 
     index: int
     token: Token
     top_tokens: tuple[Token, ...] = ()
     finished: Finished | None = None
     """Set with the last token alone, and always there."""
+
+
+def end_without_token() -> TokenEvent:
+    """The end of a request that generates none."""
+    finished = Finished(FinishReason.LENGTH, "", 0, None)
+    return TokenEvent(0, Token(0, "", 0.0, special=True), (), finished)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.grammar import RawGrammar
-from millrace_router.request.request import Grammar, SchedulingParameters
+from millrace_router.request.request import Grammar, Pooling, SchedulingParameters
 from millrace_router.request.scheduling import DEFAULT_SCHEDULING
 
 
@@ -97,6 +97,8 @@ class GenerationRequest:
     prompt_top_n_tokens: int = 0
     """Candidates beside each of the prompt's tokens."""
     scheduling: SchedulingParameters = DEFAULT_SCHEDULING
+    pooling: Pooling | None = None
+    """None: it generates tokens."""
     names: FieldNames = TGI_NAMES
     left_out: frozenset[str] = field(default=frozenset(), compare=False)
     """Parameters for which the model's own defaults stand: those of `SamplingDefaults` that the client left out."""

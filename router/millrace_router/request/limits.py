@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millrace_router.request.dialect import MILLRACE, Dialect
+from millrace_router.request.request import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,4 +31,5 @@ class Limits:
     """Whether the shards report log probabilities of prompts."""
     grammars: bool = False
     """Whether the shards support grammars and the configuration allows them."""
+    tasks: frozenset[Task] = frozenset({Task.GENERATE})
     dialect: Dialect = MILLRACE

@@ -113,6 +113,27 @@ class SchedulingParameters:
     """The longest wait in the queue; None for no limit."""
 
 
+class Task(StrEnum):
+    """What a server does with its model."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+    SCORE = "score"
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """The last token of the prompt yields its hidden state, or the logits of some ids; no token is generated."""
+
+    logit_ids: tuple[int, ...] = ()
+    """Empty: the hidden state after the last norm."""
+
+    @property
+    def task(self) -> Task:
+        """The task that the server needs for it."""
+        return Task.SCORE if self.logit_ids else Task.EMBED
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidRequest:
     """A request that passed validation, and is not checked again."""
@@ -137,3 +158,5 @@ class ValidRequest:
     adapter: AdapterVersion | None = None
     """The version that all its tokens are computed with; None for the base model."""
     scheduling: SchedulingParameters = SchedulingParameters()
+    pooling: Pooling | None = None
+    """None: it generates tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from millrace_router.errors import IncompleteGeneration, RouterError
@@ -51,6 +51,8 @@ class TokenStream:
         """Prediction of the time until the first admission, made when the request came."""
         self.prompt_logprobs: PromptLogprobs | None = None
         """Set before the first token, if the request asks for them."""
+        self.pooled: Sequence[float] | None = None
+        """Set before the end of a request that is pooled."""
         self._on_close: Callable[[], None] | None = None
         self._sink: TokenSink[TokenEvent] | None = None
         self._early: list[TokenEvent] = []

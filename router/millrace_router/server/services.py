@@ -11,6 +11,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
+from millrace_router.pooling.model import GENERATES, PoolingModel
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.reasoning.reasoning_format import ReasoningFormat
@@ -53,6 +54,8 @@ class Services:
     quarantine: Quarantine
     keys: ApiKeys
     """The keys that clients may present."""
+    pooling: PoolingModel = GENERATES
+    """What the model yields beside text."""
     adapters: Resolver | None = None
     """None if the shards take no adapters."""
     loading: AdapterLoading | None = None

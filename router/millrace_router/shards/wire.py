@@ -43,6 +43,10 @@ class ShardInfo:
     window_size: int | None
     quantization: str | None = None
     """How the weights are quantised; None for plain weights."""
+    hidden_size: int = 0
+    """Numbers in a hidden state."""
+    headless: bool = False
+    """Whether the checkpoint has no output head."""
     kv_cache_dtype: str = ""
     """Type of keys and values in the KV cache."""
     max_draft_tokens: Annotated[int, Field(alias="speculate")] = 0
@@ -118,6 +122,8 @@ class StepResult:
     timings: StepTimings
     failure_reasons: Mapping[int, str] = field(default_factory=dict)
     """Reasons of failed slots whose grammar allowed no further token."""
+    pooled: Sequence[tuple[int, Sequence[float]]] = ()
+    """(slot, what its complete prompt yields)."""
     computed: Sequence[tuple[int, int, int]] = ()
     """(slot, KV positions filled so far, draft tokens of the step), for decodes with more than one position allowed."""
 
@@ -138,6 +144,8 @@ def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
         prefill_logprobs=message.prefill_logprobs,
         window_size=message.window_size if message.HasField("window_size") else None,
         quantization=message.quantization if message.HasField("quantization") else None,
+        hidden_size=message.hidden_size,
+        headless=message.headless,
         kv_cache_dtype=message.kv_cache_dtype,
         max_draft_tokens=message.max_draft_tokens,
         grammars=message.grammars,
@@ -210,6 +218,9 @@ def _sequence_to_pb(row: Row) -> pb.Sequence:
         min_new_tokens=request.min_new_tokens,
         grammar=None if request.grammar is None else grammar_to_pb(request.grammar),
         adapter_slot=entry.adapter_slot,
+        pooling=None
+        if request.pooling is None
+        else pb.Pooling(logit_ids=request.pooling.logit_ids),
     )
 
 
@@ -240,6 +251,7 @@ def result_from_pb(messages: Sequence[pb.StepResponse]) -> StepResult:
             for slot, reason in zip(message.failed_slots, message.failure_reasons, strict=False)
             if reason
         },
+        pooled=tuple(_pooled(first)) if first.pooled_slots else (),
         computed=tuple(
             zip(first.computed_slots, first.computed_positions, first.drafted_tokens, strict=True)
         ),
@@ -255,6 +267,13 @@ def _tokens(message: pb.StepResponse) -> Iterator[tuple[int, int, float, Candida
     if set(counts) != {1}:
         slots = chain.from_iterable(map(repeat, slots, counts))
     return zip(slots, ids, logprobs, _candidates(message), strict=False)
+
+
+def _pooled(message: pb.StepResponse) -> Iterator[tuple[int, Sequence[float]]]:
+    first = 0
+    for slot, count in zip(message.pooled_slots, message.pooled_counts, strict=True):
+        yield slot, message.pooled_values[first : first + count]
+        first += count
 
 
 def _candidates(message: pb.StepResponse) -> Iterator[Candidates]:

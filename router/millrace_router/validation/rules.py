@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from millrace_router.errors import SizeError, ValidationError
+from millrace_router.errors import SizeError, ValidationError, WrongTask
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import SamplingParameters
+from millrace_router.request.request import SamplingParameters, Task
 from millrace_router.request.seeds import random_seed
 
 MAX_STOP_CHARS = 4096
@@ -36,6 +36,22 @@ def check_stream(request: GenerationRequest) -> None:
     if request.decoder_input_details:
         raise ValidationError(
             "`decoder_input_details` == true is not supported when streaming tokens"
+        )
+
+
+_DOES = {
+    Task.GENERATE: "does not generate text",
+    Task.EMBED: "has no embeddings",
+    Task.SCORE: "has no scores",
+}
+
+
+def check_task(task: Task, limits: Limits) -> None:
+    """Check that the server has the task; raises WrongTask."""
+    if task not in limits.tasks:
+        own = ",".join(sorted(limits.tasks))
+        raise WrongTask(
+            f"This server {_DOES[task]}: its model runs with `--task {own}`, and this request needs `--task {task}`"
         )
 
 
@@ -178,6 +194,11 @@ def new_tokens(
     and no more than the server's limit.
     """
     room = max(limits.max_total_tokens - input_length, 0)
+    if request.pooling is not None:
+        _check_pooled(
+            request, input_length, min(limits.max_input_tokens, limits.max_total_tokens - 1)
+        )
+        return 1
     asked, most = request.max_new_tokens, limits.max_new_tokens_limit
     if asked is None:
         bounds = (room, limits.default_max_new_tokens or default, most)
@@ -195,6 +216,15 @@ def new_tokens(
         return asked
     _check_length(request, input_length, min(asked, TGI_LEG), limits)
     return min(asked, room)
+
+
+def _check_pooled(request: GenerationRequest, input_length: int, most: int) -> None:
+    if input_length > most:
+        raise SizeError(
+            f"`{request.names.prompt}` must have at most {most} tokens each, or be truncated. Given: {input_length}",
+            num_prompt_tokens=input_length,
+            max_new_tokens=0,
+        )
 
 
 def _check_length(

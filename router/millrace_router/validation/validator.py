@@ -9,7 +9,7 @@ from millrace_router.errors import ValidationError
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import NO_RULES, Grammar, SequenceRules, ValidRequest
+from millrace_router.request.request import NO_RULES, Grammar, SequenceRules, Task, ValidRequest
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.validation import rules
@@ -73,6 +73,8 @@ class Validator:
     async def _measure(self, request: GenerationRequest) -> tuple[tuple[int, ...], int]:
         """Check everything up to the length; returns the prompt's tokens and how many may follow."""
         limits = self.limits
+        task = Task.GENERATE if request.pooling is None else request.pooling.task
+        rules.check_task(task, limits)
         rules.check_sampling(request)
         rules.check_extent(request, limits)
         rules.check_bias(request, limits)
@@ -113,6 +115,7 @@ class Validator:
             prompt_top_n_tokens=request.prompt_top_n_tokens,
             grammar=grammar,
             scheduling=request.scheduling,
+            pooling=request.pooling,
         )
         return Validated(valid, request.text)
 

@@ -9,6 +9,7 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace_shard.batch.pooling.pooling import Pooling
 from millrace_shard.errors import StepInvalid
 from millrace_shard.sampling.sequence_rules.rules import NO_RULES, SequenceRules
 
@@ -120,6 +121,8 @@ class Sequence:
     grammar: Grammar | None = None
     adapter_slot: int = 0
     """0: no adapter."""
+    pooling: Pooling | None = None
+    """None: the sequence yields tokens."""
 
     @property
     def num_inputs(self) -> int:
@@ -148,6 +151,8 @@ class Sequence:
             raise StepInvalid(f"request {self.request_id} biases ids beyond {vocab_size}")
         if any(not 0 <= id_ < vocab_size for id_ in self.parameters.rules.ids()):
             raise StepInvalid(f"request {self.request_id} has rules for ids beyond {vocab_size}")
+        if self.pooling and any(not 0 <= id_ < vocab_size for id_ in self.pooling.logit_ids):
+            raise StepInvalid(f"request {self.request_id} asks for logits beyond {vocab_size}")
         self.parameters.check()
 
     def columns(self) -> NDArray[np.void]:

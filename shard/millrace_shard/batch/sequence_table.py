@@ -9,6 +9,7 @@ from millrace_shard.arrays import Flags, Ints
 from millrace_shard.batch.batch_limits import BatchLimits
 from millrace_shard.batch.block_tables import BlockTables
 from millrace_shard.batch.forced_token_budget import within_budget
+from millrace_shard.batch.pooling.pooled_sequences import PooledSequences
 from millrace_shard.batch.sequence import PARAMETERS, Sequence
 from millrace_shard.batch.slots import Slots
 from millrace_shard.batch.step import Forward
@@ -31,6 +32,8 @@ class SequenceTable:
         self._num_cached = np.zeros(size, dtype=np.int64)
         self._prompt_logprobs = np.zeros(size, dtype=np.bool_)
         self._parameters = np.zeros(size, dtype=PARAMETERS)
+        self.pooled = PooledSequences(size)
+        """The sequences that yield no token."""
         self._last_plain: StepLayout | None = None
         """The last plain step, unless a sequence has left since."""
 
@@ -41,6 +44,7 @@ class SequenceTable:
         self._num_computed[slot] = self._num_cached[slot] = sequence.cached_tokens
         self._prompt_logprobs[slot] = sequence.prefill_logprobs
         self._parameters[slot] = sequence.columns()
+        self.pooled.admit(slot, sequence.pooling)
 
     def parameters(self, slots: Ints) -> NDArray[np.void]:
         """[n] of PARAMETERS, of `slots` [n]."""
@@ -112,6 +116,8 @@ class SequenceTable:
         at_end = starts >= self._limits.max_tokens
         counts = self._counts(step, left, room, at_end)
         finished = (counts == left) & ~at_end
+        pooled = finished & self.pooled.are_pooled(slots)
+        finished &= ~pooled
         max_positions = np.concatenate([np.ones(num_chunks, dtype=np.int64), max_positions])
         max_drafts = np.concatenate([np.zeros(num_chunks, dtype=np.int64), max_drafts])
         fitting = np.minimum(max_positions, room) - counts
@@ -124,6 +130,7 @@ class SequenceTable:
             starts=starts[some],
             counts=counts[some],
             finished=finished[some],
+            pooled=pooled[some],
             max_draft_tokens=np.where(finished, np.maximum(max_drafts, 0), 0)[some],
             max_new_tokens=max_new_tokens[some],
             multi_token=MultiTokenRows(slots=slots[several], computed=(starts + counts)[several]),
@@ -135,6 +142,8 @@ class SequenceTable:
         is_prompt = self._num_computed[slots] < self._num_inputs[slots]
         if not is_prompt[:num_chunks].all() or is_prompt[num_chunks:].any():
             raise StepInvalid("a chunk of a finished prompt, or a decode of an unfinished one")
+        if self.pooled.are_pooled(step.decode_slots).any():
+            raise StepInvalid("a decode of a sequence that yields no token")
         if (step.chunk_tokens < 1).any() or (step.chunk_tokens > left[:num_chunks]).any():
             raise StepInvalid("a chunk has more tokens than its prompt has left, or none")
 
@@ -166,7 +175,8 @@ class SequenceTable:
         # The last token without draft tokens, and the draft tokens.
         is_last = lasts[token_rows] - np.arange(len(token_rows)) <= num_drafts[token_rows]
         sampled_tokens = np.flatnonzero(is_last & rows.finished[token_rows])
-        logit_rows = np.concatenate([sampled_tokens, lasts[~rows.finished]])
+        unfinished = ~(rows.finished | rows.pooled)
+        logit_rows = np.concatenate([sampled_tokens, lasts[unfinished]])
         state_rows = np.flatnonzero(is_prompt | is_last)
         sampled = slots[token_rows[sampled_tokens]]
         yields = np.flatnonzero(rows.finished)
@@ -189,10 +199,12 @@ class SequenceTable:
                 positions=positions[sampled_tokens] + 1,
                 table_rows=sampled,
             ),
-            unfinished=slots[~rows.finished],
+            unfinished=slots[unfinished],
+            pooled=slots[rows.pooled],
             prompt_rows=prompt_rows,
             state_rows=state_rows,
             logit_states=np.searchsorted(state_rows, logit_rows),
+            pooled_states=np.searchsorted(state_rows, lasts[rows.pooled]),
             prompt_states=np.searchsorted(state_rows, np.flatnonzero(is_prompt)),
             prompt_targets=targets[is_prompt],
             is_plain=_is_plain(rows, len(token_rows)),

@@ -136,6 +136,10 @@ class StepResult:
     """KV positions that each of them has filled since its start."""
     drafted_tokens: Ints = field(default_factory=no_ints)
     """Draft tokens of each of them in this step."""
+    pooled_slots: Ints = field(default_factory=no_ints)
+    pooled_counts: Ints = field(default_factory=no_ints)
+    """Values of each slot, which are adjacent in `pooled_values`."""
+    pooled_values: Floats = field(default_factory=no_floats)
     checksum: int = 0
     timings: Timings = field(default_factory=Timings)
 

@@ -42,18 +42,28 @@ class StepLayout:
     sampling: SamplingRows
     unfinished: Ints
     """[U], slots of the rows with more to compute: the logits of their last tokens show whether they have failed."""
+    pooled: Ints
+    """[Q], slots of the rows whose complete prompt is pooled."""
     prompt_rows: Ints
     """[P], the rows whose prompt logprobs are requested."""
     state_rows: Ints
-    """[S], the tokens whose hidden states are needed to score prompts: `logit_rows` and all tokens of `prompt_rows`."""
+    """[S], the tokens whose hidden states are needed to score or pool prompts: `logit_rows`, the last tokens of
+    `pooled`, and all tokens of `prompt_rows`."""
     logit_states: Ints
     """[L], the places of `logit_rows` among them."""
+    pooled_states: Ints
+    """[Q], the places of the last tokens of `pooled` among them."""
     prompt_states: Ints
     """The places of all tokens of `prompt_rows` among them, in order."""
     prompt_targets: Ints
     """The position that each of these tokens predicts, clamped to the prompt."""
     is_plain: bool
     """Whether every row is a decode that computes and samples one position and may have no draft tokens."""
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether the step needs hidden states beside logits."""
+        return bool(len(self.prompt_rows) or len(self.pooled))
 
     def repeated(self, starts: Ints, max_new_tokens: Ints) -> StepLayout:
         """The same rows of a plain step at other positions; all other columns are shared."""
@@ -89,6 +99,8 @@ class StepRows:
     """[B], tokens that each row computes: of its prompt, or sampled ones without KV."""
     finished: Flags
     """[B], whether a row computes all of its tokens, so that it samples."""
+    pooled: Flags
+    """[B], whether a row computes all of its tokens, so that it is pooled; it samples none."""
     max_draft_tokens: Ints
     """[B], draft tokens that each row may have in addition; 0 unless it is finished."""
     max_new_tokens: Ints

@@ -13,6 +13,7 @@ from millrace_shard.batch.step_layout import MultiTokenRows
 from millrace_shard.batch.step_tokens import Emitted, StepTokens
 from millrace_shard.device.stopwatch import Stopwatch
 from millrace_shard.device.transfers import start_download
+from millrace_shard.model_runner.pooled_rows import PooledRows
 from millrace_shard.model_runner.prompt_logprobs import PromptLogprobs
 from millrace_shard.sampling.top_tokens import TopTokens
 
@@ -20,7 +21,7 @@ from millrace_shard.sampling.top_tokens import TopTokens
 class LaunchedStep:
     """On CUDA the tokens are still being computed; `finish` waits for them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         watch: Stopwatch,
         *,
@@ -29,6 +30,7 @@ class LaunchedStep:
         tokens: StepTokens | None = None,
         tops: tuple[TopTokens, ...] = (),
         prompts: PromptLogprobs | None = None,
+        pooled: PooledRows | None = None,
         unfinished: tuple[Ints, Tensor] | None = None,
     ) -> None:
         """`unfinished` has the slots with more to compute, and which of them have failed, [U] bool on the device.
@@ -42,6 +44,7 @@ class LaunchedStep:
         self._prompts = prompts
         self._tops = [(top, start_download(top.best)) for top in tops]
         self._prompt_scores = start_download(prompts.scores) if prompts else None
+        self._pooled = pooled
         self._unfinished = unfinished and (unfinished[0], start_download(unfinished[1]))
         watch.mark()
 
@@ -74,7 +77,7 @@ class LaunchedStep:
         )
         if self._prompts is not None and self._prompt_scores is not None:
             result = self._prompts.add_to(result, self._prompt_scores)
-        return result
+        return result if self._pooled is None else self._pooled.add_to(result)
 
     def _failed_slots(self) -> Ints:
         failed = self._invalid_slots

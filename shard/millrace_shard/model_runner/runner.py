@@ -22,6 +22,7 @@ from millrace_shard.device.stopwatch import DeviceProgress, Stopwatch
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
 from millrace_shard.model_runner.launched_step import LaunchedStep
+from millrace_shard.model_runner.pooled_rows import PooledRows, pooled_rows
 from millrace_shard.model_runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from millrace_shard.model_runner.step_inputs import StepInputs, upload_inputs
 from millrace_shard.model_runner.step_planner import StepPlan, StepPlanner
@@ -130,7 +131,7 @@ class StepRunner:
         self._uncleared = no_ints()
         self._clear_blocks(inputs.cleared)
         on_ready()
-        logits, prompts = self._forward(layout, inputs)
+        logits, prompts, pooled = self._forward(layout, inputs)
         watch.mark()
         constraints = None if pending is None else pending.result(self.batch.device)
         sampled = None
@@ -147,6 +148,7 @@ class StepRunner:
             tokens=tokens,
             tops=sampled.top if sampled else (),
             prompts=prompts,
+            pooled=pooled,
             unfinished=self._check_unfinished(logits, layout),
             invalid_slots=plan.invalid_slots,
         )
@@ -182,20 +184,22 @@ class StepRunner:
 
     def _forward(
         self, layout: StepLayout, inputs: StepInputs
-    ) -> tuple[Tensor, PromptLogprobs | None]:
-        """Logits of `layout.logit_rows`, and the prompt scores that the step requests."""
+    ) -> tuple[Tensor, PromptLogprobs | None, PooledRows | None]:
+        """Logits of `layout.logit_rows`, and the prompt scores and pooled rows that the step requests."""
         if inputs.ragged is None:
             assert self._graphs is not None
-            return self._graphs.logits(len(layout.slots), inputs.adapters), None
-        if not len(layout.prompt_rows):
-            return self._model.forward(inputs.ragged, self._cache), None
+            return self._graphs.logits(len(layout.slots), inputs.adapters), None, None
+        if not layout.needs_states:
+            return self._model.forward(inputs.ragged, self._cache), None, None
         states = self._model.states(inputs.ragged, self._cache)
         adapters = inputs.ragged.logit_adapters
         logits = self._model.logits(
             states[self.batch.to_device(layout.logit_states)],
             None if adapters is None else adapters.select(layout.logit_states),
         )
-        return logits, prompt_logprobs(states, self._model, layout, self.batch, adapters)
+        scored = states, self._model, layout, self.batch, adapters
+        prompts = prompt_logprobs(*scored) if len(layout.prompt_rows) else None
+        return logits, prompts, pooled_rows(*scored) if len(layout.pooled) else None
 
     def _clear_blocks(self, index: Tensor) -> None:
         if not len(index):

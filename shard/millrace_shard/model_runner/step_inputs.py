@@ -87,8 +87,8 @@ def _packed_inputs(batch: Batch, layout: StepLayout, cleared: Ints) -> StepInput
 
 
 def _logit_rows(layout: StepLayout) -> Ints:
-    """The tokens whose logits, or hidden states where prompts are scored, are needed."""
-    return layout.state_rows if len(layout.prompt_rows) else layout.logit_rows
+    """The tokens whose logits, or hidden states where prompts are scored or pooled, are needed."""
+    return layout.state_rows if layout.needs_states else layout.logit_rows
 
 
 def _uniforms(rows: SamplingRows) -> Ints:

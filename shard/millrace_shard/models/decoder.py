@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -35,7 +36,7 @@ class Decoder:
         adapters: AdapterTable | None = None,
     ) -> None:
         """Load this rank's weights by `loader`, for these kernels, ranks and adapters."""
-        self.info = info
+        self.info = info if loader.has_head else replace(info, headless=True)
         self.hidden_size = spec.hidden_size
         self._spec = spec
         self._kernels = kernels

@@ -26,6 +26,8 @@ from millrace_shard.models.spec.decoder_spec import DecoderSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+SENTENCE_TRANSFORMERS = "modules.json"
+"""The list of a model's parts in the format of sentence-transformers."""
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -63,7 +65,9 @@ class ModelDescription:
             model_type=str((raw if family is None else text)["model_type"]),
             dtype=_dtype(text) if config is None else config.dtype,
             eos_token_ids=_ids(eos),
-            spec=None if family is None else family.read(text),
+            spec=None
+            if family is None
+            else replace(family.read(text), may_lack_head=_is_embedding(folder, text)),
             config=config,
             kv_cache_scheme=kv_cache_scheme(text),
         )
@@ -89,6 +93,7 @@ class ModelDescription:
             return ModelInfo(
                 model_type=self.model_type,
                 vocab_size=self.spec.vocab_size,
+                hidden_size=self.spec.hidden_size,
                 max_position_embeddings=_longest_sequence(self.spec),
                 eos_token_ids=self.eos_token_ids,
                 window_size=windows.pop() if len(windows) == 1 else None,
@@ -99,6 +104,7 @@ class ModelDescription:
         return ModelInfo(
             model_type=self.model_type,
             vocab_size=int(self.config.vocab_size),
+            hidden_size=int(self.config.hidden_size),
             max_position_embeddings=longest_sequence(self.config),
             eos_token_ids=self.eos_token_ids,
             window_size=None,
@@ -156,6 +162,13 @@ def _longest_sequence(spec: DecoderSpec) -> int:
     if found > most:
         raise UnsupportedModel(f"sequences of {found} tokens are not supported; at most {most} is")
     return found
+
+
+def _is_embedding(folder: Path, text: Mapping[str, Any]) -> bool:
+    """Whether the files say that the model is for embeddings."""
+    classes = text.get("architectures")
+    is_base = isinstance(classes, list) and any(str(name).endswith("Model") for name in classes)
+    return is_base or (folder / SENTENCE_TRANSFORMERS).is_file()
 
 
 def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:

@@ -36,6 +36,7 @@ class ModelInfo:
 
     model_type: str
     vocab_size: int
+    hidden_size: int
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     window_size: int | None
@@ -44,6 +45,8 @@ class ModelInfo:
     """Whether, with deterministic kernels, a row's bits do not depend on the composition of the batch."""
     quantization: str | None = None
     """The method of quantised weights, as `--quantize` names it; None for plain ones."""
+    headless: bool = False
+    """Whether the checkpoint has no output head, so that only hidden states have a meaning."""
     capturable: bool = True
     """Whether a step of single queries may be captured in a graph: the model's own code reads no values on the host."""
 

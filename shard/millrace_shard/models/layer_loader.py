@@ -51,11 +51,21 @@ class LayerLoader:
         """The rank's rows of the embedding."""
         return self._vocabulary(self._spec.names.embedding)
 
+    @property
+    def has_head(self) -> bool:
+        """Whether the model has an output head; only one whose file may lack it has none."""
+        name, parts = self._spec.names.head, ("weight", "qweight", "weight_packed")
+        is_there = self._spec.tied_head or not self._spec.may_lack_head
+        return is_there or any(f"{name}.{part}" in self._weights for part in parts)
+
     def head(self, embedding: Tensor) -> Linear:
-        """The output head, which is the embedding if the config ties them."""
+        """The output head, which is the embedding if the config ties them, or if there is none.
+
+        Without a head, logits only show whether a prompt's chunk has failed.
+        """
         spec = self._spec
         sizes = spec.vocab_size, spec.hidden_size
-        if spec.tied_head:
+        if spec.tied_head or not self.has_head:
             stored = self._weights.made_head(embedding)
         else:
             stored = self._weights.head(f"{spec.names.head}.weight", *sizes)

@@ -9,6 +9,7 @@ import numpy as np
 from millrace_proto import generate_pb2 as pb
 from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.arrays import Ints
+from millrace_shard.batch.pooling.pooling import Pooling
 from millrace_shard.batch.sequence import Grammar, GrammarKind, Sequence
 from millrace_shard.batch.step import (
     BatchChange,
@@ -93,6 +94,8 @@ def info_to_pb(
         adapter_modules=_adapter_modules(loaded.adapters),
         quantization=info.quantization,
         kv_cache_dtype=cache_dtype_name(loaded.kv_dtype),
+        hidden_size=info.hidden_size,
+        headless=info.headless,
     )
 
 
@@ -172,6 +175,7 @@ def _sequence(message: pb.Sequence) -> Sequence:
         min_new_tokens=message.min_new_tokens,
         grammar=grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
         adapter_slot=message.adapter_slot,
+        pooling=Pooling(tuple(message.pooling.logit_ids)) if message.HasField("pooling") else None,
     )
 
 
@@ -221,6 +225,9 @@ def _write_tokens(message: pb.StepResponse, result: StepResult) -> None:
     message.prefill_top_counts.extend(result.prefill_top_counts.tolist())
     message.prefill_top_ids.extend(result.prefill_top_ids.tolist())
     message.prefill_top_logprobs.extend(result.prefill_top_logprobs.tolist())
+    message.pooled_slots.extend(result.pooled_slots.tolist())
+    message.pooled_counts.extend(result.pooled_counts.tolist())
+    message.pooled_values.extend(result.pooled_values.tolist())
 
 
 def _ints(values: Iterable[int]) -> Ints:

@@ -321,3 +321,9 @@ def test_files_are_few_however_small(tmp_path: Path, monkeypatch: pytest.MonkeyP
         os.close(folder.begin())
     assert len(journal_files(tmp_path)) == 5
     folder.close()
+
+
+def test_without_tokens_no_embedding_is_kept() -> None:
+    answer = pb.StepResponse(number=3, pooled_slots=[1], pooled_counts=[2], pooled_values=[0.5, 2])
+    kept = pb.StepResponse.FromString(Redaction(keeps_tokens=False).answer(answer))
+    assert kept == pb.StepResponse(number=3)

@@ -166,6 +166,7 @@ def test_info_says_what_is_loaded(start: Callable[..., Shard]) -> None:
         deterministic=True,
         prefill_logprobs=False,
         kv_cache_dtype="float32",
+        hidden_size=1,
     )
 
 

@@ -3,44 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
 
-from pydantic import Discriminator, Field, Tag
-from typing_extensions import TypeAliasType
-
-from millrace_router.api.fields import Place, UInt32
+from millrace_router.api.fields import Place, Prompt, prompts_of
 from millrace_router.api.openai.common_request import CommonRequest
 from millrace_router.errors import SuffixNotSupported, ValidationError
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
-
-Ids = Annotated[list[UInt32], Field(min_length=1, fail_fast=True)]
-Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
-IdLists = Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
-
-
-def _form_of(prompt: object) -> str:
-    """Return the form of a prompt by its first item; the others must have the same form."""
-    if not isinstance(prompt, list):
-        return "text"
-    first = prompt[0] if prompt else ""
-    if isinstance(first, list):
-        return "id_lists"
-    return "ids" if isinstance(first, int) else "texts"
-
-
-Prompt = TypeAliasType(
-    "Prompt",
-    Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[Texts, Tag("texts")]
-        | Annotated[Ids, Tag("ids")]
-        | Annotated[IdLists, Tag("id_lists")],
-        Discriminator(_form_of),
-    ],
-)
-"""One text or several, or the token ids of one or several."""
 
 
 class CompletionRequest(CommonRequest):
@@ -59,12 +28,7 @@ class CompletionRequest(CommonRequest):
     @property
     def prompts(self) -> list[str | tuple[int, ...]]:
         """All prompts, in the order of the choices."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt[0], int):
-            return [tuple(prompt)]
-        return [one if isinstance(one, str) else tuple(one) for one in prompt]
+        return prompts_of(self.prompt)
 
     @property
     def num_characters(self) -> int:

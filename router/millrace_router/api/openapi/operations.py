@@ -19,7 +19,6 @@ from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.protocol import (
     ChatCompletionChunkJson,
     ChatCompletionJson,
-    ChatTokenizeResponseJson,
     ModelInfoJson,
     ModelJson,
 )
@@ -35,23 +34,16 @@ from millrace_router.api.openapi.operation import (
     Operation,
 )
 from millrace_router.api.openapi.platform_operations import PLATFORM_OPERATIONS
+from millrace_router.api.openapi.pooling_operations import POOLING_OPERATIONS
+from millrace_router.api.openapi.tokenizer_operations import TOKENIZER_OPERATIONS
 from millrace_router.api.responses.protocol import InputTokensJson, ResponseEventJson, ResponseJson
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.api.tgi.answers import GenerateResponse, StreamResponse
 from millrace_router.api.tgi.estimate import EstimateJson
 from millrace_router.api.tgi.info import InfoJson, QuarantineJson
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateRequest
-from millrace_router.api.tgi.tokenizer_info import (
-    DetokenizeJson,
-    DetokenizeRequest,
-    TokenizePromptJson,
-    TokenizePromptRequest,
-    TokenizerInfoJson,
-)
 from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
-from millrace_router.text.tokenizer import TokenSpan
 
-TokenizeResponse = TypeAliasType("TokenizeResponse", list[TokenSpan])
 Completion = TypeAliasType("Completion", ChunkJson | CompletionFinalJson)
 OPERATIONS = (
     Operation(
@@ -85,40 +77,7 @@ OPERATIONS = (
         failures=GENERATING,
         headers=IDEMPOTENT,
     ),
-    Operation(
-        method="post",
-        path="/tokenize",
-        id="tokenize",
-        summary="Tokenize `inputs`, whose places count bytes of UTF-8, or as vLLM a `prompt`",
-        body=GenerateRequest | TokenizePromptRequest,
-        answer=TokenizeResponse | TokenizePromptJson,
-        failures=ADMITTING,
-    ),
-    Operation(
-        method="post",
-        path="/detokenize",
-        id="detokenize",
-        summary="Turn token ids into text",
-        body=DetokenizeRequest,
-        answer=DetokenizeJson,
-        failures=ADMITTING,
-    ),
-    Operation(
-        method="get",
-        path="/tokenizer_info",
-        id="tokenizer_info",
-        summary="Special tokens of the model, and its chat template",
-        answer=TokenizerInfoJson,
-    ),
-    Operation(
-        method="post",
-        path="/chat_tokenize",
-        id="get_chat_tokenize",
-        summary="Turn a chat into a prompt, and tokenize it",
-        body=ChatCompletionRequest,
-        answer=ChatTokenizeResponseJson,
-        failures=ADMITTING,
-    ),
+    *TOKENIZER_OPERATIONS,
     Operation(
         method="post",
         path="/v1/chat/completions",
@@ -296,4 +255,5 @@ OPERATIONS = (
     ),
     *ADAPTER_OPERATIONS,
     *PLATFORM_OPERATIONS,
+    *POOLING_OPERATIONS,
 )

@@ -26,6 +26,8 @@ SERVERS = {
     "V": "vLLM",
     "S": "SGLang",
     "C": "llama.cpp",
+    "E": "TEI",
+    "H": "Cohere",
     "-": "Millrace",
 }
 """The servers whose contract has a field, by their letter in the table."""

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from millrace_router.api.fields import Place
 from millrace_router.api.request_fields.field import Fields
+from millrace_router.api.request_fields.pooling import (
+    EMBED,
+    EMBED_PARAMETERS,
+    EMBEDDINGS,
+    RERANK,
+    SCORE,
+)
 from millrace_router.api.request_fields.routes import (
     CHAT,
     COMPLETION,
@@ -21,6 +28,11 @@ TABLE: dict[Place, Fields] = {
     Place.COMPLETION: COMPLETION,
     Place.RESPONSE: RESPONSE,
     Place.MESSAGE: MESSAGE,
+    Place.EMBEDDINGS: EMBEDDINGS,
+    Place.EMBED: EMBED,
+    Place.EMBED_PARAMETERS: EMBED_PARAMETERS,
+    Place.RERANK: RERANK,
+    Place.SCORE: SCORE,
     Place.STRUCTURED_OUTPUTS: STRUCTURED_OUTPUTS,
 }
 

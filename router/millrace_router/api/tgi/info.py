@@ -7,6 +7,7 @@ from typing import NotRequired
 from typing_extensions import TypedDict
 
 from millrace_router.engine.adapter_loading import FIRST_LOAD_SECONDS
+from millrace_router.request.request import Task
 from millrace_router.server.services import Services
 from millrace_router.version import VERSION
 
@@ -96,6 +97,10 @@ class SchedulerJson(TypedDict):
 class InfoJson(LimitsJson, SchedulerJson):
     """Answer of `/info`."""
 
+    tasks: list[str]
+    """What the server does: `generate`, `embed`, `score`."""
+    hidden_size: int
+    """Numbers of an embedding."""
     attention: str
     kv_cache_dtype: str
     """Type of keys and values in the KV cache."""
@@ -119,6 +124,8 @@ def info_json(services: Services) -> InfoJson:
     return {
         **_limits(services),
         **_scheduler(services),
+        "tasks": sorted(services.limits.tasks),
+        "hidden_size": shard.hidden_size,
         "attention": shard.attention,
         "kv_cache_dtype": shard.kv_cache_dtype,
         "deterministic": shard.deterministic,
@@ -143,7 +150,7 @@ def _limits(services: Services) -> LimitsJson:
         "model_dtype": shard.dtype,
         "quantize": shard.quantization,
         "model_device_type": shard.device_type,
-        "model_pipeline_tag": "text-generation",
+        "model_pipeline_tag": _pipeline_tag(limits.tasks),
         "max_concurrent_requests": limits.max_concurrent_requests,
         "max_best_of": limits.max_best_of,
         "max_n": limits.max_n,
@@ -162,6 +169,13 @@ def _limits(services: Services) -> LimitsJson:
         "validation_workers": config.validation_workers,
         "max_client_batch_size": limits.max_client_batch_size,
     }
+
+
+def _pipeline_tag(tasks: frozenset[Task]) -> str:
+    """The hub's name of the first task."""
+    if Task.GENERATE in tasks:
+        return "text-generation"
+    return "feature-extraction" if Task.EMBED in tasks else "text-ranking"
 
 
 def _scheduler(services: Services) -> SchedulerJson:

@@ -35,6 +35,7 @@ from millrace_router.api.tgi.tokenizer_routes import names_prompt, tokenize_prom
 from millrace_router.engine.generation import Collected, Generation
 from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.request import Task
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_json
 from millrace_router.server.generation_stream import GenerationStream
@@ -48,7 +49,8 @@ from millrace_router.server.sse import event as framed
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
-    app.router.add_post("/", compat)
+    if Task.GENERATE in app[SERVICES].limits.tasks:
+        app.router.add_post("/", compat)
     app.router.add_post("/generate", idempotent(generate))
     app.router.add_post(
         "/generate_stream", with_errors_in_stream(idempotent(generate_stream), error_event)

@@ -20,6 +20,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "dual_chunk_attention_config": (),
     "embedding_multiplier": (1,),
     "final_logit_softcapping": (),
+    "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "logit_scale": (1,),
     "logits_scaling": (1,),

@@ -39,7 +39,7 @@ class Family:
                     )
                 raw = {**raw, name: raw[alias]}
         config = ConfigReader(raw, {**GENERAL, **self.defaults})
-        config.check_classes(self.classes)
+        config.check_classes((*self.classes, *map(base_class, self.classes)))
         spec = self.spec(config)
         config.refuse_unread()
         return spec
@@ -47,3 +47,8 @@ class Family:
     def eos_token_id(self, raw: Mapping[str, Any]) -> object:
         """The field of that name: a token id, a list of them, or None; not checked."""
         return raw.get("eos_token_id", self.defaults.get("eos_token_id"))
+
+
+def base_class(name: str) -> str:
+    """The name of a class without its head, such as Qwen3Model for Qwen3ForCausalLM."""
+    return name.removesuffix("ForCausalLM") + "Model"

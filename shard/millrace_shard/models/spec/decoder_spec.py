@@ -37,6 +37,8 @@ class DecoderSpec:
     """`max_position_embeddings`."""
     tied_head: bool = False
     """Whether the head is the embedding."""
+    may_lack_head: bool = False
+    """Whether the file may have no head, because only hidden states are asked for."""
     embedding_multiplier: float = 1.0
     """Rounded to the model's dtype before it is used."""
     logit_multiplier: float = 1.0

@@ -30,7 +30,7 @@ from millrace_router.errors import (
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.estimate import Estimate
 from millrace_router.prediction.forecast import Prediction
-from millrace_router.request.request import ValidRequest
+from millrace_router.request.request import Task, ValidRequest
 from millrace_router.request.scheduling import PRIORITY_HEADER
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import bodies
@@ -52,7 +52,15 @@ from millrace_testing.contract.openapi import (
     resolved,
     schema_of,
 )
-from millrace_testing.router.edge import Edge, echo, limits_with, play, serving, token_event
+from millrace_testing.router.edge import (
+    Edge,
+    echo,
+    limits_with,
+    play,
+    pooling_of,
+    serving,
+    token_event,
+)
 
 BY_NAME = {operation.id: operation for operation in OPERATIONS}
 FOR_CLIENTS = [operation for operation in OPERATIONS if not operation.is_admin]
@@ -79,6 +87,9 @@ KSERVE: dict[str, Any] = {
     "parameters": FEW,
 }
 RESPONSES: dict[str, Any] = {"input": "hello", "max_output_tokens": 16}
+TEXTS = {"query": "hello", "texts": ["world", "b"]}
+DOCUMENTS = {"query": "hello", "documents": ["world", {"text": "b"}]}
+SCORE = {"text_1": "hello", "text_2": ["world", "b"]}
 BODIES = {
     "compat_generate": NATIVE,
     "generate": NATIVE,
@@ -97,6 +108,13 @@ BODIES = {
     "vertex_compatibility": {"instances": [NATIVE, CHAT]},
     "kserve_infer": KSERVE,
     "kserve_model_infer": KSERVE,
+    "embeddings": {"input": "hello"},
+    "embed": {"inputs": "hello"},
+    "rerank": TEXTS,
+    "rerank_v1": DOCUMENTS,
+    "rerank_v2": DOCUMENTS,
+    "score": SCORE,
+    "score_v1": SCORE,
 }
 STREAMS = {
     "generate_stream": NATIVE,
@@ -128,6 +146,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("sagemaker_compatibility", CHAT),
     ("sagemaker_compatibility", COMPLETION | STREAM),
     ("tokenize", {"prompt": "hello"}),
+    ("embeddings", {"input": [[1, 2], [3]], "encoding_format": "base64"}),
+    ("embed", {"inputs": ["hello", "b"], "parameters": {}}),
+    ("rerank", TEXTS | {"return_text": True}),
+    ("rerank", DOCUMENTS | {"return_documents": False}),
     ("estimate", CHAT),
     ("estimate", {"prompt": "hello"}),
     ("estimate", {"inputs": "hello " * 9}),
@@ -144,7 +166,12 @@ def generate(request: ValidRequest, stream: TokenStream) -> None:
 def serve(**options: Any) -> Any:
     """Whatever a route needs to have something to say."""
     limits = limits_with(prefill_logprobs=True, max_concurrent_requests=4, max_total_tokens=32)
-    usual: dict[str, Any] = {"script": generate, "template": "hello", "limits": limits}
+    usual: dict[str, Any] = {
+        "script": generate,
+        "template": "hello",
+        "limits": limits,
+        "pooling": pooling_of(*Task),
+    }
     return serving(**usual | options)
 
 

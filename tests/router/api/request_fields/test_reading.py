@@ -10,7 +10,8 @@ import pytest
 from millrace_router.api.fields import Place
 from millrace_router.api.request_fields.field import RequestField, Support
 from millrace_router.api.request_fields.table import TABLE
-from millrace_testing.router.edge import Edge, limits_with, logging_to, serving
+from millrace_router.request.request import Task
+from millrace_testing.router.edge import Edge, limits_with, logging_to, pooling_of, serving
 
 TEMPLATE = "{% for turn in messages %}{{ turn.content }} {% endfor %}"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=200)
@@ -22,6 +23,11 @@ BODIES: dict[Place, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     Place.COMPLETION: ("/v1/completions", {"prompt": "hello", "max_tokens": 3}, ()),
     Place.RESPONSE: ("/v1/responses", {"input": "hello", "max_output_tokens": 3}, ()),
     Place.MESSAGE: ("/v1/messages", {"messages": TURNS, "max_tokens": 3}, ()),
+    Place.EMBEDDINGS: ("/v1/embeddings", {"input": "hello"}, ()),
+    Place.EMBED: ("/embed", {"inputs": "hello"}, ()),
+    Place.EMBED_PARAMETERS: ("/embed", {"inputs": "hello", "parameters": {}}, ("parameters",)),
+    Place.RERANK: ("/rerank", {"query": "hello", "documents": ["b"]}, ()),
+    Place.SCORE: ("/v1/score", {"text_1": "hello", "text_2": "b"}, ()),
     Place.STRUCTURED_OUTPUTS: (
         "/v1/completions",
         {"prompt": "hello", "max_tokens": 3, "structured_outputs": {"regex": "a"}},
@@ -44,7 +50,9 @@ def with_field(place: Place, name: str, value: object) -> tuple[str, dict[str, A
 
 
 def served(**options: Any) -> Any:
-    return serving(**{"limits": WIDE, "template": TEMPLATE, **options})
+    return serving(
+        **{"limits": WIDE, "template": TEMPLATE, "pooling": pooling_of(*Task), **options}
+    )
 
 
 def asking(field: RequestField) -> object:

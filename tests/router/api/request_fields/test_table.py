@@ -11,6 +11,13 @@ from millrace_router.api.completions.request import CompletionRequest
 from millrace_router.api.fields import Place, RequestModel
 from millrace_router.api.guided import StructuredOutputs
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.pooling.requests import (
+    EmbeddingsRequest,
+    EmbedParameters,
+    EmbedRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from millrace_router.api.request_fields.field import Support
 from millrace_router.api.request_fields.page import page
 from millrace_router.api.request_fields.reading import names_of
@@ -26,6 +33,11 @@ MODELS: dict[Place, type[RequestModel]] = {
     Place.COMPLETION: CompletionRequest,
     Place.RESPONSE: ResponsesRequest,
     Place.MESSAGE: MessagesRequest,
+    Place.EMBEDDINGS: EmbeddingsRequest,
+    Place.EMBED: EmbedRequest,
+    Place.EMBED_PARAMETERS: EmbedParameters,
+    Place.RERANK: RerankRequest,
+    Place.SCORE: ScoreRequest,
     Place.STRUCTURED_OUTPUTS: StructuredOutputs,
 }
 PAGE = ROOT / "docs" / "request-fields.md"

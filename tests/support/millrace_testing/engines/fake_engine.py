@@ -93,6 +93,7 @@ class FakeModel:
         self.info = ModelInfo(
             model_type="fake",
             vocab_size=VOCAB_SIZE,
+            hidden_size=1,
             max_position_embeddings=max_position_embeddings,
             eos_token_ids=(EOS_TOKEN_ID,),
             window_size=None,

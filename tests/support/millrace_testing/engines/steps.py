@@ -183,6 +183,7 @@ class Stepper:
         prefill_top = fields.pop("prefill_top_n_tokens", 0)
         grammar = fields.pop("grammar", None)
         adapter_slot = fields.pop("adapter_slot", 0)
+        pooling = fields.pop("pooling", None)
         sequence = Sequence(
             slot=slot,
             request_id=slot,
@@ -193,6 +194,7 @@ class Stepper:
             prefill_top_n_tokens=prefill_top,  # type: ignore[arg-type]
             grammar=grammar,  # type: ignore[arg-type]
             adapter_slot=adapter_slot,  # type: ignore[arg-type]
+            pooling=pooling,  # type: ignore[arg-type]
         )
         count = -(-(sequence.num_inputs + 16) // self.block_size)
         blocks = [self.free.pop(0) for _ in range(count)]

@@ -22,15 +22,24 @@ from millrace_router.config import RouterConfig
 from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
 from millrace_router.errors import GenerationError
+from millrace_router.pooling.model import GENERATES, PoolingModel
+from millrace_router.pooling.score_template import ScoreTemplate
+from millrace_router.pooling.sentence_transformers import LogitScore, SentenceTransformersFiles
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.estimate import Estimate
 from millrace_router.reasoning.formats import reasoning_of_model
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.dialect import dialect_of
-from millrace_router.request.events import Finished, PromptLogprobs, Token, TokenEvent
+from millrace_router.request.events import (
+    Finished,
+    PromptLogprobs,
+    Token,
+    TokenEvent,
+    end_without_token,
+)
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import FinishReason, Grammar, ValidRequest
+from millrace_router.request.request import FinishReason, Grammar, Task, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.keys import ApiKeys
 from millrace_router.server.services import Services
@@ -48,6 +57,7 @@ from millrace_router.validation.validator import Validator
 
 WORDS = ("hello", "world", "wörld", "日本", "a", "b")
 GRACE_SECONDS = 300.0
+HIDDEN_SIZE = 3
 PROBE_SECONDS = 30.0
 """Long enough for the token or the failure of a probe on a slow machine."""
 LIMITS = Limits(
@@ -64,6 +74,19 @@ LIMITS = Limits(
 
 UNKNOWN = Estimate(prediction=None, num_cached=0, num_waiting=0, num_running=0)
 """An idle server that has measured nothing."""
+
+PAIRS = """\
+{% for message in messages if message.role in ["query", "document"] %}{{ message.content }} {% endfor %}"""
+
+
+def pooling_of(*tasks: Task, **files: Any) -> PoolingModel:
+    """A model with these tasks, which scores `query document ` by the logits of the ids 2 and 3."""
+    return PoolingModel(
+        tasks=frozenset(tasks),
+        files=SentenceTransformersFiles(**files),
+        score=LogitScore(true_token_id=2, false_token_id=3),
+        template=ScoreTemplate.of(ChatTemplate(PAIRS, special_tokens={})),
+    )
 
 
 def word_tokenizer() -> Tokenizer:
@@ -165,7 +188,12 @@ class FakeBatcher:
 
 
 def echo(request: ValidRequest, stream: TokenStream) -> None:
-    """Generate as many ` x` as asked for, at most three."""
+    """Generate as many ` x` as asked for, at most three, or yield numbers for a request that is pooled."""
+    if request.pooling is not None:
+        stream.batched_at = stream.queued_at
+        stream.pooled = [float(len(request.input_ids)), 2.0, *request.input_ids][:HIDDEN_SIZE]
+        stream.token(end_without_token())
+        return
     if request.prefill_logprobs:
         rest = (-1.0,) * (len(request.input_ids) - 1)
         stream.prompt_logprobs = PromptLogprobs(request.input_ids, (float("nan"), *rest))
@@ -220,10 +248,12 @@ def services_over(
     tokenizer: Tokenizer | None = None,
     adapters: Resolver | None = None,
     defaults: SamplingDefaults = NO_DEFAULTS,
+    pooling: PoolingModel = GENERATES,
     **config: Any,
 ) -> Services:
     """Everything an application is made of, over fakes."""
-    limits = replace(limits, dialect=dialect_of(strict_tgi=bool(config.get("strict_tgi"))))
+    dialect = dialect_of(strict_tgi=bool(config.get("strict_tgi")))
+    limits = replace(limits, dialect=dialect, tasks=pooling.tasks)
     tokenizer = tokenizer or word_tokenizer()
     metrics = Metrics(
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
@@ -241,6 +271,7 @@ def services_over(
         template=ChatTemplate(template, special_tokens={}),
         tool_format=format_of(template, str(config.get("tool_call_parser", "auto"))),
         reasoning=reasoning_of_model(_config(**config), template, tokenizer),
+        pooling=pooling,
         validator=validator,
         infer=_infer(batcher, validator, metrics, health, config, adapters),
         metrics=metrics,
@@ -297,6 +328,7 @@ def _shard_info(limits: Limits) -> ShardInfo:
         dtype="float32",
         device_type="cpu",
         vocab_size=8,
+        hidden_size=HIDDEN_SIZE,
         max_position_embeddings=32,
         eos_token_ids=frozenset({1}),
         block_size=4,

@@ -38,6 +38,11 @@ def continuation(ids: list[int], count: int, seed: int = 0, adapter: str = "") -
     return sequence[len(ids) :]
 
 
+def pooled_values(ids: list[int], logit_ids: list[int]) -> list[float]:
+    """What a prompt of these `ids` yields: a state of two numbers, or the logits of some ids."""
+    return [float(next_token(ids, seed)) for seed in logit_ids or (1, 2)]
+
+
 @dataclass
 class FakeSequence:
     """The state of a slot."""
@@ -267,6 +272,12 @@ class FakeShard:
             if sequence.pb.HasField("grammar"):
                 response.failure_reasons.append("too many states")
             return 0
+        if sequence.pb.HasField("pooling"):
+            values = pooled_values(sequence.ids, list(sequence.pb.pooling.logit_ids))
+            response.pooled_slots.append(slot)
+            response.pooled_counts.append(len(values))
+            response.pooled_values.extend(values)
+            return 0
         num_right = self.num_right(draft_tokens)
         num_forced = self.num_forced if sequence.pb.HasField("grammar") else 0
         count = num_forced or 1 + num_right
@@ -319,6 +330,7 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
             deterministic=self.shard.deterministic,
             prefill_logprobs=True,
             kv_cache_dtype="float32",
+            hidden_size=2,
             max_draft_tokens=self.shard.max_draft_tokens,
             adapter_modules=self.shard.adapters.modules(),
         )

@@ -27,6 +27,7 @@ from millrace_shard.commands import serve
 from millrace_shard.engine import engine, warmup
 from millrace_shard.engine.warmup import WarmedUp
 from millrace_shard.model_runner.launched_step import LaunchedStep
+from millrace_shard.model_runner.pooled_rows import PooledRows
 from millrace_shard.model_runner.prompt_logprobs import PromptLogprobs
 from millrace_shard.model_runner.runner import StepRunner, noop
 from millrace_shard.model_runner.step_inputs import StepInputs
@@ -104,7 +105,7 @@ def install(poison: Poison) -> None:
 
     def poisoned_forward(
         self: StepRunner, layout: StepLayout, inputs: StepInputs
-    ) -> tuple[Tensor, PromptLogprobs | None]:
+    ) -> tuple[Tensor, PromptLogprobs | None, PooledRows | None]:
         if not warming:
             if poison.is_too_large(len(layout.slots), int(layout.counts.sum())):
                 raise torch.OutOfMemoryError(OUT_OF_MEMORY)

@@ -1,0 +1,147 @@
+"""The routes for scores of pairs of texts: rankings in TEI's and Cohere's form, and vLLM's scores."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from functools import partial
+
+from aiohttp import web
+
+from millrace_router.api.adapters.naming import adapter_of_model
+from millrace_router.api.openai.errors import model_name, openai_errors
+from millrace_router.api.openai.route_wrappers import openai_route
+from millrace_router.api.pooling.answers import RankJson, RerankJson, RerankResultJson, ScoreJson
+from millrace_router.api.pooling.requests import RerankRequest, ScoreRequest
+from millrace_router.api.pooling.run import Pooled, PoolingRun
+from millrace_router.api.pooling.start import asked_of, longest_prompt, usage_json
+from millrace_router.api.pooling.vectors import raw_score, sigmoid
+from millrace_router.api.request_fields.reading import read_request
+from millrace_router.errors import ValidationError
+from millrace_router.pooling.truncation import pair_tokens
+from millrace_router.request.request import Task
+from millrace_router.server.bodies import json_response
+from millrace_router.server.headers import answer_headers
+from millrace_router.server.idempotent_route import idempotent
+from millrace_router.server.request_start import counting_refusals
+from millrace_router.server.services import SERVICES
+from millrace_router.validation.rules import check_task
+
+Pair = tuple[str, str]
+"""A query and a document."""
+
+
+def register(app: web.Application) -> None:
+    """Add the routes to `app`; a server that only scores has `/rerank` at `/`, too."""
+    app.router.add_post("/rerank", idempotent(rerank))
+    app.router.add_post("/v1/rerank", openai_route(rerank))
+    app.router.add_post("/v2/rerank", openai_errors(idempotent(rerank)))
+    app.router.add_post("/score", idempotent(score))
+    app.router.add_post("/v1/score", openai_route(score))
+    if app[SERVICES].limits.tasks == {Task.SCORE}:
+        app.router.add_post("/", idempotent(rerank))
+
+
+async def rerank(request: web.Request) -> web.StreamResponse:
+    """`POST /rerank`, `/v1/rerank` and `/v2/rerank`."""
+    services = request.app[SERVICES]
+    body = await read_request(request, RerankRequest)
+    with counting_refusals(services.metrics):
+        texts = body.all_texts
+    pooled = await _scored(request, body, [(body.query, text) for text in texts])
+    headers = answer_headers(services, pooled.generations, pooled.usage)
+    raw = pooled.results
+    order = sorted(range(len(raw)), key=lambda index: raw[index], reverse=True)
+    if body.texts is not None:
+        return json_response(_ranks(body, raw, order), headers=headers)
+    answer: RerankJson = {
+        "id": f"rerank-{uuid.uuid4().hex}",
+        "model": model_name(services, body.model),
+        "results": _results(body, texts, raw, order[: body.top_n]),
+        "usage": usage_json(pooled.usage),
+    }
+    return json_response(answer, headers=headers)
+
+
+def _ranks(body: RerankRequest, raw: Sequence[float], order: Sequence[int]) -> list[RankJson]:
+    ranks: list[RankJson] = []
+    for index in order:
+        value = raw[index] if body.raw_scores else sigmoid(raw[index])
+        rank: RankJson = {"index": index, "score": value}
+        if body.return_text and body.texts is not None:
+            rank["text"] = body.texts[index]
+        ranks.append(rank)
+    return ranks
+
+
+def _results(
+    body: RerankRequest, texts: Sequence[str], raw: Sequence[float], order: Sequence[int]
+) -> list[RerankResultJson]:
+    results: list[RerankResultJson] = []
+    for index in order:
+        result: RerankResultJson = {"index": index, "relevance_score": sigmoid(raw[index])}
+        if body.return_documents is not False:
+            result["document"] = {"text": texts[index]}
+        results.append(result)
+    return results
+
+
+async def score(request: web.Request) -> web.StreamResponse:
+    """`POST /score` and `/v1/score`."""
+    services = request.app[SERVICES]
+    body = await read_request(request, ScoreRequest)
+    with counting_refusals(services.metrics):
+        pairs = body.pairs
+    pooled = await _scored(request, body, pairs)
+    answer: ScoreJson = {
+        "id": f"score-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model_name(services, body.model),
+        "data": [
+            {"index": index, "object": "score", "score": sigmoid(raw)}
+            for index, raw in enumerate(pooled.results)
+        ],
+        "usage": usage_json(pooled.usage),
+    }
+    headers = answer_headers(services, pooled.generations, pooled.usage)
+    return json_response(answer, headers=headers)
+
+
+async def _scored(
+    request: web.Request, body: RerankRequest | ScoreRequest, pairs: Sequence[Pair]
+) -> Pooled[float]:
+    """Score all pairs: the log-odds of each; raises RouterError."""
+    services = request.app[SERVICES]
+    with counting_refusals(services.metrics):
+        check_task(Task.SCORE, services.limits)
+        if not all(all(pair) for pair in pairs):
+            raise ValidationError("queries and documents cannot be empty")
+        truncation = body.truncation(longest_prompt(services.limits))
+        asked = asked_of(
+            request,
+            body,
+            services.pooling.score_pooling,
+            prompt_name="documents",
+            adapter=adapter_of_model(request, body.model),
+        )
+        template = services.pooling.template
+        assert template is not None
+        instruction = body.instruction
+        if instruction is None:
+            instruction = services.pooling.files.default_prompt or None
+        around = {
+            query: await template.around_document(query, instruction)
+            for query in dict.fromkeys(query for query, _ in pairs)
+        }
+    run = PoolingRun(
+        request=request,
+        asked=asked,
+        prompts=[
+            partial(pair_tokens, services.tokenizer, around[query], document, truncation)
+            for query, document in pairs
+        ],
+        render=raw_score,
+    )
+    return await run.finish()
