@@ -30,7 +30,6 @@ from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_loader.gguf.folder import prepare_gguf
 from millrace_shard.models.load import load_model
 
-PREFIXES = 200
 LENGTH = 48
 CPU = torch.device("cpu")
 SECONDS = 60.0
@@ -42,10 +41,12 @@ def main() -> int:
         prog="python -m bench.quantized.divergence", description=__doc__
     )
     parser.add_argument("file", type=Path, help="a GGUF file")
-    file = parser.parse_args().file
+    parser.add_argument("--beginnings", type=int, default=40)
+    arguments = parser.parse_args()
+    file = arguments.file
     folder = prepare_gguf(file, OUT / "gguf", tokenizer=None)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    prefixes = beginnings(tokenizer)
+    prefixes = beginnings(tokenizer, arguments.beginnings)
     truth = ours(folder, PlainKernels(deterministic=True), torch.float32, prefixes)
     found = {
         f"ours, {'int8' if integer else 'exact'} activations": ours(
@@ -66,16 +67,16 @@ def main() -> int:
     return 0
 
 
-def beginnings(tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids [PREFIXES, LENGTH]."""
+def beginnings(tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    """Token ids [count, LENGTH]."""
     text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    stride = (len(ids) - LENGTH) // PREFIXES
-    return [ids[start : start + LENGTH] for start in range(0, PREFIXES * stride, stride)]
+    stride = (len(ids) - LENGTH) // count
+    return [ids[start : start + LENGTH] for start in range(0, count * stride, stride)]
 
 
 def ours(folder: Path, kernels: Kernels, dtype: torch.dtype, prefixes: list[list[int]]) -> Tensor:
-    """Log probabilities [PREFIXES, vocab] of the next token."""
+    """Log probabilities [len(prefixes), vocab] of the next token."""
     model = load_model(
         folder, dtype=dtype, kernels=kernels, group=ProcessGroup.single(), device=CPU
     )

@@ -189,9 +189,9 @@ class ShardConfig(BaseSettings):
     )
     quantize_activations: Literal["auto", "exact", "int8"] = Field(
         default="auto",
-        description="What quantized weights are multiplied with on CPU in bfloat16 models: exact keeps the activations;"
-        " int8 rounds each row to int8, which is faster with many rows, where the weights are integers. auto is int8"
-        " with --quantize int8, else exact.",
+        description="What quantized weights are multiplied with on CPU in bfloat16 models: int8 rounds activations to"
+        " int8 with a scale for every 32 of a row, where the weights are integers, which is faster; exact keeps them."
+        " auto is int8.",
     )
     speculate: int | None = Field(
         default=None,

@@ -17,6 +17,7 @@ from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.quantized.code_format import CodeFormat
+from millrace_shard.model_loader.quantized.quantization_config import is_quantized
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import check_model
 from millrace_shard.models.quantized.code_formats import code_formats
@@ -34,21 +35,26 @@ def chosen_kernels(config: ShardConfig, device: torch.device, dtype: torch.dtype
         shapes=_layer_shapes(config, device, choose_cache_dtype(config, device, dtype)),
         custom=not config.disable_custom_kernels,
         adapters=config.enable_lora,
-        integer=config.quantize_activations == "int8",
+        integer=config.quantize_activations != "exact",
     )
     if config.quantize == "int8":
         return _int8(kernels, config, device, dtype)
-    if config.quantize_activations == "int8":
-        _tell_of_activations(kernels, dtype)
+    if config.quantize_activations != "exact":
+        _tell_of_activations(kernels, config, dtype)
     return kernels
 
 
-def _tell_of_activations(kernels: Kernels, dtype: torch.dtype) -> None:
-    if isinstance(kernels, CpuKernels) and dtype == torch.bfloat16:
-        logger.info("activations are rounded to int8 where the weights are quantised to integers")
-    else:
-        logger.warning(
-            "--quantize-activations int8 has no effect: it needs compiled kernels on CPU and bfloat16"
+def _tell_of_activations(kernels: Kernels, config: ShardConfig, dtype: torch.dtype) -> None:
+    is_asked = config.quantize_activations == "int8"
+    if not isinstance(kernels, CpuKernels) or dtype != torch.bfloat16:
+        if is_asked:
+            logger.warning(
+                "--quantize-activations int8 has no effect: it needs compiled kernels on CPU and bfloat16"
+            )
+    elif is_asked or config.quantize is not None or is_quantized(config.model_folder):
+        logger.info(
+            "activations are rounded to int8 where the weights are quantised to integers;"
+            " --quantize-activations exact keeps them"
         )
 
 

@@ -23,6 +23,7 @@ NO_EFFECT = "--quantize-activations int8 has no effect"
         ((INT8, "--quantize=int4"), ROUNDED),
         ((INT8, "--dtype=float32"), NO_EFFECT),
         ((INT8, "--disable-custom-kernels"), NO_EFFECT),
+        (("--quantize=int4",), ROUNDED),
         (("--quantize=int8",), "int8, and activations are too"),
         (("--quantize=int8", "--quantize-activations=exact"), "activations keep the model's dtype"),
     ],

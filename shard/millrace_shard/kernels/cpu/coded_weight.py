@@ -1,8 +1,9 @@
 """Weights of codes in panels, with exact products or with products of integers.
 
 Exact products are those of bfloat16 activations with the values of the codes; tables whose values bfloat16 does not
-hold (nf4, fp4) are sums of two parts, with a relative error of at most 2^-17. Products of integers quantise each row of
-activations to int8. The choice is made once for each weight, so a row's bits do not depend on the number of rows.
+hold (nf4, fp4) are sums of two parts, with a relative error of at most 2^-17. Products of integers quantise activations
+to int8, with a scale for every 32 inputs of a row. The choice is made once for each weight, so a row's bits do not
+depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 
 EXACT_STEP, INTEGER_STEP = 32, 64
 """Inputs of a step; groups are multiples of it, or half a step, or all inputs."""
-LONGEST_INTEGER = 65536
-"""Inputs whose integer products fit into int32."""
 MULTIPLIERS = (1, 2)
 """Factors that make integers of the tables in use."""
 TOLERANCE = 2.0**-15
@@ -70,8 +69,6 @@ def has_integer_products(weight: QuantizedTensor) -> bool:
 
 def _for_integers(parts: list[QuantizedTensor]) -> list[QuantizedTensor] | None:
     """The parts with integer values and groups for integer products; None where there are none."""
-    if parts[0].shape[1] > LONGEST_INTEGER:
-        return None
     grouped = with_groups_of_multiples(parts, INTEGER_STEP)
     values = parts[0].values
     if grouped is None or not bool(values.isfinite().all()):

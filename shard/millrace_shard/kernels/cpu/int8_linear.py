@@ -1,8 +1,8 @@
 """Linears with int8 weights and int8 activations (dynamic W8A8): half the memory of bfloat16 weights.
 
-Weights are symmetric with one scale per output; activations are symmetric with one scale per row, computed at run time.
-Sums are integers and exact, so a row's bits depend on the row alone. The output head keeps its dtype, since its errors
-would affect the probabilities directly.
+Weights are symmetric with one scale per output; activations are symmetric with one scale for every 32 inputs of a row,
+computed at run time. A row's bits depend on the row alone. The output head keeps its dtype, since its errors would
+affect the probabilities directly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from millrace_shard.kernels.experts.expert_weights import ExpertsWeights, Expert
 from millrace_shard.kernels.layer.blocks import ComposedBlocks
 from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.lora_site import LoraSite
-from millrace_shard.kernels.quantized.plain_linear import quantize_rows
+from millrace_shard.kernels.quantized.plain_linear import quantize_rows, rounded_rows
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 
@@ -138,18 +138,16 @@ def int8_weight(weight: Tensor) -> QuantizedTensor:
 
 
 class PlainInt8Linear:
-    """The int8 linear in plain torch: products of int8 are exact in float64, but slow."""
+    """The int8 linear in plain torch, by slow sums in float64."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, scales = quantize_rows(weight)
-        self._scales = scales.flatten()
-        self._bias = None if bias is None else bias.float()
+        self._weight, self._scales = quantize_rows(weight)
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
-        rows, worth = quantize_rows(x.reshape(-1, x.shape[-1]))
-        sums = (rows.double() @ self._weight.double().T).float()
-        y = sums * self._scales * worth
+        rows = rounded_rows(x.reshape(-1, x.shape[-1]))
+        y = rows @ self._weight.double().T * self._scales.flatten().double()
         if self._bias is not None:
-            y = y + self._bias
+            y += self._bias.double()
         return y.to(x.dtype).view(*x.shape[:-1], len(self._scales))

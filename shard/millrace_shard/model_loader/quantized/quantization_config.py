@@ -71,6 +71,11 @@ def read_quantization(folder: Path, flag: str | None) -> Quantization | None:
     return found
 
 
+def is_quantized(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` is quantised. Raises UnsupportedModel for methods that are not supported."""
+    return (folder / MODEL).is_file() or read_quantization(folder, None) is not None
+
+
 def _read(raw: Mapping[str, Any]) -> Quantization:
     method = raw.get("quant_method")
     if isinstance(method, str):

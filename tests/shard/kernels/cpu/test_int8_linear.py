@@ -1,4 +1,4 @@
-"""int8 linears: exact integers, the same by tiles, in plain torch and with any other rows."""
+"""int8 linears: rounded rows, the same by tiles and in plain torch, and with any other rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized.plain_linear import quantize_rows
+from millrace_shard.kernels.quantized.plain_linear import quantize_rows, rounded_rows
 from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
@@ -53,14 +53,29 @@ def test_rows_are_scaled_to_their_largest_and_rounded_to_even() -> None:
     assert worth.flatten().tolist() == pytest.approx([1.0, 2 / 127, 0.0])
 
 
+def test_every_32_inputs_of_a_row_have_their_own_scale() -> None:
+    rows = torch.zeros(2, 70)
+    rows[0, :2], rows[0, 32:34], rows[0, 64:66] = torch.tensor(
+        [[127.0, 0.6], [12.7, 0.06], [1270, 4]]
+    )
+    rounded = rounded_rows(rows)
+    found = torch.stack((rounded[0, :2], rounded[0, 32:34], rounded[0, 64:66]))
+    torch.testing.assert_close(found, torch.tensor([[127.0, 1.0], [12.7, 0.1], [1270, 0]]).double())
+    assert int(rounded.count_nonzero()) == 5
+
+
 @pytest.mark.parametrize(("out", "inputs"), SIZES)
 def test_products_are_those_of_integers(out: int, inputs: int) -> None:
     weight, x = weight_of(out, inputs), torch.randn(40, inputs).to(BF16)
     y = PlainInt8Linear(weight, None)(x)
-    (xq, xs), (wq, ws) = quantize_rows(x), quantize_rows(weight)
-    sums = xq.numpy().astype(np.int64) @ wq.numpy().astype(np.int64).T
-    expected = (torch.from_numpy(sums).float() * ws.flatten() * xs).to(BF16)
-    assert torch.equal(y, expected)
+    wq, ws = quantize_rows(weight)
+    expected = np.zeros((40, out))
+    for start in range(0, inputs, 32):
+        xq, xs = quantize_rows(x[:, start : start + 32])
+        columns = wq[:, start : start + 32].numpy().astype(np.int64)
+        expected += xq.numpy().astype(np.int64) @ columns.T * xs.double().numpy()
+    expected *= ws.flatten().double().numpy()
+    torch.testing.assert_close(y.double(), torch.from_numpy(expected), rtol=2**-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -70,7 +85,9 @@ def test_tiles_give_what_plain_torch_gives(out: int, inputs: int, with_bias: boo
     weight, x = weight_of(out, inputs), torch.randn(600, inputs).to(BF16)
     bias = torch.randn(out).to(BF16) if with_bias else None
     fast, plain = tiled(weight, bias)(x), PlainInt8Linear(weight, bias)(x)
-    assert torch.equal(fast, plain)
+    # Sums in float32 differ from those in float64 by less than a rounding to bfloat16, and seldom change one.
+    torch.testing.assert_close(fast, plain, rtol=2**-7, atol=1e-4)
+    assert float((fast == plain).double().mean()) > 0.99
 
 
 @pytest.mark.parametrize(("out", "inputs"), SIZES)

@@ -14,8 +14,8 @@ from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 def defined_experts(weights: ExpertsWeights, x: Tensor, *, integer: bool = False) -> Tensor:
     """[T, hidden] float64. The choice is by the logits in float32, which float64 would not change but for ties.
 
-    The results of gates are rounded to bfloat16. With `integer`, rows are rounded to int8, with a scale for each,
-    before they are multiplied with codes.
+    The results of gates are rounded to bfloat16. With `integer`, rows are rounded to int8, with a scale for every 32
+    inputs in the order of the codes, before they are multiplied with codes.
     """
     router, wide = weights.router, x.double()
     logits = wide @ router.weight.double().T
@@ -38,9 +38,11 @@ def defined_experts(weights: ExpertsWeights, x: Tensor, *, integer: bool = False
 
 
 def _product(linear: LinearWeights, rows: Tensor, *, integer: bool) -> Tensor:
-    has_codes = isinstance(linear.weight.parts[0], QuantizedTensor)
     parts = [_exact(part) for part in linear.weight.parts]
-    y = (_rounded(rows) if integer and has_codes else rows) @ torch.cat(parts).T
+    first = linear.weight.parts[0]
+    if integer and isinstance(first, QuantizedTensor):
+        rows = _rounded(rows, first.input_order)
+    y = rows @ torch.cat(parts).T
     return y if linear.bias is None else y + linear.bias
 
 
@@ -57,6 +59,9 @@ def _exact(part: Tensor | QuantizedTensor) -> Tensor:
     return torch.empty_like(weight).index_copy_(1, part.input_order, weight)
 
 
-def _rounded(rows: Tensor) -> Tensor:
-    scale = rows.abs().amax(1, keepdim=True) / 127
-    return (rows / scale).round() * scale
+def _rounded(rows: Tensor, order: Tensor | None) -> Tensor:
+    order = torch.arange(rows.shape[1]) if order is None else order
+    parts = torch.split(rows[:, order], 32, dim=1)
+    scales = [part.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127 for part in parts]
+    rounded = [(part / scale).round() * scale for part, scale in zip(parts, scales, strict=True)]
+    return torch.empty_like(rows).index_copy_(1, order, torch.cat(rounded, dim=1))

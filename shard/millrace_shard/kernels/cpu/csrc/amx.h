@@ -51,20 +51,12 @@ inline void release() { _tile_release(); }
 // A compiler barrier between ordinary stores and tile loads of the same memory, which some compilers would reorder.
 inline void order_stores() { asm volatile("" ::: "memory"); }
 
-// sums += left x right. Tiles are given by number, since the number is part of the instruction.
-#define MILLRACE_MULTIPLY(sums, left, right)            \
-  if constexpr (kFormat == Format::kInt8) {             \
-    _tile_dpbsud(sums, left, right);                    \
-  } else {                                              \
-    _tile_dpbf16ps(sums, left, right);                  \
-  }
-
 // Six tiles are in use in the loops, and one is loaded twice. On a core whose other hardware thread is busy, a step for 32 rows
 // takes 2.2 times as long as alone with six tiles, and 3.3 times with eight.
 
 // sums (+)= left [rows, K] x right [K, 32]. `meanwhile()` is called kPauses times per step, and `after()` when tiles 0
 // and 1 hold the left and the right sums.
-template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Meanwhile, typename After = Nothing>
+template <typename RightOperand, typename Meanwhile, typename After = Nothing>
 void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& sums, bool add,
                   const Meanwhile& meanwhile, const After& after = {}) {
   order_stores();
@@ -83,11 +75,11 @@ void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& s
       meanwhile();
       _tile_loadd(5, r, right.stride);
       meanwhile();
-      MILLRACE_MULTIPLY(0, 4, 5);
+      _tile_dpbf16ps(0, 4, 5);
       meanwhile();
       _tile_loadd(5, r + right.second, right.stride);
       meanwhile();
-      MILLRACE_MULTIPLY(1, 4, 5);
+      _tile_dpbf16ps(1, 4, 5);
     }
   }
   after();
@@ -96,7 +88,7 @@ void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& s
 }
 
 // The same for 32 rows, whose second half has its left tiles at `left_low`, and its sums at `low` and in tiles 2 and 3.
-template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Meanwhile, typename After = Nothing>
+template <typename RightOperand, typename Meanwhile, typename After = Nothing>
 void multiply_two(const BFloat16* left, const BFloat16* left_low, const RightOperand& right, const Sums& sums,
                   float* low, bool add, const Meanwhile& meanwhile, const After& after = {}) {
   order_stores();
@@ -118,16 +110,16 @@ void multiply_two(const BFloat16* left, const BFloat16* left_low, const RightOpe
       _tile_loadd(4, left, kTileStride);
       meanwhile();
       _tile_loadd(5, r, right.stride);
-      MILLRACE_MULTIPLY(0, 4, 5);
+      _tile_dpbf16ps(0, 4, 5);
       meanwhile();
       _tile_loadd(5, r + right.second, right.stride);
-      MILLRACE_MULTIPLY(1, 4, 5);
+      _tile_dpbf16ps(1, 4, 5);
       meanwhile();
       _tile_loadd(4, left_low, kTileStride);
-      MILLRACE_MULTIPLY(3, 4, 5);
+      _tile_dpbf16ps(3, 4, 5);
       meanwhile();
       _tile_loadd(5, r, right.stride);
-      MILLRACE_MULTIPLY(2, 4, 5);
+      _tile_dpbf16ps(2, 4, 5);
     }
   }
   after();
@@ -152,16 +144,7 @@ void multiply_column(const BFloat16* left, const BFloat16* right, int64_t steps,
   _tile_stored(0, sums, kColumns * sizeof(float));
 }
 
-// Loads tiles 0 and 1 from `sums` [4, 16, 16], and for more than 16 rows tiles 2 and 3; `store_sums` stores them.
-inline void load_sums(const float* sums, int64_t rows) {
-  order_stores();
-  _tile_loadd(0, sums, kColumns * sizeof(float));
-  _tile_loadd(1, sums + kSums, kColumns * sizeof(float));
-  if (rows <= kRows) return;
-  _tile_loadd(2, sums + 2 * kSums, kColumns * sizeof(float));
-  _tile_loadd(3, sums + 3 * kSums, kColumns * sizeof(float));
-}
-
+// Stores tiles 0 and 1, and for more than 16 rows tiles 2 and 3, to `sums` [4, 16, 16].
 inline void store_sums(float* sums, int64_t rows) {
   _tile_stored(0, sums, kColumns * sizeof(float));
   _tile_stored(1, sums + kSums, kColumns * sizeof(float));
@@ -170,6 +153,45 @@ inline void store_sums(float* sums, int64_t rows) {
     _tile_stored(3, sums + 3 * kSums, kColumns * sizeof(float));
   }
   order_stores();
+}
+
+// sums [rows, 32] = left [rows, 32] x right [32, 32], of 8 bits: half a step. The left operand is signed and the right
+// one unsigned. For more than 16 rows, the second half has its left tile at `left_low`. `meanwhile()` is called kPauses
+// times.
+template <typename Meanwhile>
+void multiply_half(const char* left, const char* left_low, int64_t rows, const char* right, float* sums,
+                   const Meanwhile& meanwhile) {
+  order_stores();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_loadd(6, left, kTileStride);
+  _tile_loadd(7, right, kTileStride);
+  _tile_dpbsud(0, 6, 7);
+  meanwhile();
+  _tile_loadd(7, right + kTile * sizeof(BFloat16), kTileStride);
+  _tile_dpbsud(1, 6, 7);
+  meanwhile();
+  if (rows > kRows) {
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(6, left_low, kTileStride);
+    _tile_dpbsud(3, 6, 7);
+    _tile_loadd(7, right, kTileStride);
+    _tile_dpbsud(2, 6, 7);
+  }
+  meanwhile();
+  store_sums(sums, rows);
+  meanwhile();
+}
+
+// Loads tiles 0 and 1 from `sums` [4, 16, 16], and for more than 16 rows tiles 2 and 3.
+inline void load_sums(const float* sums, int64_t rows) {
+  order_stores();
+  _tile_loadd(0, sums, kColumns * sizeof(float));
+  _tile_loadd(1, sums + kSums, kColumns * sizeof(float));
+  if (rows <= kRows) return;
+  _tile_loadd(2, sums + 2 * kSums, kColumns * sizeof(float));
+  _tile_loadd(3, sums + 3 * kSums, kColumns * sizeof(float));
 }
 
 // Adds left [rows, 16] x right [16, 16] to tile `sums`, 0 to 3; the right operand is stored in pairs, [8, 16, 2].

@@ -21,32 +21,11 @@ constexpr int64_t kMostRows = 6, kFewRows = 3;
 // take one tile after the other.
 inline int64_t passes(int64_t rows) { return rows <= kFewRows ? 1 : 2 * ((rows + kMostRows - 1) / kMostRows); }
 
-// Pairs (bfloat16) or quads (8 bits) of K are split into their even and their odd values, which are widened, to float32
-// or to pairs of 16 bits, and multiplied separately: 8 bits cannot hold the products of quads. Only quads of left
-// operands are signed.
-template <Format kFormat, bool kIsLeft>
-__m256 even(__m256i values) {
-  if constexpr (kFormat == Format::kInt8)
-    return _mm256_castsi256_ps(kIsLeft ? _mm256_srai_epi16(_mm256_slli_epi16(values, 8), 8)
-                                       : _mm256_and_si256(values, _mm256_set1_epi16(0xff)));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(values, 16));
-}
+// Pairs of K are split into their even and their odd values, which are widened to float32.
+inline __m256 even(__m256i values) { return _mm256_castsi256_ps(_mm256_slli_epi32(values, 16)); }
 
-template <Format kFormat, bool kIsLeft>
-__m256 odd(__m256i values) {
-  if constexpr (kFormat == Format::kInt8)
-    return _mm256_castsi256_ps(kIsLeft ? _mm256_srai_epi16(values, 8) : _mm256_srli_epi16(values, 8));
+inline __m256 odd(__m256i values) {
   return _mm256_castsi256_ps(_mm256_and_si256(values, _mm256_set1_epi32(0xffff0000)));
-}
-
-// sums += left x right of one half; `left` is the same in all lanes.
-template <Format kFormat>
-__m256 add_products(__m256 sums, __m256 left, __m256 right) {
-  if constexpr (kFormat == Format::kInt8)
-    return _mm256_castsi256_ps(
-        _mm256_add_epi32(_mm256_castps_si256(sums),
-                         _mm256_madd_epi16(_mm256_castps_si256(left), _mm256_castps_si256(right))));
-  return _mm256_fmadd_ps(left, right, sums);
 }
 
 inline __m256i load_values(const BFloat16* from) {
@@ -58,7 +37,7 @@ inline int64_t page_width(int64_t rows) { return rows == 1 ? 4 : 2; }
 
 // sums (+)= left [kCount, K] x right [K, 16 kWidth], from tile `first` of the right operand on. `meanwhile()` is called
 // kPauses times per step, and twice as often for four tiles.
-template <Format kFormat, int kWidth, int kCount, typename RightOperand, typename Meanwhile>
+template <int kWidth, int kCount, typename RightOperand, typename Meanwhile>
 void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& sums, int64_t first, bool add,
                    const Meanwhile& meanwhile) {
   // Tiles are taken in the order of memory.
@@ -89,8 +68,8 @@ void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& 
 #pragma GCC unroll 2
         for (int pair = 0; pair < kPairs; pair += kVectorLanes) {
           const __m256i values = load_values(left + row * kDepth + 2 * pair);
-          _mm256_store_ps(halves[row][0] + pair, even<kFormat, true>(values));
-          _mm256_store_ps(halves[row][1] + pair, odd<kFormat, true>(values));
+          _mm256_store_ps(halves[row][0] + pair, even(values));
+          _mm256_store_ps(halves[row][1] + pair, odd(values));
         }
       const auto add_pair = [&](int tile, int pair) {
         const BFloat16* from = reinterpret_cast<const BFloat16*>(
@@ -101,14 +80,14 @@ void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& 
 #pragma GCC unroll 2
           for (int vector = 0; vector < kVectors; vector++) {
             const __m256i both = load_values(from + 2 * kVectorLanes * vector);
-            values[vector] = half == 0 ? even<kFormat, false>(both) : odd<kFormat, false>(both);
+            values[vector] = half == 0 ? even(both) : odd(both);
           }
 #pragma GCC unroll 6
           for (int row = 0; row < kCount; row++) {
             const __m256 shared = _mm256_broadcast_ss(halves[row][half] + pair);
 #pragma GCC unroll 2
             for (int vector = 0; vector < kVectors; vector++)
-              totals[tile][row][vector] = add_products<kFormat>(totals[tile][row][vector], shared, values[vector]);
+              totals[tile][row][vector] = _mm256_fmadd_ps(shared, values[vector], totals[tile][row][vector]);
           }
         }
       };
@@ -134,13 +113,13 @@ void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& 
 }
 
 // `multiply` for 1 to 16 rows of one row of tiles, and two tiles of columns.
-template <Format kFormat, typename RightOperand, typename Meanwhile>
+template <typename RightOperand, typename Meanwhile>
 void multiply(const BFloat16* left, int64_t rows, const RightOperand& right, const Sums& sums, bool add,
               const Meanwhile& meanwhile) {
   switch (rows) {
-    case 1: return multiply_rows<kFormat, 2, 1>(left, right, sums, 0, add, meanwhile);
-    case 2: return multiply_rows<kFormat, 2, 2>(left, right, sums, 0, add, meanwhile);
-    case 3: return multiply_rows<kFormat, 2, 3>(left, right, sums, 0, add, meanwhile);
+    case 1: return multiply_rows<2, 1>(left, right, sums, 0, add, meanwhile);
+    case 2: return multiply_rows<2, 2>(left, right, sums, 0, add, meanwhile);
+    case 3: return multiply_rows<2, 3>(left, right, sums, 0, add, meanwhile);
   }
   const int64_t count = (rows + kMostRows - 1) / kMostRows;
   for (int64_t tile = 0; tile < 2; tile++)
@@ -150,10 +129,10 @@ void multiply(const BFloat16* left, int64_t rows, const RightOperand& right, con
       const Sums to{reinterpret_cast<float*>(reinterpret_cast<char*>(sums.data) + begin * sums.stride), sums.second,
                     sums.stride};
       switch (end - begin) {
-        case 3: multiply_rows<kFormat, 1, 3>(from, right, to, tile, add, meanwhile); break;
-        case 4: multiply_rows<kFormat, 1, 4>(from, right, to, tile, add, meanwhile); break;
-        case 5: multiply_rows<kFormat, 1, 5>(from, right, to, tile, add, meanwhile); break;
-        default: multiply_rows<kFormat, 1, kMostRows>(from, right, to, tile, add, meanwhile);
+        case 3: multiply_rows<1, 3>(from, right, to, tile, add, meanwhile); break;
+        case 4: multiply_rows<1, 4>(from, right, to, tile, add, meanwhile); break;
+        case 5: multiply_rows<1, 5>(from, right, to, tile, add, meanwhile); break;
+        default: multiply_rows<1, kMostRows>(from, right, to, tile, add, meanwhile);
       }
     }
 }
@@ -162,7 +141,7 @@ void multiply(const BFloat16* left, int64_t rows, const RightOperand& right, con
 template <typename Meanwhile>
 void multiply_wide(const BFloat16* left, [[maybe_unused]] int64_t rows, const Right& right, const Sums& sums, bool add,
                    const Meanwhile& meanwhile) {
-  multiply_rows<Format::kBFloat16, 4, 1>(left, right, sums, 0, add, meanwhile);
+  multiply_rows<4, 1>(left, right, sums, 0, add, meanwhile);
 }
 
 }  // namespace millrace::avx2

@@ -57,7 +57,7 @@ inline __m512i load_left(const BFloat16* pair) {
 inline int64_t page_width(int64_t rows) { return rows <= kFewRows ? 4 : 2; }
 
 // sums (+)= left [kCount, K] x right [K, 16 kWidth]. `meanwhile()` is called kPauses times per step and two tiles.
-template <Format kFormat, int kWidth, int kCount, typename RightOperand, typename Meanwhile>
+template <int kWidth, int kCount, typename RightOperand, typename Meanwhile>
 void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& sums, bool add,
                    const Meanwhile& meanwhile) {
   constexpr int kPairs = 16, kPairsAtOnce = kPairs / kPauses;
@@ -88,7 +88,7 @@ void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& 
           const __m512i shared = load_left(left + row * kDepth + 2 * pair);
 #pragma GCC unroll 4
           for (int tile = first; tile < last; tile++)
-            totals[tile][row] = add_products<kFormat>(totals[tile][row], shared, values[tile]);
+            totals[tile][row] = add_products<Format::kBFloat16>(totals[tile][row], shared, values[tile]);
         }
       };
       if constexpr (kIsTileByTile) {
@@ -116,7 +116,7 @@ void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& 
 }
 
 // `multiply` for 1 to 16 rows of one row of tiles, and two tiles of columns.
-template <Format kFormat, typename RightOperand, typename Meanwhile>
+template <typename RightOperand, typename Meanwhile>
 void multiply(const BFloat16* left, int64_t rows, const RightOperand& right, const Sums& sums, bool add,
               const Meanwhile& meanwhile) {
   const int64_t count = passes(rows);
@@ -126,14 +126,14 @@ void multiply(const BFloat16* left, int64_t rows, const RightOperand& right, con
     const Sums to{reinterpret_cast<float*>(reinterpret_cast<char*>(sums.data) + first * sums.stride), sums.second,
                   sums.stride};
     switch (last - first) {
-      case 1: multiply_rows<kFormat, 2, 1>(from, right, to, add, meanwhile); break;
-      case 2: multiply_rows<kFormat, 2, 2>(from, right, to, add, meanwhile); break;
-      case 3: multiply_rows<kFormat, 2, 3>(from, right, to, add, meanwhile); break;
-      case 4: multiply_rows<kFormat, 2, 4>(from, right, to, add, meanwhile); break;
-      case 5: multiply_rows<kFormat, 2, 5>(from, right, to, add, meanwhile); break;
-      case 6: multiply_rows<kFormat, 2, 6>(from, right, to, add, meanwhile); break;
-      case 7: multiply_rows<kFormat, 2, 7>(from, right, to, add, meanwhile); break;
-      default: multiply_rows<kFormat, 2, kMostRows>(from, right, to, add, meanwhile);
+      case 1: multiply_rows<2, 1>(from, right, to, add, meanwhile); break;
+      case 2: multiply_rows<2, 2>(from, right, to, add, meanwhile); break;
+      case 3: multiply_rows<2, 3>(from, right, to, add, meanwhile); break;
+      case 4: multiply_rows<2, 4>(from, right, to, add, meanwhile); break;
+      case 5: multiply_rows<2, 5>(from, right, to, add, meanwhile); break;
+      case 6: multiply_rows<2, 6>(from, right, to, add, meanwhile); break;
+      case 7: multiply_rows<2, 7>(from, right, to, add, meanwhile); break;
+      default: multiply_rows<2, kMostRows>(from, right, to, add, meanwhile);
     }
   }
 }
@@ -143,10 +143,10 @@ template <typename Meanwhile>
 void multiply_wide(const BFloat16* left, int64_t rows, const Right& right, const Sums& sums, bool add,
                    const Meanwhile& meanwhile) {
   switch (rows) {
-    case 1: return multiply_rows<Format::kBFloat16, 4, 1>(left, right, sums, add, meanwhile);
-    case 2: return multiply_rows<Format::kBFloat16, 4, 2>(left, right, sums, add, meanwhile);
-    case 3: return multiply_rows<Format::kBFloat16, 4, 3>(left, right, sums, add, meanwhile);
-    default: return multiply_rows<Format::kBFloat16, 4, 4>(left, right, sums, add, meanwhile);
+    case 1: return multiply_rows<4, 1>(left, right, sums, add, meanwhile);
+    case 2: return multiply_rows<4, 2>(left, right, sums, add, meanwhile);
+    case 3: return multiply_rows<4, 3>(left, right, sums, add, meanwhile);
+    default: return multiply_rows<4, 4>(left, right, sums, add, meanwhile);
   }
 }
 

@@ -1,7 +1,7 @@
-// One thread's loop over panels of codes.
+// One thread's loop over panels of codes, with exact products.
 //
-// A row's sums run over the inputs of a group in one order, in float32 over exact products or in int32, and are then
-// added to the row's result, scaled, group by group. So a row's bits depend on the row alone.
+// A row's sums run over the inputs of a group in one order, in float32, and are then added to the row's result, scaled,
+// group by group. So a row's bits depend on the row alone.
 #pragma once
 
 #include "few_rows.h"
@@ -11,7 +11,7 @@ namespace millrace {
 // Calls emit as PanelLoop does. Codes are unpacked into tiles once for all rows.
 //
 // On AMX the sums of a group are added to the results between the products of the next group.
-template <Format kFormat, typename Emit>
+template <typename Emit>
 class CodeLoop {
  public:
   CodeLoop(const CodePanels& panels, const CodedRows& rows, const tiles::Tiled& x, const Emit& emit)
@@ -79,7 +79,7 @@ class CodeLoop {
   // memory, later.
   bool multiplies_in_registers([[maybe_unused]] int64_t rows) const {
 #if defined(CPU_CAPABILITY_AVX512)
-    if (kFormat != Format::kBFloat16 || tiles::on_amx()) return false;
+    if (tiles::on_amx()) return false;
     return rows <= kMostFewRows || (w_.header->codes != Codes::kTable8 && (rows <= kBlock || w_.group_steps == 1));
 #else
     return false;
@@ -146,7 +146,7 @@ class CodeLoop {
   // Unpacks steps [begin, end) of a panel and divides them into runs.
   void unpack(std::vector<Run>& runs, int64_t panel, int64_t begin, int64_t end, bool shares) {
     runs.clear();
-    const int64_t parts = kFormat == Format::kBFloat16 ? w_.header->parts : 1;
+    const int64_t parts = w_.header->parts;
     if (tiles::on_amx()) side_ = 1 - side_;  // its products may not have read the last part's tiles yet
     char* to = tiles_ + side_ * 2 * kTilesBytes;
     for (int64_t step = begin; step < end;) {
@@ -156,7 +156,7 @@ class CodeLoop {
         for (int64_t half = 0; half < 2 && 2 * step + half < w_.groups; half++, to += kStepBytes) {
           run.group = 2 * step + half;
           for (int64_t part = 0; part < parts; part++) {
-            unpack_half_step<kFormat>(*w_.header, part, codes, half, to + part * kTilesBytes);
+            unpack_half_step(*w_.header, part, codes, half, to + part * kTilesBytes);
             run.tiles[part] = reinterpret_cast<const BFloat16*>(to + part * kTilesBytes);
           }
           runs.push_back(run);
@@ -169,9 +169,9 @@ class CodeLoop {
       run.begins = step % w_.group_steps == 0;
       run.ends = last % w_.group_steps == 0 || last == w_.steps;
       for (int64_t part = 0; part < parts; part++) {
-        run.tiles[part] = reinterpret_cast<const BFloat16*>(w_.is_direct() ? codes : reinterpret_cast<uint8_t*>(to) + part * kTilesBytes);
+        run.tiles[part] = reinterpret_cast<const BFloat16*>(to + part * kTilesBytes);
         const uint8_t* ahead = codes + (shares ? w_.panel_bytes : kAhead);
-        if (!w_.is_direct()) unpack_steps<kFormat>(*w_.header, part, codes, run.steps, to + part * kTilesBytes, ahead);
+        unpack_steps<Format::kBFloat16>(*w_.header, part, codes, run.steps, to + part * kTilesBytes, ahead);
       }
       runs.push_back(run);
       to += run.steps * kStepBytes;
@@ -183,18 +183,11 @@ class CodeLoop {
     const int64_t pauses = run.steps * tiles::kPauses, each = (pending_.count - done_ + pauses - 1) / pauses;
     const tiles::Sums to{sums, tiles::kSums, tiles::kColumns * sizeof(float)};
     const BFloat16* left = x_.rows(row) + run.step * tiles::kTile;
-    const int64_t parts = kFormat == Format::kBFloat16 ? w_.header->parts : 1;
-    // Codes that are operands are fetched here, since nothing unpacks them.
-    const char* ahead = reinterpret_cast<const char*>(run.tiles[0]) + kAhead;
-    const int64_t lines = w_.is_direct() && count <= kBlock ? 2 * tiles::kRows / tiles::kPauses : 0;
+    const int64_t parts = w_.header->parts;
     for (int64_t part = 0; part < parts; part++) {
       const tiles::PanelRight right{&run.tiles[part], run.steps, run.steps};
-      tiles::multiply<kFormat>(
-          left, left + x_.stride * tiles::kTile, count, right, to, sums + 2 * tiles::kSums, part > 0 || !run.begins,
-          [&] {
-            for (int64_t line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
-          },
-          [&] { work_until(done_ + each); }, [] {});
+      tiles::multiply(left, left + x_.stride * tiles::kTile, count, right, to, sums + 2 * tiles::kSums,
+                      part > 0 || !run.begins, [] {}, [&] { work_until(done_ + each); }, [] {});
     }
     finish();
   }
@@ -230,28 +223,10 @@ class CodeLoop {
     for (int64_t row = begin; row < end; row++) {
       const int64_t place = place_of(row, i), number = pending_.row + row;
       Vec total = group == 0 ? Vec(0.f) : load(pending_.results + place);
-      if constexpr (kFormat == Format::kInt8) {
-        const int64_t sum = rows_.has_sums() ? rows_.integer_sums(number)[group] : 0;
-        const Vec value = load_integers(pending_.sums + place, static_cast<int32_t>(w_.header->zero * sum));
-        total = at::vec::fmadd(scale, value, total);
-        if (has_offsets) total = at::vec::fmadd(offset, Vec(static_cast<float>(sum)), total);
-        if (is_last(group)) total = total * Vec(rows_.scale(number));
-      } else {
-        total = at::vec::fmadd(scale, load(pending_.sums + place), total);
-        if (has_offsets) total = at::vec::fmadd(offset, Vec(rows_.sums(number)[group]), total);
-      }
+      total = at::vec::fmadd(scale, load(pending_.sums + place), total);
+      if (has_offsets) total = at::vec::fmadd(offset, Vec(rows_.sums(number)[group]), total);
       save(pending_.results + place, total);
     }
-  }
-
-  // Integers less `subtracted`, as floats. Arithmetic is modulo 2^32, so only the difference has to fit.
-  static Vec load_integers(const float* from, int32_t subtracted) {
-#if defined(CPU_CAPABILITY_AVX512)
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(from), _mm512_set1_epi32(subtracted)));
-#else
-    const __m256i sums = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    return _mm256_cvtepi32_ps(_mm256_sub_epi32(sums, _mm256_set1_epi32(subtracted)));
-#endif
   }
 
   // Lets the tile unit add deltas to the results of a block, all of whose rows are complete.

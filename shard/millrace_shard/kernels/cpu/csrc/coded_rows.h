@@ -1,5 +1,5 @@
 // The rows that panels of codes are multiplied with: in the order of the codes, with their sums over groups, and, for
-// integer products, as int8 with a scale per row. A row is prepared from itself alone.
+// integer products, as int8 with a scale for every 32 inputs. A row is prepared from itself alone.
 #pragma once
 
 #include <cmath>
@@ -10,8 +10,10 @@
 namespace millrace {
 
 constexpr float kLargestInt8 = 127.f;
-// A row without a larger absolute value is quantised to zeros: its scale would have no reciprocal.
-constexpr float kSmallestRow = 1e-30f;
+// Inputs without a larger absolute value are rounded to zeros: their scale would have no reciprocal.
+constexpr float kSmallestInputs = 1e-30f;
+// Inputs of a row that are rounded to int8 with one scale.
+constexpr int64_t kRounded = 32;
 
 // Stores 16 values, scaled and rounded to int8.
 inline void save_int8(int8_t* to, const BFloat16* values, float scale) {
@@ -28,42 +30,52 @@ inline void save_int8(int8_t* to, const BFloat16* values, float scale) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
 }
 
-// The largest absolute value of `count` values, a multiple of 16; not finite if any value is not.
-inline float largest_of(const BFloat16* values, int64_t count) {
-  __m256i most = _mm256_setzero_si256();
+// The largest absolute value of kRounded values; not finite if any value is not.
+inline float largest_of(const BFloat16* values) {
+  const __m256i* from = reinterpret_cast<const __m256i*>(values);
   const __m256i magnitude = _mm256_set1_epi16(0x7fff);
-  for (int64_t i = 0; i < count; i += 16)
-    most = _mm256_max_epu16(
-        most, _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i)), magnitude));
-  alignas(32) uint16_t lanes[16];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), most);
-  return static_cast<float>(BFloat16(*std::max_element(lanes, lanes + 16), BFloat16::from_bits()));
+  const __m256i most = _mm256_max_epu16(_mm256_and_si256(_mm256_loadu_si256(from), magnitude),
+                                        _mm256_and_si256(_mm256_loadu_si256(from + 1), magnitude));
+  const __m128i half = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+  // There is an instruction for the least of 8 integers.
+  const __m128i ones = _mm_set1_epi16(-1);
+  const int least = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(half, ones)), 0);
+  return static_cast<float>(BFloat16(static_cast<uint16_t>(~least), BFloat16::from_bits()));
 }
 
-// The sum of `count` integers, a multiple of 32.
-inline int32_t sum_int8(const int8_t* values, int64_t count) {
-  __m256i total = _mm256_setzero_si256();
-  for (int64_t i = 0; i < count; i += 32) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i));
-    const __m256i shifted = _mm256_xor_si256(bytes, _mm256_set1_epi8(static_cast<char>(0x80)));
-    total = _mm256_add_epi64(total, _mm256_sad_epu8(shifted, _mm256_setzero_si256()));
-  }
-  alignas(32) int64_t lanes[4];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), total);
-  return static_cast<int32_t>(lanes[0] + lanes[1] + lanes[2] + lanes[3] - 128 * count);
+// The sum of kRounded integers.
+inline int32_t sum_int8(const int8_t* values) {
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
+  const __m256i shifted = _mm256_xor_si256(bytes, _mm256_set1_epi8(static_cast<char>(0x80)));
+  const __m256i sums = _mm256_sad_epu8(shifted, _mm256_setzero_si256());
+  const __m128i half = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+  return static_cast<int32_t>(_mm_cvtsi128_si64(half) + _mm_extract_epi64(half, 1) - 128 * kRounded);
 }
+
+// Of kRounded inputs of a row: their scale, and what the integer sums of their products begin with, which takes away
+// what was added to the values of the codes.
+struct RoundedInputs {
+  float scale;
+  int32_t start;
+};
 
 // What the prepared rows of one or several weights take.
 struct RowSizes {
-  int64_t columns = 0, groups = 0;  // of the operand, in units of two bytes; of the sums
+  int64_t columns = 0;  // of the operand, in units of two bytes
+  int64_t groups = 0;   // of the sums
+  int64_t rounded = 0;  // inputs with one scale each
 
   void add(const CodePanels& w) {
-    if (w.replaces_rows()) columns = std::max(columns, w.steps * tiles::kDepth);
-    if (w.needs_sums()) groups = std::max(groups, w.groups);
+    RowSizes other;
+    if (w.replaces_rows()) other.columns = w.steps * tiles::kDepth;
+    if (w.needs_sums()) other.groups = w.groups;
+    if (w.is_integer()) other.rounded = w.steps * w.depth() / kRounded;
+    add(other);
   }
   void add(const RowSizes& other) {
     columns = std::max(columns, other.columns);
     groups = std::max(groups, other.groups);
+    rounded = std::max(rounded, other.rounded);
   }
   bool any() const { return columns > 0 || groups > 0; }
 };
@@ -73,24 +85,26 @@ class RowMemory {
  public:
   // Makes room for `rows` rows.
   RowMemory(const RowSizes& sizes, int64_t rows) : sizes_(sizes) {
-    static thread_local Scratch operands, sums, scales;
+    static thread_local Scratch operands, sums, rounded;
     operands_ = &operands;
     sums_ = &sums;
-    scales_ = &scales;
-    if (sizes.columns > 0) {
-      operands.reserve(tiles::Tiled::bytes(rows, sizes.columns));
-      scales.reserve(rows * static_cast<int64_t>(sizeof(float)));
-    }
-    if (sizes.groups > 0) sums.reserve(rows * sizes.groups * static_cast<int64_t>(sizeof(float)));
+    rounded_ = &rounded;
+    operands.reserve(tiles::Tiled::bytes(rows, sizes.columns));
+    sums.reserve(rows * sizes.groups * static_cast<int64_t>(sizeof(float)));
+    rounded.reserve(rows * sizes.rounded * static_cast<int64_t>(sizeof(RoundedInputs)));
   }
 
   tiles::Tiled operands() const { return {operands_->data(), sizes_.columns}; }
   float* sums(int64_t row) const { return reinterpret_cast<float*>(sums_->data()) + row * sizes_.groups; }
-  float* scale(int64_t row) const { return reinterpret_cast<float*>(scales_->data()) + row; }
+  RoundedInputs* rounded(int64_t row) const {
+    return reinterpret_cast<RoundedInputs*>(rounded_->data()) + row * sizes_.rounded;
+  }
+  // From one row to the next.
+  int64_t rounded_stride() const { return sizes_.rounded; }
 
  private:
   RowSizes sizes_;
-  Scratch *operands_, *sums_, *scales_;
+  Scratch *operands_, *sums_, *rounded_;
 };
 
 // The rows of a product with panels of codes.
@@ -99,15 +113,15 @@ class CodedRows {
   // Rows in `memory`, whose sizes fit the weight.
   CodedRows(const CodePanels& w, const RowMemory& memory) : w_(w), memory_(memory) {}
 
-  bool needs_work() const { return w_.replaces_rows() || has_sums(); }
+  bool needs_work() const { return w_.replaces_rows() || w_.needs_sums(); }
 
   // The operand of products: `x` itself, if rows are multiplied as they are.
   tiles::Tiled operand(const tiles::Tiled& x) const { return w_.replaces_rows() ? memory_.operands() : x; }
-  // [groups] of a row: float32 with exact products, else int32.
+  // [groups] of a row: the sums of its inputs, as they are multiplied.
   const float* sums(int64_t row) const { return memory_.sums(row); }
-  const int32_t* integer_sums(int64_t row) const { return reinterpret_cast<const int32_t*>(sums(row)); }
-  bool has_sums() const { return w_.needs_sums(); }
-  float scale(int64_t row) const { return *memory_.scale(row); }
+  // [inputs / kRounded] of a row, for integer products.
+  const RoundedInputs* rounded(int64_t row) const { return memory_.rounded(row); }
+  int64_t rounded_stride() const { return memory_.rounded_stride(); }
 
   // Prepares rows [begin, end) of `x`, whose columns past the inputs are 0.
   void prepare(const tiles::Tiled& x, int64_t begin, int64_t end) const {
@@ -143,7 +157,7 @@ class CodedRows {
       for (int64_t step = 0; step < w_.steps; step++)
         std::memcpy(to.at(row, step * tiles::kDepth), line + step * tiles::kDepth, tiles::kTileStride);
     }
-    if (!has_sums()) return;
+    if (!w_.needs_sums()) return;
     float* sums = memory_.sums(row);
     for (int64_t group = 0; group < w_.groups; group++) {
       Vec total(0.f);
@@ -154,21 +168,22 @@ class CodedRows {
   }
 
   void quantize(const BFloat16* line, int64_t row, int64_t padded) const {
-    const float largest = largest_of(line, padded);
-    const float inverse = largest > kSmallestRow ? kLargestInt8 / largest : 0.f;
-    const bool is_finite = std::isfinite(largest);
-    *memory_.scale(row) =
-        is_finite ? largest / kLargestInt8 : std::numeric_limits<float>::quiet_NaN();
     const tiles::Tiled to = memory_.operands();
-    const auto place = [&](int64_t i) { return reinterpret_cast<int8_t*>(to.at(row, i / 2)); };
-    for (int64_t i = 0; i < padded; i += 16) save_int8(place(i / 64 * 64) + i % 64, line + i, inverse);
-    if (!has_sums()) return;
-    int32_t* sums = reinterpret_cast<int32_t*>(memory_.sums(row));
-    for (int64_t group = 0; group < w_.groups; group++) {
-      const auto [first, last] = columns(group);
-      int32_t total = 0;
-      for (int64_t i = first; i < last; i += 32) total += sum_int8(place(i / 64 * 64) + i % 64, 32);
-      sums[group] = total;
+    RoundedInputs* rounded = memory_.rounded(row);
+    const bool needs_sums = w_.needs_sums();
+    float* sums = memory_.sums(row);
+    if (needs_sums) std::fill_n(sums, w_.groups, 0.f);
+    for (int64_t i = 0; i < padded; i += kRounded, rounded++) {
+      const float largest = largest_of(line + i);
+      const float inverse = largest > kSmallestInputs ? kLargestInt8 / largest : 0.f;
+      int8_t* bytes = reinterpret_cast<int8_t*>(to.at(row, i / 2));
+      save_int8(bytes, line + i, inverse);
+      save_int8(bytes + kRounded / 2, line + i + kRounded / 2, inverse);
+      *rounded = {std::isfinite(largest) ? largest / kLargestInt8 : std::numeric_limits<float>::quiet_NaN(), 0};
+      if (!needs_sums) continue;
+      const int32_t total = sum_int8(bytes);
+      rounded->start = static_cast<int32_t>(-w_.header->zero * total);
+      sums[std::min(i / w_.header->group, w_.groups - 1)] += rounded->scale * static_cast<float>(total);
     }
   }
 

@@ -14,6 +14,7 @@ enum class Codes : int64_t {
   kTable4,    // 4 bits; a table of 16 values
   kInteger8,  // 8 bits; the value is the code minus `zero`
   kTable8,    // 8 bits; a table of 256 values
+  kInteger4,  // 4 bits, of integer products; the value is the code minus `zero`
 };
 
 enum class ScaleType : int64_t { kNone, kFloat, kBFloat16, kHalf };
@@ -40,8 +41,6 @@ struct CodeTable {
 };
 
 constexpr int64_t kCodeMagic = 0x6d696c6c63646531;
-// Longer sums of integer products could overflow int32.
-constexpr int64_t kLongestInteger = 65536;
 
 // The first bytes of a packed weight.
 struct alignas(64) CodeHeader {
@@ -105,13 +104,11 @@ struct CodePanels {
 
   bool is_integer() const { return header->is_integer != 0; }
   int64_t depth() const { return is_integer() ? 2 * tiles::kDepth : tiles::kDepth; }
-  int64_t bits() const { return header->codes == Codes::kTable4 ? 4 : 8; }
+  int64_t bits() const { return header->codes == Codes::kTable4 || header->codes == Codes::kInteger4 ? 4 : 8; }
   // Whether rows are multiplied in another form or order than they have.
   bool replaces_rows() const { return is_integer() || order != nullptr; }
   // Whether products need the sums of a row over groups.
   bool needs_sums() const { return offset_size > 0 || (is_integer() && header->zero != 0); }
-  // Whether codes are operands as they are.
-  bool is_direct() const { return is_integer() && header->codes == Codes::kInteger8 && !is_half; }
   int64_t grain() const { return std::max<int64_t>(1, kGrainOfWeights / panel_bytes); }
 
   // The codes of the steps from `step` on, to the end of their group.

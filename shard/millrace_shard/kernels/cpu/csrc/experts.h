@@ -178,9 +178,9 @@ class ExpertsOfRows {
     const CodedRows rows(w.coded, *memory_);
     const tiles::Tiled operand = rows.operand(x);
     if (w.coded.is_integer()) {
-      run(CodeLoop<Format::kInt8, Emit>(w.coded, rows, operand, emit));
+      run(IntegerLoop<Emit>(w.coded, rows, operand, emit));
     } else {
-      run(CodeLoop<Format::kBFloat16, Emit>(w.coded, rows, operand, emit));
+      run(CodeLoop<Emit>(w.coded, rows, operand, emit));
     }
   }
 

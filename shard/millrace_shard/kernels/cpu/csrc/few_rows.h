@@ -133,7 +133,7 @@ class FewRows {
 // the eighth, are undefined.
 inline void multiply_few(const CodePanels& w, const CodedRows& prepared, int64_t panel, const BFloat16* left,
                          int64_t first, int64_t rows, float* sums) {
-  dispatch_codes(w.header->codes, [&](auto kind) {
+  dispatch_codes<Format::kBFloat16>(w.header->codes, [&](auto kind) {
     switch (rows) {
       case 1: return FewRows<kind(), 1>(w, prepared)(panel, left, first, sums);
       case 2: return FewRows<kind(), 2>(w, prepared)(panel, left, first, sums);

@@ -128,7 +128,7 @@ inline void set_table(CodeHeader& header, const at::Tensor& values) {
   TORCH_CHECK(size == 16 || size == 256, "millrace: a table of 16 or 256 values");
   const float* from = values.const_data_ptr<float>();
   header.parts = 1;
-  bool is_shifted = size == 256;
+  bool is_shifted = from[0] == std::floor(from[0]) && from[0] <= 0 && from[0] >= -255;
   for (int64_t code = 0; code < 256; code++) {
     const float value = from[code % size];
     const BFloat16 high(value);
@@ -136,14 +136,14 @@ inline void set_table(CodeHeader& header, const at::Tensor& values) {
     header.table.parts[0][code] = high.x;
     header.table.parts[1][code] = low.x;
     if (static_cast<float>(low) != 0.f) header.parts = 2;
-    is_shifted = is_shifted && value == static_cast<float>(code) + from[0];
+    is_shifted = is_shifted && value == static_cast<float>(code % size) + from[0];
   }
-  is_shifted = is_shifted && from[0] <= 0 && from[0] >= -255 && from[0] == std::floor(from[0]);
-  header.codes = size == 16 ? Codes::kTable4 : is_shifted ? Codes::kInteger8 : Codes::kTable8;
+  const bool is_integer = header.is_integer != 0;
+  header.codes = size == 16 ? (is_shifted && is_integer ? Codes::kInteger4 : Codes::kTable4)
+                            : (is_shifted ? Codes::kInteger8 : Codes::kTable8);
   header.zero = is_shifted ? static_cast<int64_t>(-from[0]) : 0;
-  if (header.is_integer == 0) return;
-  TORCH_CHECK(header.codes != Codes::kTable8, "millrace: no integer products of these values");
-  if (header.codes == Codes::kInteger8) return;
+  if (!is_integer || is_shifted) return;
+  TORCH_CHECK(header.codes == Codes::kTable4, "millrace: no integer products of these values");
   header.zero = 128;
   for (int64_t code = 0; code < 16; code++) {
     TORCH_CHECK(from[code] == std::floor(from[code]) && std::fabs(from[code]) < 128.f,
@@ -159,7 +159,6 @@ inline at::Tensor pack_codes(at::TensorList codes, const at::Tensor& values, at:
                              bool integer) {
   const CodeRows weight(codes, scales, offsets, group);
   TORCH_CHECK(!gated || weight.out % kPanelColumns == 0, "millrace: gates come in multiples of 16");
-  TORCH_CHECK(!integer || weight.in <= kLongestInteger, "millrace: too many inputs for integer products");
   CodeHeader header{};
   header.magic = kCodeMagic;
   header.in = weight.in;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "code_loop.h"
+#include "integer_loop.h"
 
 namespace millrace {
 
@@ -34,14 +35,6 @@ struct PackedWeight {
   }
 };
 
-template <Format kFormat, typename Emit>
-void multiply_codes(Team& team, const CodePanels& w, const CodedRows& prepared, const tiles::Tiled& x, int64_t rows,
-                    const Emit& emit) {
-  CodeLoop<kFormat, Emit> loop(w, prepared, x, emit);
-  const int64_t grain = rows > 2 * tiles::kRows ? kPanelsAtOnce : w.grain();
-  share_panels(team, loop, w.count, grain, rows);
-}
-
 // Multiplies all panels with `rows` rows of `x` on the team; calls emit(panel, row, left sums, right sums).
 template <typename Emit>
 void multiply_panels(Team& team, const PackedWeight& w, const tiles::Tiled& x, int64_t rows, const Emit& emit) {
@@ -52,10 +45,13 @@ void multiply_panels(Team& team, const PackedWeight& w, const tiles::Tiled& x, i
     team.share(rows, grain, [&](int64_t begin, int64_t end) { prepared.prepare(x, begin, end); });
   }
   const tiles::Tiled operand = prepared.operand(x);
+  const int64_t grain = rows > 2 * tiles::kRows ? kPanelsAtOnce : w.coded.grain();
   if (w.coded.is_integer()) {
-    multiply_codes<Format::kInt8>(team, w.coded, prepared, operand, rows, emit);
+    IntegerLoop<Emit> loop(w.coded, prepared, operand, emit);
+    share_panels(team, loop, w.coded.count, grain, rows);
   } else {
-    multiply_codes<Format::kBFloat16>(team, w.coded, prepared, operand, rows, emit);
+    CodeLoop<Emit> loop(w.coded, prepared, operand, emit);
+    share_panels(team, loop, w.coded.count, grain, rows);
   }
 }
 

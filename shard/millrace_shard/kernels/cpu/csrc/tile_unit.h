@@ -58,8 +58,7 @@ inline int64_t passes(int64_t rows) {
 // sums (+)= left x right for 1 to 32 rows. Rows from the 16th on have their tiles at `left_low` and their sums at
 // `low`. In each step of each pass, `fetch()` is called kPauses times; on AMX, where products leave the vector
 // registers free, `meanwhile()` is called with it, and `after()` at the end, while the sums are in its tiles.
-template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Fetch, typename Meanwhile,
-          typename After>
+template <typename RightOperand, typename Fetch, typename Meanwhile, typename After>
 void multiply(const BFloat16* left, const BFloat16* left_low, int64_t rows, const RightOperand& right, const Sums& sums,
               float* low, bool add, const Fetch& fetch, [[maybe_unused]] const Meanwhile& meanwhile,
               [[maybe_unused]] const After& after) {
@@ -70,15 +69,15 @@ void multiply(const BFloat16* left, const BFloat16* left_low, int64_t rows, cons
       meanwhile();
     };
     if (rows <= kRows) {
-      amx::multiply_one<kFormat>(left, right, sums, add, both, after);
+      amx::multiply_one(left, right, sums, add, both, after);
     } else {
-      amx::multiply_two<kFormat>(left, left_low, right, sums, low, add, both, after);
+      amx::multiply_two(left, left_low, right, sums, low, add, both, after);
     }
     return;
   }
 #endif
-  vectors::multiply<kFormat>(left, std::min(rows, kRows), right, sums, add, fetch);
-  if (rows > kRows) vectors::multiply<kFormat>(left_low, rows - kRows, right, {low, sums.second, sums.stride}, add, fetch);
+  vectors::multiply(left, std::min(rows, kRows), right, sums, add, fetch);
+  if (rows > kRows) vectors::multiply(left_low, rows - kRows, right, {low, sums.second, sums.stride}, add, fetch);
 }
 
 // The fastest number of tiles of columns to take at once from a page, for products of `rows` rows.

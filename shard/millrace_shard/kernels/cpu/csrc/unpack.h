@@ -11,7 +11,8 @@ using tiles::Format;
 template <Format kFormat, Codes kCodes>
 class Unpacker {
  public:
-  static constexpr int kRows = (kFormat == Format::kInt8 ? 1 : 2) * (kCodes == Codes::kTable4 ? 2 : 1);
+  static constexpr int kRows =
+      (kFormat == Format::kInt8 ? 1 : 2) * (kCodes == Codes::kTable4 || kCodes == Codes::kInteger4 ? 2 : 1);
   static constexpr int64_t kLine = 64;
 
   Unpacker(const CodeHeader& header, int64_t part) { set(header, header.table.parts[part]); }
@@ -20,13 +21,15 @@ class Unpacker {
   void operator()(const uint8_t* line, __m512i (&rows)[kRows]) const {
     const __m512i codes = _mm512_loadu_si512(line);
     if constexpr (kFormat == Format::kInt8) {
-      if constexpr (kCodes == Codes::kTable4) {
-        const __m512i low = _mm512_set1_epi8(0x0f);
-        rows[0] = _mm512_shuffle_epi8(table_[0], _mm512_and_si512(codes, low));
-        rows[1] = _mm512_shuffle_epi8(table_[0], _mm512_and_si512(_mm512_srli_epi16(codes, 4), low));
-      } else {
+      if constexpr (kRows == 1) {
         rows[0] = codes;
+        return;
       }
+      const __m512i low = _mm512_set1_epi8(0x0f);
+      rows[0] = _mm512_and_si512(codes, low);
+      rows[kRows - 1] = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low);
+      if constexpr (kCodes == Codes::kTable4)
+        for (__m512i& row : rows) row = _mm512_shuffle_epi8(table_[0], row);
     } else if constexpr (kCodes == Codes::kTable4) {
       // The lookup reads 5 bits of each index, and the table is there twice.
       rows[0] = _mm512_permutexvar_epi16(codes, table_[0]);
@@ -98,13 +101,12 @@ class Unpacker {
       _mm256_store_si256(reinterpret_cast<__m256i*>(to + row * kLine), values);
     };
     if constexpr (kFormat == Format::kInt8) {
-      const __m256i low = _mm256_set1_epi8(0x0f);
-      if constexpr (kCodes == Codes::kTable4) {
-        save_row(0, _mm256_shuffle_epi8(table_[0], _mm256_and_si256(codes, low)));
-        save_row(1, _mm256_shuffle_epi8(table_[0], _mm256_and_si256(_mm256_srli_epi16(codes, 4), low)));
-      } else {
-        save_row(0, codes);
-      }
+      const auto value_of = [&](__m256i shifted) {
+        const __m256i code = _mm256_and_si256(shifted, _mm256_set1_epi8(0x0f));
+        return kCodes == Codes::kTable4 ? _mm256_shuffle_epi8(table_[0], code) : code;
+      };
+      save_row(0, kRows == 1 ? codes : value_of(codes));
+      if constexpr (kRows == 2) save_row(1, value_of(_mm256_srli_epi16(codes, 4)));
     } else if constexpr (kCodes == Codes::kTable4) {
       save_row(0, look_up(codes));
       save_row(1, look_up(_mm256_srli_epi16(codes, 4)));
@@ -162,13 +164,21 @@ class Unpacker {
 #endif
 };
 
-// Calls body with the kind of codes as a compile-time constant.
-template <typename Body>
+// Calls body with the kind of codes, of those that have products of the format, as a compile-time constant.
+template <Format kFormat, typename Body>
 void dispatch_codes(Codes codes, const Body& body) {
-  switch (codes) {
-    case Codes::kTable4: return body(std::integral_constant<Codes, Codes::kTable4>());
-    case Codes::kInteger8: return body(std::integral_constant<Codes, Codes::kInteger8>());
-    default: return body(std::integral_constant<Codes, Codes::kTable8>());
+  if constexpr (kFormat == Format::kInt8) {
+    switch (codes) {
+      case Codes::kInteger4: return body(std::integral_constant<Codes, Codes::kInteger4>());
+      case Codes::kInteger8: return body(std::integral_constant<Codes, Codes::kInteger8>());
+      default: return body(std::integral_constant<Codes, Codes::kTable4>());
+    }
+  } else {
+    switch (codes) {
+      case Codes::kTable4: return body(std::integral_constant<Codes, Codes::kTable4>());
+      case Codes::kInteger8: return body(std::integral_constant<Codes, Codes::kInteger8>());
+      default: return body(std::integral_constant<Codes, Codes::kTable8>());
+    }
   }
 }
 
@@ -176,7 +186,7 @@ void dispatch_codes(Codes codes, const Body& body) {
 template <Format kFormat>
 void unpack_steps(const CodeHeader& header, int64_t part, const uint8_t* codes, int64_t steps, char* to,
                   const uint8_t* ahead) {
-  dispatch_codes(header.codes, [&](auto kind) {
+  dispatch_codes<kFormat>(header.codes, [&](auto kind) {
     using Lines = Unpacker<kFormat, kind()>;
     const Lines lines(header, part);
     const int64_t count = steps * 2 * tiles::kRows / Lines::kRows;
@@ -188,10 +198,9 @@ void unpack_steps(const CodeHeader& header, int64_t part, const uint8_t* codes, 
 }
 
 // Unpacks one half of the inputs of a step into a step of right tiles. The values of the other half are 0.
-template <Format kFormat>
-void unpack_half_step(const CodeHeader& header, int64_t part, const uint8_t* codes, int64_t half, char* to) {
-  dispatch_codes(header.codes, [&](auto kind) {
-    using Lines = Unpacker<kFormat, kind()>;
+inline void unpack_half_step(const CodeHeader& header, int64_t part, const uint8_t* codes, int64_t half, char* to) {
+  dispatch_codes<Format::kBFloat16>(header.codes, [&](auto kind) {
+    using Lines = Unpacker<Format::kBFloat16, kind()>;
     const Lines lines(header, part);
     constexpr int64_t kLines = tiles::kRows / Lines::kRows, kRowsBytes = Lines::kRows * Lines::kLine;
     for (int64_t tile = 0; tile < 2; tile++)

@@ -130,7 +130,7 @@ def bitsandbytes(settings: Settings) -> Quantization:
             method="bitsandbytes",
             summary="bitsandbytes, 8 bits, one scale an output",
             format_of=lambda _: linear,
-            notes=("outliers are not multiplied apart; activations are not quantised",),
+            notes=("outliers are not multiplied apart",),
         )
     settings.choice("bnb_4bit_quant_storage", allowed=("uint8",), default="uint8")
     kind = settings.choice("bnb_4bit_quant_type", allowed=("nf4", "fp4"), default="fp4")

@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.model_loader.quantized.methods.fp4 import Mxfp4Linear, Nvfp4Linear
-from millrace_shard.model_loader.quantized.methods.fp8 import EXACT, Fp8Linear, block_of
+from millrace_shard.model_loader.quantized.methods.fp8 import Fp8Linear, block_of
 from millrace_shard.model_loader.quantized.methods.integer_linear import IntegerLinear
 from millrace_shard.model_loader.quantized.quantization import LinearFormat, Quantization
 from millrace_shard.model_loader.quantized.settings import Settings
@@ -59,7 +59,7 @@ def compressed_tensors(settings: Settings) -> Quantization:
     summaries = dict.fromkeys(group.summary for group in groups)
     notes = []
     if any(isinstance(g, dict) and g.get("input_activations") for g in found.values()):
-        notes.append(EXACT)
+        notes.append("weights are exact; activations are not quantised as input_activations says")
     return Quantization(
         method=METHOD,
         summary=f"{METHOD}, {'; '.join(summaries)}",
