@@ -97,6 +97,7 @@ OURS = [
     ("--deterministic", "TRUE", "shard", "on"),
     ("--steps-in-flight", "1", "router", 1),
     ("--max-n", "3", "router", 3),
+    ("--task", "embed", "router", ("embed",)),
     ("--default-max-new-tokens", "256", "router", 256),
     ("--max-new-tokens-limit", "512", "router", 512),
     ("--one-shot-all-reduce", "", "shard", True),
