@@ -310,6 +310,18 @@ class RouterConfig(BaseSettings):
         description="Seconds that a request with an Idempotency-Key outlives its connection, and can "
         "be resumed; 0 ends it with the connection.",
     )
+    responses_store: int = Field(
+        default=0,
+        ge=0,
+        description="MiB of memory for answers of /v1/responses, which `previous_response_id` refers "
+        "to; the oldest are forgotten first, and 0 stores none.",
+    )
+    responses_store_seconds: float = Field(
+        default=3600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds after which a stored response is forgotten.",
+    )
     journal: Path | None = Field(
         default=None,
         description="Folder to record every step in, for replay; none is kept when absent.",

@@ -202,13 +202,34 @@ class UnknownModel(RouterError):
 
 
 class NotStored(RouterError):
-    """The request refers to an earlier response by id; responses are not stored."""
+    """There is no stored response of this id, or the client has no right to know that it exists."""
 
     status = 404
     error_type = "not_found"
 
-    def __init__(self, id_: str) -> None:
-        super().__init__(f"Response with id '{id_}' not found: responses are not stored")
+    def __init__(self, id_: str, *, are_stored: bool) -> None:
+        reason = "" if are_stored else ": responses are not stored without `--responses-store`"
+        super().__init__(f"Response with id {quoted(id_)} not found{reason}")
+
+
+class StoreNeeded(ValidationError):
+    """The request refers to a stored response, and there is none of this id, or no store."""
+
+    status = 400
+    openai_code = "previous_response_not_found"
+
+
+class ThreadsUnsupported(ValidationError):
+    """The request asks Anthropic's servers to hold the conversation; its details make clients send all of it."""
+
+    status = 400
+    details: ClassVar[dict[str, object]] = {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+
+    def __init__(self) -> None:
+        super().__init__("`thread` is not supported: send everything as `messages`")
 
 
 class AdapterNotFound(RouterError):

@@ -17,8 +17,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 VENVS = ROOT / ".venvs"
 CLIENTS = HERE / "clients"
+AGENTS = HERE / "agents"
 REQUIREMENTS = CLIENTS / "requirements"
-"""`NAME.txt` has the packages of the environment `.venvs/NAME`."""
+"""`NAME.txt` has the packages of the environment `.venvs/NAME`; `AGENTS` has more of them."""
 TOKENIZERS = HERE / "tokenizers"
 HUB_HOME = VENVS / "hub"
 """Folder of the published model, in place of the user's."""
@@ -118,6 +119,15 @@ def prepare_node(folder: Path, what: str) -> None:
         _say(f"installed {what}")
 
 
+def codex() -> list[str] | None:
+    """The command of Codex CLI; None where it is not installed."""
+    modules = AGENTS / "codex" / "node_modules"
+    found, program = node(), modules / "@openai" / "codex" / "bin" / "codex.js"
+    if found is None or not (modules / ".package.json").exists():
+        return None
+    return [str(found), str(program)]
+
+
 def prepare_tokenizers() -> None:
     """Tokenizers of published models. Their packages' programs, nine tenths of their size, are removed."""
     prepare_node(TOKENIZERS, "published tokenizers")
@@ -144,8 +154,10 @@ def main() -> None:
     """Everything; a failure is reported and leaves a skip behind, never an error."""
     prepare_programs()
     with ThreadPoolExecutor(max_workers=2) as pool:
-        list(pool.map(prepare_venv, sorted(REQUIREMENTS.glob("*.txt"))))
+        pins = [*REQUIREMENTS.glob("*.txt"), *(AGENTS / "requirements").glob("*.txt")]
+        list(pool.map(prepare_venv, sorted(pins)))
     prepare_node(CLIENTS / "js", "JavaScript clients")
+    prepare_node(AGENTS / "codex", "Codex CLI")
     prepare_tokenizers()
     prepare_published_model()
 

@@ -41,6 +41,8 @@ def names(pattern: str) -> list[str]:
 def environment_of(name: str) -> str:
     """The longest of the environments' names that the script's begins with."""
     known = (path.stem for path in prepare.REQUIREMENTS.glob("*.txt"))
+    if name == "agents":
+        return "openai_agents"
     return max((each for each in known if name.startswith(each)), key=len)
 
 

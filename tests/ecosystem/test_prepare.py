@@ -90,10 +90,12 @@ def test_an_environment_that_was_not_installed_to_its_end_is_none(
 
 
 def test_the_documented_versions_are_those_installed() -> None:
-    lines = "".join(file.read_text() for file in prepare.REQUIREMENTS.glob("*.txt"))
+    pins = [*prepare.REQUIREMENTS.glob("*.txt"), *prepare.AGENTS.glob("requirements/*.txt")]
+    lines = "".join(file.read_text() for file in pins)
     pinned = set(re.findall(r"^([\w-]+)(?:\[.*?\])?==(.+)$", lines, re.MULTILINE))
-    pinned |= json.loads((CLIENTS / "js" / "package.json").read_text())["dependencies"].items()
-    rows = re.findall(r"^\| (`.*?) \| ([\d., ]+) \|", DOCUMENT.read_text(), re.MULTILINE)
+    for folder in (CLIENTS / "js", prepare.AGENTS / "codex"):
+        pinned |= json.loads((folder / "package.json").read_text())["dependencies"].items()
+    rows = re.findall(r"^\| [^`|]*(`.*?) \| ([\d., ]+) \|", DOCUMENT.read_text(), re.MULTILINE)
     assert len(rows) > 10
     for clients, numbers in rows:
         named = zip(re.findall("`(.+?)`", clients), numbers.split(", "), strict=True)

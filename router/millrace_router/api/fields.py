@@ -82,6 +82,8 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
     place: ClassVar[Place | None] = None
+    is_open: ClassVar[bool] = False
+    """Whether its fields are of no interest: what it stands for is left out of the prompt as a whole."""
 
 
 Ids = Annotated[list[UInt32], Field(min_length=1, fail_fast=True)]

@@ -16,6 +16,7 @@ from millrace_router.request.grammar import check_schemas, read_text
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.tool_calls.arguments_schema import SPACING, arguments_schema
 from millrace_router.tool_calls.call_parser import CallParser
+from millrace_router.tool_calls.free_text.text_rule import arguments_rule, quoted_rule
 from millrace_router.tool_calls.lark import json_value, literal, token_or_literal
 from millrace_router.tool_calls.parser import AnswerParser
 from millrace_router.tool_calls.syntax import Syntax
@@ -98,6 +99,9 @@ class CallFormat(ABC):
 
     def _rules_of_call(self, rule: str, tool: Tool) -> dict[str, str]:
         """The rules of one call by name: `rule`, and those that it needs, whose names begin with `rule`."""
+        if tool.text is not None:
+            text = f"{rule}_text"
+            return {rule: self._call(tool.name, arguments_rule(text)), text: quoted_rule(tool.text)}
         return {rule: self._call(tool.name, json_value(arguments_schema(tool)))}
 
     def _call(self, name: str, arguments: str) -> str:

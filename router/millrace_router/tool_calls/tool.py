@@ -8,6 +8,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from millrace_router.request.request import Grammar
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -19,6 +21,8 @@ class Tool:
     """JSON Schema of the arguments, which are an object."""
     strict: bool
     """Whether arguments have to match `parameters` even where a call is optional."""
+    text: Grammar | None = None
+    """What the one parameter, a string, has to match; None if `parameters` say all."""
 
     def as_json(self) -> dict[str, Any]:
         """Render in OpenAI's form, which chat templates read; an absent description is left out."""

@@ -189,20 +189,39 @@ def log_probabilities_are_told(base_url: str) -> None:
 
 def what_needs_a_memory_is_refused(base_url: str) -> None:
     create = client(base_url).responses.create
-    for name, more in {
-        "previous_response_id": {"previous_response_id": "resp_1"},
-        "conversation": {"conversation": "conv_1"},
-        "background": {"background": True},
-        "web_search": {"tools": [{"type": "web_search"}]},
-        "item_reference": {"input": [{"type": "item_reference", "id": "msg_1"}]},
-        "temperature": {"temperature": -1.0},
-    }.items():
+    refused = openai.UnprocessableEntityError
+    for name, kind, more in (
+        ("previous_response_id", openai.BadRequestError, {"previous_response_id": "resp_1"}),
+        ("msg_1", openai.BadRequestError, {"input": [{"type": "item_reference", "id": "msg_1"}]}),
+        ("conversation", refused, {"conversation": "conv_1"}),
+        ("background", refused, {"background": True}),
+        ("temperature", refused, {"temperature": -1.0}),
+    ):
         for stream in (False, True):
-            error = raised(
-                openai.UnprocessableEntityError,
-                partial(create, **{**OPTIONS, "stream": stream, **more}),
-            )
+            error = raised(kind, partial(create, **{**OPTIONS, "stream": stream, **more}))
             assert name in error.message, error.message
+
+
+def tools_of_openai_are_left_out_and_named(base_url: str) -> None:
+    tools = [{"type": "web_search"}, {"type": "image_generation"}]
+    create = client(base_url).responses.with_raw_response.create
+    answer = create(**{**OPTIONS, "tools": tools})
+    assert answer.headers["x-millrace-ignored"] == "tools.web_search, tools.image_generation"
+    assert Response.model_validate_json(answer.text).output_text == ask(base_url).output_text
+
+
+def the_input_of_a_custom_tool_is_a_text(base_url: str) -> None:
+    written = {"type": "grammar", "syntax": "regex", "definition": "(rye|oats)\\n"}
+    tools = [{"type": "custom", "name": "note", "format": written}]
+    more = {"tools": tools, "tool_choice": {"type": "custom", "name": "note"}}
+    options = {**more, "max_output_tokens": 60}
+    (call,) = ask(base_url, **options).output
+    assert call.type == "custom_tool_call"
+    assert call.input in {"rye\n", "oats\n"}
+    events = listen(base_url, **options)
+    deltas = [e.delta for e in events if e.type == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == call.input
+    assert events[-1].response.output[0].input == call.input
 
 
 def tokens_are_counted(base_url: str) -> None:
@@ -246,6 +265,8 @@ run(
         pydantic_tools_are_parsed,
         log_probabilities_are_told,
         what_needs_a_memory_is_refused,
+        tools_of_openai_are_left_out_and_named,
+        the_input_of_a_custom_tool_is_a_text,
         tokens_are_counted,
         nothing_is_stored,
         streams_run_side_by_side,

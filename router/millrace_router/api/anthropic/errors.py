@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from millrace_router.api.anthropic.answers import error_answer, may_be_retried, status_of
-from millrace_router.errors import RouterError
+from millrace_router.errors import RouterError, ThreadsUnsupported
 from millrace_router.server.access_log import REQUEST_ID
 from millrace_router.server.bodies import error_response
 from millrace_router.server.sse import named_event
@@ -51,7 +51,10 @@ def refusal(request: web.Request, error: RouterError) -> web.Response:
     status = status_of(error)
     response = error_response(error)
     response.set_status(status)
-    response.body = orjson.dumps(error_answer(status, error.client_text, request[REQUEST_ID]))
+    answer = error_answer(status, error.client_text, request[REQUEST_ID])
+    if isinstance(error, ThreadsUnsupported):
+        answer["error"]["details"] = error.details
+    response.body = orjson.dumps(answer)
     if not may_be_retried(error):
         response.headers[SHOULD_RETRY_HEADER] = "false"
     return response

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -164,6 +164,8 @@ class MessagesErrorJson(TypedDict):
 
     type: str
     message: str
+    details: NotRequired[dict[str, Any]]
+    """What clients can act on."""
 
 
 class MessagesErrorResponseJson(TypedDict):

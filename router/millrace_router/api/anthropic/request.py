@@ -2,84 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
+from millrace_router.api.anthropic.blocks import Content, Text, left_out
 from millrace_router.api.fields import UINT32_MAX, Float32, Int32, Items, Place, RequestModel
 
-
-def _as_blocks(content: object) -> object:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _type_of(block: object) -> object:
-    return block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-
-
-class TextBlock(RequestModel):
-    """A piece of text."""
-
-    type: Literal["text"]
-    text: str
-
-
-Text = Annotated[
-    Items[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
-]
-"""A string, or blocks of text."""
-
-
-class ToolUseBlock(RequestModel):
-    """A call that the assistant made."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ToolResultBlock(RequestModel):
-    """The result of a call."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: Text | None = None
-    is_error: bool | None = None
-
-
-class ThinkingBlock(RequestModel):
-    """The assistant's thought, for templates that ask for it."""
-
-    type: Literal["thinking"]
-    thinking: str = ""
-    signature: str | None = None
-    """Not checked."""
-
-
-class RedactedThinkingBlock(RequestModel):
-    """A thought that Anthropic's servers hid, and that templates do not get."""
-
-    type: Literal["redacted_thinking"]
-
-
-Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")],
-    Discriminator(
-        _type_of,
-        custom_error_type="content_block",
-        custom_error_message="must be a block of type 'text', 'tool_use', 'tool_result' or "
-        "'thinking': images, documents and all others are not supported",
-    ),
-]
-Content = Annotated[
-    Items[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])
-]
-"""A string, or blocks."""
 ROLES_OF_BLOCKS = {"tool_use": "assistant", "tool_result": "user"}
 
 
@@ -106,8 +36,20 @@ class MessagesTool(RequestModel):
     description: str | None = None
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
-    """Tools that Anthropic's servers run have other types."""
     strict: bool | None = None
+
+
+class LeftOutMessagesTool(RequestModel):
+    """A tool that Anthropic's servers would run, or that its models know without a definition."""
+
+    is_open: ClassVar[bool] = True
+    type: str
+
+
+def _kind_of_tool(tool: object) -> str:
+    if not isinstance(tool, dict):
+        return "left_out" if isinstance(tool, LeftOutMessagesTool) else "custom"
+    return "custom" if tool.get("type") in {None, "custom"} else "left_out"
 
 
 class MessagesToolChoice(RequestModel):
@@ -128,10 +70,10 @@ class MessagesToolChoice(RequestModel):
 class ThinkingConfig(RequestModel):
     """Whether the model thinks before it answers; templates get it as `enable_thinking` and `thinking`.
 
-    With `adaptive`, as without all this, the template decides.
+    With `adaptive` and `between_tools`, as without all this, the template decides.
     """
 
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=1, le=UINT32_MAX)
     """Tokens after which the thought is closed."""
     display: Literal["summarized", "omitted"] | None = None
@@ -161,10 +103,34 @@ class CountTokensRequest(RequestModel):
     model: str | None = None
     messages: Items[MessagesTurn] = Field(min_length=1)
     system: Text | None = None
-    tools: Items[MessagesTool] | None = None
+    tools: (
+        Items[
+            Annotated[
+                Annotated[MessagesTool, Tag("custom")]
+                | Annotated[LeftOutMessagesTool, Tag("left_out")],
+                Discriminator(_kind_of_tool),
+            ]
+        ]
+        | None
+    ) = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: MessagesOutput | None = None
+    thread: dict[str, Any] | None = None
+    """Refused, in words that Anthropic's clients know: they send the whole conversation then."""
+
+    @property
+    def offered(self) -> list[MessagesTool]:
+        """The tools that the model may call."""
+        return [tool for tool in self.tools or () if isinstance(tool, MessagesTool)]
+
+    def left_out(self) -> Iterator[str]:
+        """Yield names of the parts that the prompt does not have."""
+        for tool in self.tools or ():
+            if isinstance(tool, LeftOutMessagesTool):
+                yield f"tools.{tool.type}"
+        for turn in self.messages:
+            yield from (f"messages.{type_}" for type_ in left_out(turn.content))
 
 
 class MessagesRequest(CountTokensRequest):

@@ -28,6 +28,7 @@ from millrace_router.server.access_log import REQUEST_ID, watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
+from millrace_router.server.ignored import note_ignored
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
@@ -44,6 +45,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     """`POST /v1/messages/count_tokens`: count the tokens of the prompt that a message would have."""
     services = request.app[SERVICES]
     body = await read_request(request, CountTokensRequest)
+    note_ignored(request, body.left_out())
     with services.infer.permit():
         chat = await prepare_chat(services, chat_of(body, services.dialect))
         count = await services.validator.count(chat.request)
@@ -55,6 +57,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     """`POST /v1/messages`."""
     services = request.app[SERVICES]
     body = await read_request(request, MessagesRequest)
+    note_ignored(request, body.left_out())
     with counting_refusals(services.metrics):
         chat = await prepare_chat(services, chat_of(body, services.dialect))
         scheduling = scheduling_of(request, None)

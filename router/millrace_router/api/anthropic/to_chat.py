@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import orjson
 
-from millrace_router.api.anthropic.request import (
+from millrace_router.api.anthropic.blocks import (
     Block,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    joined,
+)
+from millrace_router.api.anthropic.request import (
     CountTokensRequest,
     MessagesRequest,
     MessagesTurn,
-    TextBlock,
-    ThinkingBlock,
     ThinkingConfig,
-    ToolResultBlock,
-    ToolUseBlock,
 )
 from millrace_router.api.chat.chat import Chat, check_exclusive
 from millrace_router.api.chat.messages import called
 from millrace_router.api.chat.sampling import openai_generation
 from millrace_router.api.chat.tools import choose_by_word, choose_named, new_tool
 from millrace_router.api.grammars import raw_schema
-from millrace_router.errors import ValidationError
+from millrace_router.errors import ThreadsUnsupported, ValidationError
 from millrace_router.reasoning.reasoning_format import switch
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
@@ -38,15 +40,24 @@ ERROR = "Error"
 
 
 def chat_of(body: CountTokensRequest, dialect: Dialect) -> Chat:
-    """Translate; raises ValidationError for calls at the end, which lack their results, and ToolError."""
+    """Translate.
+
+    Raises:
+        ThreadsUnsupported: the conversation is not all here.
+        ValidationError: there are calls at its end, which lack their results.
+        ToolError: a tool that is to be called is missing.
+
+    """
+    if body.thread is not None:
+        raise ThreadsUnsupported
     last = body.messages[-1].content
     if any(isinstance(block, ToolUseBlock) for block in last):
         raise ValidationError("`tool_use` at the end of `messages` has no `tool_result` after it")
     messages = list(_turns(body.messages))
     if body.system:
-        messages.insert(0, {"role": "system", "content": _joined(body.system)})
+        messages.insert(0, {"role": "system", "content": joined(body.system)})
     request = _generation(body, dialect)
-    check_exclusive(body.tools or None, request, dialect)
+    check_exclusive(body.offered or None, request, dialect)
     tools, choice = _tools(body)
     return Chat(
         request=request,
@@ -61,7 +72,7 @@ def chat_of(body: CountTokensRequest, dialect: Dialect) -> Chat:
 
 
 def _switched(thinking: ThinkingConfig | None) -> dict[str, bool] | None:
-    if thinking is None or thinking.type == "adaptive":
+    if thinking is None or thinking.type in {"adaptive", "between_tools"}:
         return None
     return switch(thinks=thinking.type == "enabled")
 
@@ -95,7 +106,7 @@ def _generation(body: CountTokensRequest, dialect: Dialect) -> GenerationRequest
 def _tools(body: CountTokensRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
     tools = tuple(
         new_tool(tool.name, tool.description, tool.input_schema, strict=tool.strict)
-        for tool in body.tools or ()
+        for tool in body.offered
     )
     choice = body.tool_choice
     if choice is None:
@@ -121,7 +132,7 @@ def _turns(turns: Sequence[MessagesTurn]) -> Iterator[Message]:
 
 
 def _assistant(blocks: Sequence[Block], calls: Sequence[ToolUseBlock]) -> Message:
-    text = _joined(blocks)
+    text = joined(blocks)
     thought = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     thoughts = {THOUGHT: thought} if thought else {}
     if not calls:
@@ -138,7 +149,7 @@ def _others(role: str, blocks: Sequence[Block], names: dict[str, str]) -> Iterat
         yield {"role": role, "content": ""}
     for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResultBlock)):
         if not is_result:
-            yield {"role": role, "content": _joined(group)}
+            yield {"role": role, "content": joined(group)}
             continue
         for block in group:
             assert isinstance(block, ToolResultBlock)
@@ -148,12 +159,7 @@ def _others(role: str, blocks: Sequence[Block], names: dict[str, str]) -> Iterat
 
 
 def _result(block: ToolResultBlock) -> str:
-    text = _joined(block.content or ())
+    text = joined(block.content or ())
     if not block.is_error:
         return text
     return f"{ERROR}: {text}" if text else ERROR
-
-
-def _joined(blocks: Iterable[Block]) -> str:
-    """Return the texts of one turn, each on a line of its own, without the assistant's thoughts."""
-    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))

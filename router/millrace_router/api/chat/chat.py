@@ -29,6 +29,8 @@ class Chat:
     choice: ToolChoice = AUTO
     tool_prompt: str | None = None
     """TGI's: what follows the last message if there are tools; none does if the template lists them itself."""
+    joins_turns: bool = False
+    """Whether turns of one role in a row become one where the template refuses them."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     template_variables: Mapping[str, Any] | None = None

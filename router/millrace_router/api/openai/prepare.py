@@ -9,8 +9,9 @@ from typing import Any
 
 from millrace_router.api.chat.chat import EXCLUSIVE, Chat
 from millrace_router.api.chat.shown import DEFAULT_TEXT, ShownText
+from millrace_router.api.chat.turns import joined
 from millrace_router.api.openai.choice import ChoiceText, TokenLogprobs
-from millrace_router.errors import ToolError
+from millrace_router.errors import TemplateError, ToolError
 from millrace_router.reasoning.reasoning_format import ReasoningFormat, ThoughtLimit
 from millrace_router.reasoning.splitter import Start
 from millrace_router.request.events import Token
@@ -147,13 +148,20 @@ async def _render(services: Services, chat: Chat, tools: Sequence[Tool]) -> str:
             chat.tool_prompt or services.tool_format.tool_prompt,
             lists_tools=template.lists_tools,
         )
-    return await template.render_async(
-        messages,
+    render = partial(
+        template.render_async,
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
         tools=[tool.as_json() for tool in tools] or None,
         variables=_variables(services, chat),
     )
+    try:
+        return await render(messages)
+    except TemplateError:
+        fewer = joined(messages) if chat.joins_turns else messages
+        if len(fewer) == len(messages):
+            raise
+        return await render(fewer)
 
 
 def _variables(services: Services, chat: Chat) -> Mapping[str, Any] | None:

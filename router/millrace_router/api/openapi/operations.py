@@ -35,9 +35,8 @@ from millrace_router.api.openapi.operation import (
 )
 from millrace_router.api.openapi.platform_operations import PLATFORM_OPERATIONS
 from millrace_router.api.openapi.pooling_operations import POOLING_OPERATIONS
+from millrace_router.api.openapi.response_operations import RESPONSE_OPERATIONS
 from millrace_router.api.openapi.tokenizer_operations import TOKENIZER_OPERATIONS
-from millrace_router.api.responses.protocol import InputTokensJson, ResponseEventJson, ResponseJson
-from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.api.tgi.answers import GenerateResponse, StreamResponse
 from millrace_router.api.tgi.estimate import EstimateJson
 from millrace_router.api.tgi.info import InfoJson, QuarantineJson
@@ -102,39 +101,7 @@ OPERATIONS = (
         openai=True,
         headers=IDEMPOTENT,
     ),
-    Operation(
-        method="post",
-        path="/v1/responses",
-        id="responses",
-        summary="Answer a conversation, or a text",
-        body=ResponsesRequest,
-        answer=ResponseJson,
-        event=ResponseEventJson,
-        failures=GENERATING,
-        openai=True,
-        headers=IDEMPOTENT,
-    ),
-    Operation(
-        method="post",
-        path="/v1/responses/input_tokens",
-        id="responses_input_tokens",
-        summary="Count the tokens of a conversation, or a text",
-        body=ResponsesRequest,
-        answer=InputTokensJson,
-        failures=ADMITTING,
-        openai=True,
-    ),
-    *(
-        Operation(
-            method=method,
-            path="/v1/responses/{id}",
-            id=id_,
-            summary="Not found, whatever the id: responses are not stored",
-            failures=(HTTPStatus.NOT_FOUND,),
-            openai=True,
-        )
-        for method, id_ in (("get", "get_response"), ("delete", "delete_response"))
-    ),
+    *RESPONSE_OPERATIONS,
     Operation(
         method="post",
         path="/v1/messages",

@@ -62,7 +62,7 @@ def unused_fields(
 
     Null means absent. Items of a list share one path, such as `messages.name`.
     """
-    if not isinstance(parsed, Mapping):
+    if body.is_open or not isinstance(parsed, Mapping):
         return
     known = {} if body.place is None else TABLE[body.place]
     names = names_of(type(body))

@@ -40,6 +40,7 @@ NESTED = frozenset(
     (
         *("annotations", "cache_control", "caller", "citations", "data", "detail", "id", "index"),
         *("encrypted_content", "logprobs", "signature", "status", "summary", "thinking"),
+        *("allowed_callers", "defer_loading", "eager_input_streaming"),
     )
 )
 """Fields of messages, tools and their parts that do not change the prompt, or are in parts that it does not have."""

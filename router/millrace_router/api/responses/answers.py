@@ -11,14 +11,10 @@ from millrace_router.api.responses.protocol import (
     ResponseItemJson,
     ResponseJson,
     ResponseReasoningJson,
-    ResponseToolJson,
     ResponseUsageJson,
 )
-from millrace_router.api.responses.request import (
-    ResponsesReasoning,
-    ResponsesRequest,
-    ResponsesTool,
-)
+from millrace_router.api.responses.request import ResponsesReasoning, ResponsesRequest
+from millrace_router.api.responses.tools import LeftOutTool
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import Overloaded, RouterError
 from millrace_router.request.float32 import shortest
@@ -29,9 +25,16 @@ class ResponseHead:
     """The parts of a response that are known before its first token: its id, and the request with its defaults."""
 
     def __init__(
-        self, body: ResponsesRequest, *, model: str, defaults: SamplingDefaults = NO_DEFAULTS
+        self,
+        body: ResponsesRequest,
+        *,
+        model: str,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+        is_stored: bool = False,
     ) -> None:
         """`model` is the name to answer with, and `defaults` are the model's."""
+        self.called_as = {tool.name: tool.called_as for tool in body.offered}
+        """How tools are named in the answer, by the names that the model knows."""
         self._json: ResponseJson = {
             "id": new_id("resp"),
             "object": "response",
@@ -47,16 +50,18 @@ class ResponseHead:
             "model": model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
             "reasoning": _reasoning(body),
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
-            "store": False,
+            "store": is_stored,
             "temperature": _number(body.temperature, defaults.temperature),
             "text": {"format": _format(body)},
             "tool_choice": _choice(body),
-            "tools": [_tool(tool) for tool in body.tools or ()],
+            "tools": [
+                tool.repeated() for tool in body.tools or () if not isinstance(tool, LeftOutTool)
+            ],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": _number(body.top_p, defaults.top_p),
             "truncation": "disabled",
@@ -133,14 +138,4 @@ def _choice(body: ResponsesRequest) -> str | dict[str, Any]:
     if body.tool_choice is None:
         return "auto"
     given = body.tool_choice
-    return given if isinstance(given, str) else given.model_dump()
-
-
-def _tool(tool: ResponsesTool) -> ResponseToolJson:
-    return {
-        "type": "function",
-        "name": tool.name or "",
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": bool(tool.strict),
-    }
+    return given if isinstance(given, str) else given.model_dump(exclude_none=True)

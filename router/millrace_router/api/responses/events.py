@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from millrace_router.api.openai.choice import ChatDelta, Thought, parts_of
 from millrace_router.api.openai.protocol import ChatCompletionLogprobJson
 from millrace_router.api.responses.answers import ResponseHead, is_cut
-from millrace_router.api.responses.items import GrowingCall, GrowingMessage, GrowingThought
+from millrace_router.api.responses.items import (
+    GrowingCall,
+    GrowingCustomCall,
+    GrowingMessage,
+    GrowingThought,
+)
 from millrace_router.api.responses.protocol import ResponseItemJson
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import RouterError
@@ -21,12 +26,16 @@ ResponseEvent = dict[str, Any]
 class ResponseEvents:
     """Builds a response, one item after the other; callers must exhaust the iterator of each call."""
 
-    def __init__(self, head: ResponseHead) -> None:
+    def __init__(
+        self, head: ResponseHead, keep: Callable[[ResponseEvent], None] = lambda _: None
+    ) -> None:
+        """`keep` gets the response at its end, unless it failed."""
         self._head = head
+        self._keep = keep
         self._num_events = 0
         self._output: list[ResponseItemJson] = []
         """Items that have ended."""
-        self._open: GrowingThought | GrowingMessage | GrowingCall | None = None
+        self._open: GrowingThought | GrowingMessage | GrowingCall | GrowingCustomCall | None = None
         self._logprobs: list[ChatCompletionLogprobJson] = []
         """Log probabilities of tokens whose text has not come yet."""
 
@@ -61,6 +70,7 @@ class ResponseEvents:
         yield from self._close("incomplete" if incomplete else "completed")
         name = "response.incomplete" if incomplete else "response.completed"
         response = self._head.ended(self._output, usage, finish_reason)
+        self._keep(dict(response))
         yield self._event(name, response=response)
 
     def fail(self, error: RouterError) -> Iterator[ResponseEvent]:
@@ -94,10 +104,15 @@ class ResponseEvents:
         self._logprobs.clear()
         if delta.id is not None:
             yield from self._close("completed")
-            self._open = GrowingCall(delta.id, delta.name or "")
+            called_as = self._head.called_as[delta.name or ""]
+            kind = GrowingCustomCall if called_as.is_custom else GrowingCall
+            self._open = kind(delta.id, called_as)
             yield self._of_item("response.output_item.added", self._item("in_progress"))
-        assert isinstance(self._open, GrowingCall)
-        if delta.arguments:
+        if isinstance(self._open, GrowingCustomCall):
+            if text := self._open.push(delta.arguments):
+                yield self._in_item("response.custom_tool_call_input.delta", delta=text)
+        elif delta.arguments:
+            assert isinstance(self._open, GrowingCall)
             self._open.arguments.append(delta.arguments)
             yield self._in_item("response.function_call_arguments.delta", delta=delta.arguments)
 
@@ -121,6 +136,8 @@ class ResponseEvents:
             text, logprobs = part["text"], part["logprobs"]
             yield self._of_text("response.output_text.done", text=text, logprobs=logprobs)
             yield self._of_text("response.content_part.done", part=part)
+        elif item["type"] == "custom_tool_call":
+            yield self._in_item("response.custom_tool_call_input.done", input=item["input"])
         else:
             name, arguments = item["name"], item["arguments"]
             yield self._in_item(
@@ -133,7 +150,7 @@ class ResponseEvents:
     def _item(self, status: Literal["in_progress", "completed", "incomplete"]) -> ResponseItemJson:
         """Render the open item."""
         assert self._open is not None
-        if isinstance(self._open, GrowingCall):
+        if isinstance(self._open, GrowingCall | GrowingCustomCall):
             return self._open.json(status)
         if isinstance(self._open, GrowingThought):
             return self._open.json(status, (self._open.part(),))

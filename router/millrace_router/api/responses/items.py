@@ -10,18 +10,21 @@ from typing import Literal
 from millrace_router.api.openai.protocol import ChatCompletionLogprobJson
 from millrace_router.api.responses.protocol import (
     ItemStatus,
+    ResponseCustomCallJson,
     ResponseFunctionCallJson,
     ResponseMessageJson,
     ResponseOutputTextJson,
     ResponseReasoningItemJson,
     ResponseSummaryTextJson,
 )
+from millrace_router.api.responses.tools import CalledAs
+from millrace_router.tool_calls.free_text.text_reader import TextReader
 
 NUM_ID_BYTES = 24
 """The same number as in OpenAI's ids."""
 
 
-def new_id(prefix: Literal["resp", "msg", "fc", "rs"]) -> str:
+def new_id(prefix: Literal["resp", "item", "msg", "fc", "ctc", "rs"]) -> str:
     """Make a unique id."""
     return f"{prefix}_{secrets.token_hex(NUM_ID_BYTES)}"
 
@@ -79,17 +82,51 @@ class GrowingCall:
     """A call by the assistant."""
 
     call_id: str
-    name: str
+    called_as: CalledAs
     id: str = field(default_factory=lambda: new_id("fc"))
     arguments: list[str] = field(default_factory=list)
 
     def json(self, status: ItemStatus) -> ResponseFunctionCallJson:
         """Render the call so far."""
-        return {
+        made: ResponseFunctionCallJson = {
             "type": "function_call",
             "id": self.id,
             "status": status,
             "call_id": self.call_id,
-            "name": self.name,
+            "name": self.called_as.name,
             "arguments": "".join(self.arguments),
         }
+        if self.called_as.namespace is not None:
+            made["namespace"] = self.called_as.namespace
+        return made
+
+
+@dataclass(slots=True)
+class GrowingCustomCall:
+    """A call of a `custom` tool by the assistant."""
+
+    call_id: str
+    called_as: CalledAs
+    id: str = field(default_factory=lambda: new_id("ctc"))
+    reader: TextReader = field(default_factory=TextReader)
+    texts: list[str] = field(default_factory=list)
+
+    def push(self, arguments: str) -> str:
+        """Read more arguments; return what they add to the input."""
+        text = self.reader.push(arguments)
+        self.texts.append(text)
+        return text
+
+    def json(self, status: ItemStatus) -> ResponseCustomCallJson:
+        """Render the call so far."""
+        made: ResponseCustomCallJson = {
+            "type": "custom_tool_call",
+            "id": self.id,
+            "status": status,
+            "call_id": self.call_id,
+            "name": self.called_as.name,
+            "input": "".join(self.texts),
+        }
+        if self.called_as.namespace is not None:
+            made["namespace"] = self.called_as.namespace
+        return made

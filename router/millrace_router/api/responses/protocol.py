@@ -1,8 +1,8 @@
-"""Types of OpenAI's responses, and of the events of their streams."""
+"""Types of OpenAI's responses."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypeAliasType, TypedDict
 
@@ -38,7 +38,21 @@ class ResponseFunctionCallJson(TypedDict):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: NotRequired[str]
+    """Of tools that have one."""
     arguments: str
+
+
+class ResponseCustomCallJson(TypedDict):
+    """A call of a `custom` tool; the input is any text."""
+
+    type: Literal["custom_tool_call"]
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: NotRequired[str]
+    input: str
 
 
 class ResponseSummaryTextJson(TypedDict):
@@ -58,7 +72,11 @@ class ResponseReasoningItemJson(TypedDict):
 
 
 ResponseItemJson = TypeAliasType(
-    "ResponseItemJson", ResponseReasoningItemJson | ResponseMessageJson | ResponseFunctionCallJson
+    "ResponseItemJson",
+    ResponseReasoningItemJson
+    | ResponseMessageJson
+    | ResponseFunctionCallJson
+    | ResponseCustomCallJson,
 )
 
 
@@ -97,7 +115,7 @@ class ResponseIncompleteJson(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseToolJson(TypedDict):
+class ResponseFunctionToolJson(TypedDict):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -105,6 +123,29 @@ class ResponseToolJson(TypedDict):
     description: str | None
     parameters: dict[str, Any] | None
     strict: bool
+
+
+class ResponseCustomToolJson(TypedDict):
+    """A tool whose input is a text."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None
+    format: dict[str, Any]
+
+
+class ResponseNamespaceJson(TypedDict):
+    """Tools under a common name."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None
+    tools: list[ResponseFunctionToolJson | ResponseCustomToolJson]
+
+
+ResponseToolJson = TypeAliasType(
+    "ResponseToolJson", ResponseFunctionToolJson | ResponseCustomToolJson | ResponseNamespaceJson
+)
 
 
 class ResponseTextJson(TypedDict):
@@ -137,7 +178,7 @@ class ResponseJson(TypedDict):
     model: str
     output: list[ResponseItemJson]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: ResponseReasoningJson
     safety_identifier: str | None
@@ -162,135 +203,19 @@ class InputTokensJson(TypedDict):
     input_tokens: int
 
 
-class _EventJson(TypedDict):
-    """Fields of every event."""
+class DeletedResponseJson(TypedDict):
+    """Answer to the deletion of a response."""
 
-    sequence_number: int
-    """From 0, without gaps."""
-
-
-class ResponseStateJson(_EventJson):
-    """The whole response: in the first two events and in the last."""
-
-    type: Literal[
-        "response.created",
-        "response.in_progress",
-        "response.completed",
-        "response.incomplete",
-        "response.failed",
-    ]
-    response: ResponseJson
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
-class OutputItemEventJson(_EventJson):
-    """An item begins, or ends."""
+class InputItemsJson(TypedDict):
+    """Items of a stored response's input, as clients sent them, or as responses before it have them."""
 
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: int
-    item: ResponseItemJson
-
-
-class ContentPartEventJson(_EventJson):
-    """The text of a message begins, or ends."""
-
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    item_id: str
-    output_index: int
-    content_index: int
-    part: ResponseOutputTextJson
-
-
-class OutputTextDeltaJson(_EventJson):
-    """More text."""
-
-    type: Literal["response.output_text.delta"]
-    item_id: str
-    output_index: int
-    content_index: int
-    delta: str
-    logprobs: list[ChatCompletionLogprobJson]
-
-
-class OutputTextDoneJson(_EventJson):
-    """All of a message's text."""
-
-    type: Literal["response.output_text.done"]
-    item_id: str
-    output_index: int
-    content_index: int
-    text: str
-    logprobs: list[ChatCompletionLogprobJson]
-
-
-class SummaryPartEventJson(_EventJson):
-    """A thought begins, or ends."""
-
-    type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
-    item_id: str
-    output_index: int
-    summary_index: int
-    part: ResponseSummaryTextJson
-
-
-class SummaryTextDeltaJson(_EventJson):
-    """More thought."""
-
-    type: Literal["response.reasoning_summary_text.delta"]
-    item_id: str
-    output_index: int
-    summary_index: int
-    delta: str
-
-
-class SummaryTextDoneJson(_EventJson):
-    """All of a thought."""
-
-    type: Literal["response.reasoning_summary_text.done"]
-    item_id: str
-    output_index: int
-    summary_index: int
-    text: str
-
-
-class ArgumentsDeltaJson(_EventJson):
-    """More of a call's arguments."""
-
-    type: Literal["response.function_call_arguments.delta"]
-    item_id: str
-    output_index: int
-    delta: str
-
-
-class ArgumentsDoneJson(_EventJson):
-    """All of a call's arguments."""
-
-    type: Literal["response.function_call_arguments.done"]
-    item_id: str
-    output_index: int
-    name: str
-    arguments: str
-
-
-class ResponseErrorEventJson(_EventJson):
-    """A failure; `response.failed` follows."""
-
-    type: Literal["error"]
-    code: str
-    message: str
-    param: None
-
-
-ResponseEventJson = TypeAliasType(
-    "ResponseEventJson",
-    ResponseStateJson
-    | OutputItemEventJson
-    | ContentPartEventJson
-    | OutputTextDeltaJson
-    | OutputTextDoneJson
-    | SummaryPartEventJson
-    | SummaryTextDeltaJson
-    | SummaryTextDoneJson
-    | ArgumentsDeltaJson
-    | ArgumentsDoneJson
-    | ResponseErrorEventJson,
-)
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,7 +1,9 @@
-"""OpenAI's request for a response as a strict model; fields that refer to stored responses are refused."""
+"""OpenAI's request for a response as a strict model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -15,47 +17,42 @@ from millrace_router.api.grammars import (
     TextFormat,
     raw_schema,
 )
-from millrace_router.api.responses.input import InputItem
-from millrace_router.errors import ToolError, ValidationError
+from millrace_router.api.responses.input import (
+    AdditionalToolsItem,
+    ForeignItem,
+    InputItem,
+    LeftOutItem,
+    ReasoningItem,
+)
+from millrace_router.api.responses.tools import (
+    LeftOutTool,
+    OfferedTool,
+    ResponsesTool,
+    left_out,
+    offered,
+)
+from millrace_router.errors import ValidationError
 from millrace_router.request.grammar import RawGrammar
 
 LOGPROBS = "message.output_text.logprobs"
 """The name in `include` that asks for log probabilities."""
 
 
-class ResponsesTool(RequestModel):
-    """A tool; functions alone are supported."""
+class ResponsesNamedTool(RequestModel):
+    """A tool by its name."""
 
-    type: str = "function"
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    """Whether the arguments of every call match `parameters`; unlike OpenAI's, absent means false."""
-
-    def check(self) -> None:
-        """Raise ToolError unless it is a function that has a name."""
-        if self.type != "function":
-            raise ToolError(
-                f"tools of type `{self.type[:40]}` are not supported: only functions are"
-            )
-        if not self.name:
-            raise ToolError("a tool of type `function` needs a `name`")
-
-
-class NamedFunction(RequestModel):
-    """A function by its name."""
-
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
 
 
-class AllowedFunctions(RequestModel):
+class ResponsesAllowedTools(RequestModel):
     """The tools that the model may call in this turn."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
-    tools: Items[NamedFunction] = Field(min_length=1)
+    tools: Items[ResponsesNamedTool | LeftOutTool] = Field(min_length=1)
+    """Those that are left out may not be called in any case."""
 
 
 class SchemaTextFormat(RequestModel):
@@ -79,6 +76,8 @@ class ResponsesText(RequestModel):
     format: SchemaTextFormat | TextFormat | JsonGrammar | RegexGrammar | LarkGrammar | None = Field(
         discriminator="type", default=None
     )
+    verbosity: str | None = None
+    """The model is not told."""
 
 
 class ResponsesReasoning(RequestModel):
@@ -115,9 +114,9 @@ class ResponsesRequest(SamplingFields):
     thinking_token_budget: UInt32 | None = None
     """Not in OpenAI's: tokens after which the thought is closed."""
     tools: Items[ResponsesTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = (
-        None
-    )
+    tool_choice: (
+        Literal["none", "auto", "required"] | ResponsesNamedTool | ResponsesAllowedTools | None
+    ) = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     metadata: dict[str, str] | None = None
@@ -126,8 +125,11 @@ class ResponsesRequest(SamplingFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     previous_response_id: str | None = None
-    """Refused, like the three fields below: they need stored responses."""
+    """Repeated; the store has put the conversation in front of `input`."""
+    store: bool | None = None
+    """False asks for no memory of the response, which there is only with `--responses-store`."""
     conversation: str | dict[str, Any] | None = None
+    """Refused, like the two fields below: OpenAI's servers store what they refer to."""
     prompt: dict[str, Any] | None = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -138,16 +140,42 @@ class ResponsesRequest(SamplingFields):
         """Whether the text has log probabilities beside it."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
+    @property
+    def all_tools(self) -> list[ResponsesTool]:
+        """The tools, those in items of the input among them."""
+        added = [item.tools for item in self.input if isinstance(item, AdditionalToolsItem)]
+        return list(chain(self.tools or (), *added))
+
+    @property
+    def offered(self) -> list[OfferedTool]:
+        """The tools that the model may call."""
+        return list(offered(self.all_tools))
+
     def check(self) -> None:
-        """Refuse fields that need stored responses, and OpenAI's own tools; raises ValidationError or ToolError."""
-        for name in ("previous_response_id", "conversation", "prompt"):
+        """Refuse what is not supported and would change the answer; raises ValidationError."""
+        for name in ("conversation", "prompt"):
             if getattr(self, name) is not None:
                 raise ValidationError(
-                    f"`{name}` is not supported: nothing is stored here, so send everything as `input`"
+                    f"`{name}` is not supported: send everything as `input`, or refer to a stored response "
+                    "by `previous_response_id`"
                 )
         if self.background:
             raise ValidationError(
-                "`background` is not supported: nothing is stored here, so read the answer or a stream"
+                "`background` is not supported: read the answer, or a stream of its events"
             )
-        for tool in self.tools or ():
-            tool.check()
+        for item in self.input:
+            if isinstance(item, ForeignItem):
+                raise ValidationError(
+                    f"`input` has an item of type `{item.type[:40]}`, which is not supported"
+                )
+
+    def left_out(self) -> Iterator[str]:
+        """Yield names of the parts that the prompt does not have."""
+        yield from left_out(self.all_tools)
+        if self.text is not None and self.text.verbosity not in {None, "medium"}:
+            yield "text.verbosity"
+        for item in self.input:
+            if isinstance(item, LeftOutItem):
+                yield f"input.{item.type}"
+            elif isinstance(item, ReasoningItem) and item.encrypted_content and not item.text:
+                yield "input.reasoning"

@@ -1,4 +1,4 @@
-"""OpenAI's responses, as far as they need no memory."""
+"""OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from aiohttp import web
 from millrace_router.api.adapters.naming import adapter_of_model
 from millrace_router.api.openai.errors import deltas_of, model_name, openai_errors
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
-from millrace_router.api.request_fields.reading import read_request
+from millrace_router.api.responses import store_routes
 from millrace_router.api.responses.answers import ResponseHead
+from millrace_router.api.responses.conversation import read_asked
 from millrace_router.api.responses.events import ResponseEvents
 from millrace_router.api.responses.protocol import InputTokensJson
-from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.api.responses.stream import ResponseStream
 from millrace_router.api.responses.to_chat import chat_of
 from millrace_router.engine.generation import Generation
-from millrace_router.errors import NotStored
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
@@ -29,7 +28,6 @@ from millrace_router.server.sse import respond
 
 RESPONSES = "/v1/responses"
 INPUT_TOKENS = RESPONSES + "/input_tokens"
-RESPONSE = RESPONSES + "/{id}"
 
 
 def register(app: web.Application) -> None:
@@ -37,21 +35,15 @@ def register(app: web.Application) -> None:
     wrapped = partial(openai_errors, is_in_tgi=False)
     app.router.add_post(RESPONSES, wrapped(idempotent(responses)))
     app.router.add_post(INPUT_TOKENS, wrapped(input_tokens))
-    app.router.add_get(RESPONSE, wrapped(stored_response))
-    app.router.add_delete(RESPONSE, wrapped(stored_response))
-
-
-async def stored_response(request: web.Request) -> web.StreamResponse:
-    """`/v1/responses/{id}`: there is none, since none is stored."""
-    raise NotStored(request.match_info["id"])
+    store_routes.register(app)
 
 
 async def input_tokens(request: web.Request) -> web.StreamResponse:
     """`POST /v1/responses/input_tokens`: count the tokens of the prompt that a response would have."""
     services = request.app[SERVICES]
-    body = await read_request(request, ResponsesRequest)
+    asked = await read_asked(request)
     with services.infer.permit():
-        chat = await prepare_chat(services, chat_of(body, services.dialect))
+        chat = await prepare_chat(services, chat_of(asked.body, services.dialect))
         count = await services.validator.count(chat.request)
     answer: InputTokensJson = {"object": "response.input_tokens", "input_tokens": count}
     return json_response(answer)
@@ -60,15 +52,19 @@ async def input_tokens(request: web.Request) -> web.StreamResponse:
 async def responses(request: web.Request) -> web.StreamResponse:
     """`POST /v1/responses`."""
     services = request.app[SERVICES]
-    body = await read_request(request, ResponsesRequest)
+    asked = await read_asked(request)
+    body = asked.body
     with counting_refusals(services.metrics):
         chat = await prepare_chat(services, chat_of(body, services.dialect))
         scheduling = scheduling_of(request, body.priority)
         adapter = adapter_of_model(request, body.model)
     head = ResponseHead(
-        body, model=model_name(services, body.model), defaults=services.validator.defaults
+        body,
+        model=model_name(services, body.model),
+        defaults=services.validator.defaults,
+        is_stored=asked.is_stored,
     )
-    events = ResponseEvents(head)
+    events = ResponseEvents(head, asked.keep)
     async with await services.infer.start(
         replace(chat.request, scheduling=scheduling, adapter=adapter)
     ) as generation:

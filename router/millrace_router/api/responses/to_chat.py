@@ -8,21 +8,30 @@ from dataclasses import replace
 from millrace_router.api.chat.chat import Chat, check_exclusive
 from millrace_router.api.chat.messages import called, template_content
 from millrace_router.api.chat.sampling import TOP_LOGPROBS, openai_generation
-from millrace_router.api.chat.tools import choose_by_word, choose_named, new_tool, only
+from millrace_router.api.chat.tools import choose_by_word, choose_named, only
 from millrace_router.api.responses.input import (
-    ForeignItem,
+    CallOutputItem,
+    ClientCallItem,
+    ClientCallOutputItem,
+    CustomToolCallItem,
     FunctionCallItem,
-    FunctionCallOutputItem,
     InputItem,
     ItemReference,
+    McpCallItem,
     MessageItem,
     ReasoningItem,
 )
-from millrace_router.api.responses.request import AllowedFunctions, NamedFunction, ResponsesRequest
-from millrace_router.errors import ValidationError
+from millrace_router.api.responses.request import (
+    ResponsesAllowedTools,
+    ResponsesNamedTool,
+    ResponsesRequest,
+)
+from millrace_router.api.responses.tools import joined
+from millrace_router.errors import StoreNeeded, ValidationError, quoted
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
 from millrace_router.text.template_messages import THOUGHT, Message
+from millrace_router.tool_calls.free_text.text_tool import arguments_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 NAMES = FieldNames(
@@ -36,17 +45,19 @@ NAMES = FieldNames(
 
 
 def chat_of(body: ResponsesRequest, dialect: Dialect) -> Chat:
-    """Check, and translate; raises ValidationError or ToolError."""
+    """Check, and translate; raises ValidationError, StoreNeeded or ToolError."""
     body.check()
     messages = _messages(body, dialect)
     request = _generation(body, dialect)
-    check_exclusive(body.tools or None, request, dialect)
+    check_exclusive(body.offered or None, request, dialect)
     tools, choice = _tools(body)
     return Chat(
         request=request,
         messages=messages,
         tools=tools,
         choice=choice,
+        # OpenAI's agents send several, and many templates take one alone.
+        joins_turns=True,
         # The answer is a new turn, even after a turn of the assistant.
         continue_final_message=False,
         template_variables=body.chat_template_kwargs,
@@ -91,22 +102,38 @@ def _turns(items: Iterable[InputItem], dialect: Dialect) -> list[Message]:
             case ReasoningItem():
                 if item.text:
                     turns.append({"role": "assistant", "content": None, THOUGHT: item.text})
-            case FunctionCallItem():
-                call = called(item.call_id, item.name, item.arguments)
-                _assistant_turn(turns).setdefault("tool_calls", []).append(call)
-            case FunctionCallOutputItem():
-                content = template_content(item.output, dialect)
-                turns.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
+            case FunctionCallItem() | CustomToolCallItem() | ClientCallItem():
+                _add_call(turns, item)
+            case McpCallItem():
+                _assistant_calls(turns).append(called(item.id, item.name, item.arguments))
+                turns.append(_result(item.id, item.text))
+            case CallOutputItem():
+                turns.append(_result(item.call_id, template_content(item.output, dialect)))
+            case ClientCallOutputItem():
+                turns.append(_result(item.call_id or item.id or "", item.text))
             case ItemReference():
-                raise ValidationError(
-                    "items of type `item_reference` are not supported: nothing is stored here, "
-                    "so send the item itself"
-                )
-            case ForeignItem():
-                raise ValidationError(
-                    f"`input` has an item of type `{item.type[:40]}`, which is not supported"
+                raise StoreNeeded(
+                    f"`input` has a reference to the item {quoted(item.id)}, which is not stored here: "
+                    "send the item itself"
                 )
     return [turn for turn in turns if turn["content"] is not None or turn.get("tool_calls")]
+
+
+def _add_call(
+    turns: list[Message], item: FunctionCallItem | CustomToolCallItem | ClientCallItem
+) -> None:
+    """Add a call to the assistant's turn."""
+    if isinstance(item, ClientCallItem):
+        name, arguments = item.name, item.arguments
+    elif isinstance(item, FunctionCallItem):
+        name, arguments = joined(item.namespace, item.name), item.arguments
+    else:
+        name, arguments = joined(item.namespace, item.name), arguments_of(item.input)
+    _assistant_calls(turns).append(called(item.call_id, name, arguments))
+
+
+def _result(call_id: str, content: object) -> Message:
+    return {"role": "tool", "content": content, "tool_call_id": call_id}
 
 
 def _is_thought(turns: list[Message], role: str) -> bool:
@@ -121,6 +148,12 @@ def _new(turns: list[Message]) -> Message:
     return turns[-1]
 
 
+def _assistant_calls(turns: list[Message]) -> list[object]:
+    """Return the calls of the turn that a call belongs to."""
+    calls: list[object] = _assistant_turn(turns).setdefault("tool_calls", [])
+    return calls
+
+
 def _assistant_turn(turns: list[Message]) -> Message:
     """Return the turn that a call belongs to: the last one, or a new one."""
     if not turns or turns[-1]["role"] != "assistant":
@@ -129,16 +162,18 @@ def _assistant_turn(turns: list[Message]) -> Message:
 
 
 def _tools(body: ResponsesRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
-    tools = tuple(
-        new_tool(tool.name or "", tool.description, tool.parameters, strict=tool.strict)
-        for tool in body.tools or ()
-    )
+    tools = tuple(tool.as_tool() for tool in body.offered)
     parallel = body.parallel_tool_calls is not False
     match body.tool_choice:
-        case NamedFunction(name=name):
-            return choose_named(tools, name, parallel=parallel)
-        case AllowedFunctions(mode=mode, tools=functions):
-            allowed = only(tools, [function.name for function in functions])
-            return allowed, ToolChoice(mode, None, parallel)
+        case ResponsesNamedTool(namespace=namespace, name=name):
+            return choose_named(tools, joined(namespace, name), parallel=parallel)
+        case ResponsesAllowedTools(mode=mode, tools=named):
+            names = [
+                joined(one.namespace, one.name)
+                for one in named
+                if isinstance(one, ResponsesNamedTool)
+            ]
+            allowed = only(tools, names)
+            return choose_by_word(allowed, mode, parallel=parallel)
         case word:
             return choose_by_word(tools, word or "auto", parallel=parallel)

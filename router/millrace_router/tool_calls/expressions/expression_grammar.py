@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 
 from millrace_router.errors import ToolError
+from millrace_router.request.request import Grammar
 from millrace_router.tool_calls.arguments_schema import Schema
 from millrace_router.tool_calls.expressions.expression_syntax import ExpressionSyntax
+from millrace_router.tool_calls.free_text.text_rule import plain_rule, quoted_rule
 from millrace_router.tool_calls.lark import escaped, json_value, literal, pattern
 from millrace_router.tool_calls.parameters.keywords import check_keywords
 from millrace_router.tool_calls.parameters.kinds import kinds_of, resolved
@@ -125,6 +127,8 @@ class ExpressionGrammar:
     def _typed(self, kind: str, schema: Schema) -> str:
         """The rule of a literal of one type."""
         strict = self._tool.strict
+        if self._tool.text is not None:
+            return self._input(self._tool.text)
         if kind == "object":
             keys = ObjectSchema.of(schema, self._root, strict=strict)
             return f"{literal('{')} {self._members(keys, self._member)} {literal('}')}"
@@ -141,6 +145,17 @@ class ExpressionGrammar:
         if kind == "boolean":
             return f"({self._word('true')} | {self._word('false')})"
         return self._word("null")
+
+    def _input(self, text: Grammar) -> str:
+        """The rule of the input of a text tool, its one argument."""
+        name, quote = f"{self._rule}_text", self._syntax.quote
+        if not quote:
+            self._rules[name] = quoted_rule(text)
+            return f"{literal(chr(34))} {name}"
+        mark = self._marker(quote)
+        is_token = mark != literal(quote)
+        self._rules[name] = plain_rule(text, "" if is_token else quote, quote)
+        return f"{mark} {name} {mark}" if is_token else f"{mark} {name}"
 
     def _array(self, schema: Schema) -> str:
         comma, least, most = (

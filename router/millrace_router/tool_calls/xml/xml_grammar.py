@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable
 
 from millrace_router.errors import ToolError
+from millrace_router.request.request import Grammar
 from millrace_router.tool_calls.arguments_schema import Schema
+from millrace_router.tool_calls.free_text.text_rule import plain_rule
 from millrace_router.tool_calls.lark import escaped, json_value, literal, pattern
 from millrace_router.tool_calls.parameters.keywords import check_keywords
 from millrace_router.tool_calls.parameters.kinds import kinds_of, resolved
@@ -32,6 +34,8 @@ class XmlGrammar:
         self._marker = marker
         self._root: Schema = schema_of(tool)
         self._terminals: dict[str, str] = {}
+        self._inputs: dict[str, str] = {}
+        """The rule of a text tool's input."""
 
     def rules(self) -> dict[str, str]:
         """Return the rules by name; raises ToolError if the tool is strict, and its schema cannot be kept."""
@@ -48,7 +52,7 @@ class XmlGrammar:
             parts.append(f"({self._key(key)} {self._value(schema.extra)})*")
         if not syntax.end_is_closer:
             parts.append(self._texts(syntax.end))
-        return {self._rule: " ".join(filter(None, parts)), **self._terminals}
+        return {self._rule: " ".join(filter(None, parts)), **self._inputs, **self._terminals}
 
     def _texts(self, *texts: str) -> str:
         return " ".join(self._marker(text) for text in texts if text)
@@ -65,6 +69,8 @@ class XmlGrammar:
         syntax, strict = self._syntax, self._tool.strict
         kinds = kinds_of(schema, self._root)
         behind = self._texts(syntax.padding, syntax.behind_value, syntax.spacing)
+        if self._tool.text is not None:
+            return self._input(self._tool.text)
         found = resolved(schema, self._root)
         known = found if isinstance(found, dict) else {}
         check_keywords(known)
@@ -77,6 +83,13 @@ class XmlGrammar:
         if not is_text and strict and known.keys() - _UNION:
             raise ToolError("this model's format cannot keep keywords of a value of several types")
         return self._text(known if is_text else {})
+
+    def _input(self, text: Grammar) -> str:
+        """The rule of a text tool's input and what is behind it."""
+        name, mark, padding = f"{self._rule}_text", self._syntax.behind_value, self._syntax.padding
+        is_token = self._marker(mark) != literal(mark)
+        self._inputs[name] = plain_rule(text, padding if is_token else f"{padding}{mark}", mark)
+        return f"{name} {self._texts(mark if is_token else '', self._syntax.spacing)}"
 
     def _text(self, schema: Schema) -> str:
         """The rule of a string and what is behind it."""

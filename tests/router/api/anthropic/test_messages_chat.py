@@ -49,6 +49,44 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [USER, {"role": "user", "content": [text("again")]}],
         [{"role": "user", "content": "hello\nagain"}],
     ),
+    "passages and documents are text": (
+        [
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "search_result",
+                        "source": "http://x",
+                        "title": "t",
+                        "content": [text("a"), text("b")],
+                    },
+                    {
+                        "type": "document",
+                        "source": {"type": "text", "media_type": "text/plain", "data": "c"},
+                        "title": "d",
+                        "context": "e",
+                    },
+                    {"type": "document", "source": {"type": "content", "content": [text("f")]}},
+                ],
+            }
+        ],
+        [{"role": "user", "content": "t\nhttp://x\na\nb\nd\ne\nc\nf"}],
+    ),
+    "what Anthropic's tools left is left out": (
+        [
+            USER,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+                    {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                    text("a"),
+                ],
+            },
+            USER,
+        ],
+        [USER, {"role": "assistant", "content": "a"}, USER],
+    ),
     "no blocks": ([{"role": "user", "content": []}], [{"role": "user", "content": ""}]),
     "a system turn in between": (
         [USER, {"role": "system", "content": "be brief"}, USER],
@@ -232,10 +270,14 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         in_content(IMAGE),
         "`messages[0].content[0]` must be a block of type 'text'",
     ),
-    "a document": (in_content({"type": "document"}), "documents and all others are not supported"),
+    "another block": (in_content({"type": "telepathy"}), "images and all others are not supported"),
+    "a document that is no text": (
+        in_content({"type": "document", "source": {"type": "base64", "data": ""}}),
+        "`messages[0].content[0].source` must be of type 'text' or 'content'",
+    ),
     "an image in a result": (
         in_content(RESULT | {"content": [IMAGE]}),
-        "`messages[0].content[0].content[0].type` must be 'text'",
+        "`messages[0].content[0].content[0]` must be a block of type 'text'",
     ),
     "a call by the user": (
         in_content(CALL),
@@ -244,16 +286,13 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "a result by the assistant": (in_content(RESULT, "assistant"), "'tool_result'"),
     "another kind of thoughts": (
         {"thinking": {"type": "deep"}},
-        "`thinking.type` must be 'enabled', 'adaptive' or 'disabled'",
+        "`thinking.type` must be 'enabled', 'adaptive', 'between_tools' or 'disabled'",
     ),
     "thoughts without room": (
         {"thinking": {"type": "enabled", "budget_tokens": 0}},
         "`thinking.budget_tokens` must be >= 1",
     ),
-    "a tool of the server's": (
-        {"tools": [TOOL | {"type": "web_search_20250305"}]},
-        "`tools[0].type` must be 'custom'",
-    ),
+    "a tool without a schema": ({"tools": [{"name": "add"}]}, "`tools[0].input_schema`"),
     "a choice of no tool": ({"tool_choice": {"type": "tool"}}, "needs a `name`"),
     "a number as text": ({"top_k": "5"}, "`top_k` must be an integer"),
 }

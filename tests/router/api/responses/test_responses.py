@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from millrace_router.api.responses.protocol import ResponseEventJson, ResponseJson
+from millrace_router.api.responses.event_protocol import ResponseEventJson
+from millrace_router.api.responses.protocol import ResponseJson
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.errors import GenerationError, QueueExpired, RouterError, ShardsGone
 from millrace_router.request.request import GrammarKind, ValidRequest
@@ -312,20 +313,21 @@ async def test_extensions_reach_the_request() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "previous_response_id": ({"previous_response_id": "resp_1"}, "previous_response_id"),
     "conversation": ({"conversation": {"id": "conv_1"}}, "conversation"),
     "prompt": ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     "background": ({"background": True}, "background"),
-    "item_reference": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
-    "bare_reference": ({"input": [{"id": "msg_1"}]}, "item_reference"),
-    "foreign_item": ({"input": [{"type": "web_search_call", "id": "w"}]}, "web_search_call"),
+    "foreign_item": ({"input": [{"type": "telepathy", "id": "w"}]}, "telepathy"),
+    "unreadable_item": (
+        {"input": [{"type": "compaction", "encrypted_content": "x"}]},
+        "`compaction`, which is not supported",
+    ),
     "image": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input_image",
     ),
     "no_input": ({"input": []}, "input"),
     "no_role": ({"input": [{"type": "message", "content": "a"}]}, "role"),
-    "built_in_tool": ({"tools": [{"type": "web_search"}]}, "web_search"),
+    "no_tool_left": ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "required"),
     "nameless_tool": ({"tools": [{"type": "function"}]}, "name"),
     "unknown_choice": (
         {"tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}},
@@ -345,7 +347,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-STRICT = [(name, True) for name in ("background", "shape", "built_in_tool")]
+STRICT = [(name, True) for name in ("background", "shape", "no_tool_left")]
 
 
 @pytest.mark.parametrize(("name", "is_strict"), [*((name, False) for name in REFUSED), *STRICT])

@@ -137,6 +137,114 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
 }
 
+LEFT_OUT = [
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
+    {"type": "mcp_list_tools", "id": "l_1", "server_label": "s", "tools": []},
+]
+CASES |= {
+    "a_custom_call": (
+        {
+            "input": [
+                said("user", "a"),
+                {
+                    "type": "custom_tool_call",
+                    "id": "ctc_1",
+                    "call_id": "call_1",
+                    "name": "add",
+                    "input": 'b "c"\n',
+                },
+                RESULT | {"type": "custom_tool_call_output"},
+            ]
+        },
+        [
+            said("user", "a"),
+            turn(CALL | {"arguments": '{"input":"b \\"c\\"\\n"}'}),
+            {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+        ],
+    ),
+    "a_call_in_a_namespace": (
+        {"input": [said("user", "a"), CALL | {"namespace": "mcp__mill__"}, RESULT]},
+        [
+            said("user", "a"),
+            turn(CALL | {"name": "mcp__mill__add"}),
+            {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+        ],
+    ),
+    "a_client_s_call": (
+        {
+            "input": [
+                said("user", "a"),
+                {
+                    "type": "local_shell_call",
+                    "id": "lsh_1",
+                    "call_id": "call_1",
+                    "status": "completed",
+                    "action": {"type": "exec", "command": ["ls"], "env": {}},
+                },
+                {"type": "local_shell_call_output", "id": "call_1", "output": "mill"},
+                {
+                    "type": "apply_patch_call",
+                    "call_id": "call_2",
+                    "status": "completed",
+                    "operation": {"type": "delete_file", "path": "a"},
+                },
+                {"type": "apply_patch_call_output", "call_id": "call_2", "status": "failed"},
+                {"type": "shell_call", "call_id": "call_3", "action": {"commands": ["ls"]}},
+                {
+                    "type": "shell_call_output",
+                    "call_id": "call_3",
+                    "output": [{"stdout": "x", "stderr": ""}],
+                },
+            ]
+        },
+        [
+            said("user", "a"),
+            turn(
+                CALL
+                | {
+                    "name": "local_shell",
+                    "arguments": '{"type":"exec","command":["ls"],"env":{}}',
+                }
+            ),
+            {"role": "tool", "content": "mill", "tool_call_id": "call_1"},
+            turn(OTHER | {"name": "apply_patch", "arguments": '{"type":"delete_file","path":"a"}'}),
+            {"role": "tool", "content": "failed", "tool_call_id": "call_2"},
+            turn(
+                OTHER | {"call_id": "call_3", "name": "shell", "arguments": '{"commands":["ls"]}'}
+            ),
+            {
+                "role": "tool",
+                "content": '[{"stdout":"x","stderr":""}]',
+                "tool_call_id": "call_3",
+            },
+        ],
+    ),
+    "a_call_of_a_server": (
+        {
+            "input": [
+                said("user", "a"),
+                {
+                    "type": "mcp_call",
+                    "id": "mcp_1",
+                    "server_label": "s",
+                    "name": "add",
+                    "arguments": "{}",
+                    "output": "2",
+                },
+            ]
+        },
+        [
+            said("user", "a"),
+            turn(CALL | {"call_id": "mcp_1", "arguments": "{}"}),
+            {"role": "tool", "content": "2", "tool_call_id": "mcp_1"},
+        ],
+    ),
+    "what_is_left_out": (
+        {"input": [said("user", "a"), *LEFT_OUT, said("assistant", "b"), said("user", "c")]},
+        [said("user", "a"), said("assistant", "b"), said("user", "c")],
+    ),
+}
+
 
 async def prompts_of(*asked: tuple[str, dict[str, Any]]) -> list[str]:
     """The prompts that these bodies become, each posted to its path."""
@@ -170,3 +278,22 @@ async def test_an_answer_is_a_turn_of_its_own() -> None:
         (URL, {"input": turns}), (CHAT, own), (CHAT, {"messages": turns})
     )
     assert given == expected != continued
+
+
+async def test_turns_are_joined_where_the_template_wants_one_of_a_role() -> None:
+    template = (
+        "{% for message in messages %}"
+        "{% if not loop.first and message.role == loop.previtem.role %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ message.role }} {{ message.content }} {% endfor %}"
+    )
+    said_twice = [said("user", "a"), said("user", "b")]
+    turns = [said("developer", "rules"), said("developer", "skills"), *said_twice]
+    async with serving(limits=LIMITS, template=template) as edge:
+        status, answer, _ = await edge.post(URL, {"input": turns})
+        assert status == 200, answer
+        joined = [said("developer", "rules\n\nskills"), said("user", "a\n\nb")]
+        _, same, _ = await edge.post(URL, {"input": joined})
+        refused, _, _ = await edge.post(CHAT, {"messages": said_twice})
+    assert answer["usage"] == same["usage"]
+    assert refused == 422

@@ -8,6 +8,7 @@ from typing import Any
 from millrace_testing.router.edge import Edge
 
 URL = "/v1/responses"
+PREFIXES = {"message": "msg_", "function_call": "fc_", "custom_tool_call": "ctc_"}
 Json = dict[str, Any]
 
 
@@ -53,6 +54,7 @@ class Told:
                 assert self._open["status"] == "in_progress"
                 assert not self._open.get("content")
                 assert not self._open.get("arguments")
+                assert not self._open.get("input")
                 self.output.append(self._open)
                 return
             case "output_item.done":
@@ -65,6 +67,11 @@ class Told:
             self._take_thought(kind, event, self._open)
         elif self._open["type"] == "message":
             self._take_text(kind, event, self._open)
+        elif kind == "custom_tool_call_input.delta":
+            assert event["delta"]
+            self._open["input"] += event["delta"]
+        elif kind == "custom_tool_call_input.done":
+            assert event["input"] == self._open["input"]
         elif kind == "function_call_arguments.delta":
             assert event["delta"]
             self._open["arguments"] += event["delta"]
@@ -151,7 +158,7 @@ def without_ids(response: Json) -> Json:
     rest["completed_at"] = rest["completed_at"] is not None
     rest["output"] = []
     for item in response["output"]:
-        prefix = {"message": "msg_", "function_call": "fc_"}[item["type"]]
+        prefix = PREFIXES[item["type"]]
         assert item["id"].startswith(prefix)
         rest["output"].append({k: v for k, v in item.items() if k not in {"id", "call_id"}})
     return rest
