@@ -63,7 +63,7 @@ class Fixture:
 
 
 def info(url: str) -> dict[str, Any]:
-    """The server's /info."""
-    with urllib.request.urlopen(f"{url}/info", timeout=10) as answer:
+    """The server's /info, with its costs."""
+    with urllib.request.urlopen(f"{url}/info?costs=true", timeout=10) as answer:
         found: dict[str, Any] = json.load(answer)
     return found

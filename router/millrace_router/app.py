@@ -40,7 +40,7 @@ from millrace_router.request.request import Task
 from millrace_router.server.access_log import access_log, add_request_id
 from millrace_router.server.bodies import error_response, plain_response
 from millrace_router.server.idempotency import Runs
-from millrace_router.server.idempotent_route import RUNS, end_runs
+from millrace_router.server.idempotent_route import RUNS, end_request, end_runs
 from millrace_router.server.ignored import prepare_app
 from millrace_router.server.keys import KEY_NAME, ApiKeys
 from millrace_router.server.request_start import counting_refusals
@@ -103,6 +103,7 @@ def create_app(services: Services) -> web.Application:
     kserve_routes.register(app)
     tokenizer_routes.register(app)
     vertex_routes.register(app)
+    app.router.add_delete("/v1/requests/{key}", end_request)
     return app
 
 

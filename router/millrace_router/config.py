@@ -304,7 +304,7 @@ class RouterConfig(BaseSettings):
         description="Seconds that shards may take to come back; then /health fails and requests end.",
     )
     resume_grace: float = Field(
-        default=0.0,
+        default=10.0,
         ge=0,
         allow_inf_nan=False,
         description="Seconds that a request with an Idempotency-Key outlives its connection, and can "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.ecosystem.test_clients import CLIENTS, run_cases
 pytestmark = pytest.mark.ecosystem
 
 ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = ("pages_cases.py", "conversations_cases.py", "docs_cases.py")
 PYTHON = ROOT / ".venvs" / "pages" / "bin" / "python"
 
 
@@ -23,8 +25,9 @@ def browser_python() -> Path:
     return PYTHON
 
 
-def test_pages_in_a_browser(server: RunningServer, browser_python: Path) -> None:
-    run_cases([str(browser_python), "pages_cases.py", server.url])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_pages_in_a_browser(server: RunningServer, browser_python: Path, script: str) -> None:
+    run_cases([str(browser_python), script, server.url])
 
 
 def test_screenshots_can_be_made_anew(
@@ -37,9 +40,10 @@ def test_screenshots_can_be_made_anew(
     assert all(0 < made[name] < 200_000 for name in kept)
 
 
-def test_every_case_of_the_browser_is_run() -> None:
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_case_of_the_browser_is_run(script: str) -> None:
     """A function that is not in the list would be no test."""
-    source = (CLIENTS / "pages_cases.py").read_text()
+    source = (CLIENTS / script).read_text()
     listed = source.partition("CASES = [")[2].partition("]")[0].replace(",", " ").split()
     defined = [
         line.removeprefix("def ").partition("(")[0]
@@ -47,3 +51,17 @@ def test_every_case_of_the_browser_is_run() -> None:
         if line.startswith("def ") and line.endswith("(url: str) -> None:")
     ]
     assert listed == defined
+
+
+def test_the_highlighter_is_the_published_one() -> None:
+    """Each component as the package has it, in the order that the file's head names, with the licence."""
+    package = CLIENTS / "js" / "node_modules" / "prismjs"
+    if not (package / "package.json").exists():
+        pytest.skip("no prismjs in node_modules: make test-ecosystem brings it")
+    shipped = (ROOT / "router/millrace_router/api/pages/shared/prism.js").read_text()
+    head, _, code = shipped.partition("*/\n")
+    names = head.splitlines()[2].split()
+    assert f"Prism {json.loads((package / 'package.json').read_text())['version']}," in head
+    assert (package / "LICENSE").read_text().strip() in head
+    parts = [(package / "components" / f"prism-{name}.min.js").read_text() for name in names]
+    assert code.partition("\n")[2] == "\n".join(parts) + "\n"

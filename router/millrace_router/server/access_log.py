@@ -32,7 +32,7 @@ MAX_REQUEST_ID_LENGTH = 128
 MAX_TENANT_LENGTH = 128
 CLIENT_GONE = 499
 """nginx's status for a client that closed the connection; it is only logged."""
-PROBED_PATHS = frozenset({"/", "/health", "/ping", "/livez", "/readyz", "/metrics"})
+PROBED_PATHS = frozenset({"/", "/health", "/ping", "/livez", "/readyz", "/metrics", "/status"})
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 _GENERATIONS: web.RequestKey[list[Generation | Collected]] = web.RequestKey("generations", list)

@@ -49,12 +49,17 @@ def digest_of(*parts: str | bytes) -> bytes:
 def scope_of(headers: Mapping[str, str], path: str) -> bytes | None:
     """Hash the key of a request with its caller and its route; None without a key; raises ValidationError.
 
-    The same key of another caller or on another route has another hash. The caller is the triple of API key, tenant and
-    the token for adapters.
+    The same key of another caller or on another route has another hash.
     """
     key = headers.get(KEY_HEADER)
-    if key is None:
-        return None
+    return None if key is None else owned_key(headers, key) + digest_of(path)
+
+
+def owned_key(headers: Mapping[str, str], key: str) -> bytes:
+    """Hash a key with its caller, the triple of API key, tenant and the token for adapters; raises ValidationError.
+
+    It is the beginning of the key's scope on each route.
+    """
     if not 1 <= len(key) <= MAX_KEY_LENGTH:
         raise ValidationError(
             f"`{KEY_HEADER}` must have 1 to {MAX_KEY_LENGTH} characters. Given: {len(key)}"
@@ -63,7 +68,6 @@ def scope_of(headers: Mapping[str, str], path: str) -> bytes | None:
         presented_key(headers),
         headers.get("x-tenant", ""),
         headers.get(ADAPTER_TOKEN_HEADER, ""),
-        path,
         key,
     )
 
@@ -210,6 +214,13 @@ class Runs:
             run.num_readers -= 1
             if not run.num_readers:
                 self._on_last_reader_left(scope, run)
+
+    def end(self, owned: bytes) -> bool:
+        """Abort and forget the runs of an `owned_key`; return whether there were any."""
+        found = [(scope, run) for scope, run in self._runs.items() if scope.startswith(owned)]
+        for scope, run in found:
+            self._drop(scope, run)
+        return bool(found)
 
     def drain(self) -> None:
         """Abort runs without readers, from now on at once: a client that comes back will reach another server."""

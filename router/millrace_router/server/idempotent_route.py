@@ -15,6 +15,7 @@ from millrace_router.server.idempotency import (
     Runs,
     digest_of,
     last_event_of,
+    owned_key,
     scope_of,
     unknown_event,
 )
@@ -30,6 +31,13 @@ RUNS: web.AppKey[Runs] = web.AppKey("runs", Runs)
 async def end_runs(app: web.Application) -> None:
     """Abort all requests with keys; a hook of `on_cleanup`."""
     await app[RUNS].close()
+
+
+async def end_request(request: web.Request) -> web.Response:
+    """`DELETE /v1/requests/{key}`: abort and forget what the caller asked for with this key, or 410."""
+    if not request.app[RUNS].end(owned_key(request.headers, request.match_info["key"])):
+        raise NotResumable
+    return web.Response()
 
 
 def idempotent(handler: Handler) -> Handler:

@@ -158,7 +158,7 @@ def _sweeps(texts: Sequence[str]) -> tuple[Sweep, ...]:
 def _server_info(server: str) -> Mapping[str, Any]:
     if not server.startswith(("http://", "https://")):
         raise ConfigError(f"--server: {server!r} is no http:// or https:// address")
-    url = server.rstrip("/") + "/info"
+    url = server.rstrip("/") + "/info?costs=true"
     try:
         with urlopen(url, timeout=SERVER_TIMEOUT_SECONDS) as answer:  # noqa: S310
             info = json.load(answer)

@@ -133,6 +133,10 @@ class Family(Collector, Generic[Instrument]):
             series = self._series[key] = self._make()
         return series
 
+    def series(self) -> Iterator[Instrument]:
+        """Yield all series, whatever their labels."""
+        yield from self._series.values()
+
     def collect(self) -> Iterator[Metric]:
         """Yield the metric if any of its series has been updated."""
         metric = Metric(self.name, self.documentation, self.kind)

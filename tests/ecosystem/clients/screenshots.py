@@ -1,16 +1,21 @@
-"""Pictures of the pages as the README shows them: `screenshots.py URL FOLDER`; wants a server with the demo model.
+"""Pictures of the pages as the docs show them: `screenshots.py URL FOLDER`; wants a server with the demo model.
 
 `.venvs/pages/bin/python tests/ecosystem/clients/screenshots.py http://127.0.0.1:3000 docs/images` makes those of the
-repository, after `python -m tests.ecosystem.prepare`; with `--all`, every state of both pages in both colours.
+repository, after `python -m tests.ecosystem.prepare`; with `--all`, every state of all pages in both colours.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from browsing import CHAT_ROUTE, DESKTOP, PHONE, opened, settled
+from chatting import answer_with, events, refuse_with, says, thinks
 from playwright.sync_api import Page
 
 QUESTIONS = ("What is prefill?", "What is a KV cache?", "What is a token?")
@@ -18,68 +23,169 @@ SIZES: dict[str, dict[str, Any]] = {
     "desktop": DESKTOP,
     "phone": PHONE | {"device_scale_factor": 1.5},
 }
-KEPT = {"chat-desktop-light", "chat-phone-dark"}
-OVERLOADED = (
-    '{"error": {"message": "Model is overloaded: the request would wait for 14.2 s, and may wait for 10.0 s",'
-    ' "type": "overloaded", "http_status_code": 429}, "error_type": "overloaded"}'
-)
+KEPT = {
+    *("chat-desktop-light", "chat-phone-dark", "tools-desktop-light", "code-phone-light"),
+    *("status-desktop-light", "status-phone-dark", "fields-desktop-dark", "operation-phone-light"),
+}
+THOUGHT = "The mill needs wind at the river. I do not know it, so I ask the tool for it first."
+CODE = """Yes. A small script can watch it:
+
+```python
+import time
+
+def watch(read, limit: float = 9.5) -> None:
+    \"\"\"Stop the mill in a storm.\"\"\"
+    while read()["speed"] < limit:
+        time.sleep(60)  # a minute
+```
+
+- [x] read the wind
+- [ ] stop the mill
+
+More at https://example.org/mill.
+"""
+ANSWER = '{"place":"river","speed":6.2,"unit":"m/s","grinds":true}'
 
 
-def talk(page: Page) -> None:
-    """A short conversation, the same one every time."""
-    page.evaluate("document.querySelector('#temperature').value = '0'")
-    # The first answer finds a browser that has never shown one.
-    page.fill("#prompt", QUESTIONS[0])
-    page.click("#send")
-    settled(page)
-    page.click("#new")
-    for answers, question in enumerate(QUESTIONS, start=1):
-        page.fill("#prompt", question)
+@dataclass(frozen=True)
+class Shooter:
+    """Takes pictures of one size and colour."""
+
+    url: str
+    folder: Path
+    size: str
+    scheme: str
+    everything: bool
+
+    def wants(self, *names: str) -> bool:
+        """Whether one of these pictures is to be made."""
+        return self.everything or any(f"{name}-{self.size}-{self.scheme}" in KEPT for name in names)
+
+    def take(self, page: Page, name: str) -> None:
+        """Write the picture if it is wanted."""
+        if self.wants(name):
+            file = f"{name}-{self.size}-{self.scheme}.png"
+            page.screenshot(path=self.folder / file)
+            sys.stdout.write(f"passed {file}\n")
+
+    @contextmanager
+    def page(self, path: str = "") -> Iterator[Page]:
+        """A page of the server."""
+        with opened(self.url + path, color_scheme=self.scheme, **SIZES[self.size]) as page:
+            yield page
+
+    def say(self, page: Page, text: str, answers: int = 1) -> None:
+        """Send a message and wait for its answer."""
+        page.fill("#prompt", text)
         page.click("#send")
         settled(page, answers)
 
 
-def take(page: Page, folder: Path, name: str, *, everything: bool) -> None:
-    """Write `name`.png if it is one of the repository's, or everything is wanted."""
-    if everything or name in KEPT:
-        page.screenshot(path=folder / f"{name}.png")
-        sys.stdout.write(f"passed {name}\n")
+def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call of a tool as a chunk."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    calls = [{"index": 0, "id": "call_1", "type": "function", "function": function}]
+    return {"choices": [{"index": 0, "delta": {"tool_calls": calls}, "finish_reason": None}]}
 
 
-def shoot(url: str, folder: Path, size: str, scheme: str, *, everything: bool) -> None:
-    """Take screenshots of all states of both pages in one size and colour."""
-    kind = f"{size}-{scheme}"
-    with opened(url, color_scheme=scheme, **SIZES[size]) as page:
+def shoot_chat(shooter: Shooter) -> None:
+    """A short conversation with the demo model, the same one every time, and an error."""
+    with shooter.page() as page:
         page.locator("#starters button").first.wait_for()
         page.locator(".state.ready").wait_for()
-        take(page, folder, f"empty-{kind}", everything=everything)
-        talk(page)
-        take(page, folder, f"chat-{kind}", everything=everything)
-        headers = {"retry-after": "4", "content-type": "application/json"}
-        page.route(
-            CHAT_ROUTE, lambda route: route.fulfill(status=429, headers=headers, body=OVERLOADED)
+        shooter.take(page, "empty")
+        page.evaluate("document.querySelector('#temperature').value = '0'")
+        # The first answer finds a browser that has never shown one.
+        shooter.say(page, QUESTIONS[0])
+        page.click("#new")
+        for answers, question in enumerate(QUESTIONS, start=1):
+            shooter.say(page, question, answers)
+        shooter.take(page, "chat")
+        message = "Model is overloaded: the request would wait for 14.2 s, and may wait for 10.0 s"
+        refuse_with(page, message, status=429, type_="overloaded", **{"retry-after": "4"})
+        shooter.say(page, "And decode?", len(QUESTIONS) + 1)
+        shooter.take(page, "error")
+        if shooter.size == "phone":
+            for button, name in (("toggle-chats", "list"), ("toggle", "settings")):
+                page.click(f"#{button}")
+                shooter.take(page, name)
+                page.keyboard.press("Escape")
+
+
+def shoot_tools(shooter: Shooter) -> None:
+    """A folded thought, a call with its result, code, and an answer in JSON; the answers are made up."""
+    with shooter.page() as page:
+        page.locator(".state.ready").wait_for()
+        answer_with(page, events(thinks(THOUGHT), call("wind", {"place": "river"})))
+        shooter.say(page, "Is there wind at the river?")
+        shooter.take(page, "call")
+        page.unroute(CHAT_ROUTE)
+        answer_with(page, events(says("Yes, 6.2 m/s from the west: the mill can grind.")))
+        page.fill(".results textarea", '{"speed": 6.2, "unit": "m/s", "from": "west"}')
+        page.click(".results button")
+        settled(page, 2)
+        shooter.take(page, "tools")
+        page.unroute(CHAT_ROUTE)
+        answer_with(page, events(says(CODE)))
+        shooter.say(page, "Can that be watched?", 3)
+        shooter.take(page, "code")
+        page.unroute(CHAT_ROUTE)
+        answer_with(page, events(says(ANSWER)))
+        shooter.say(page, "As JSON, please", 4)
+        shooter.take(page, "json")
+
+
+def shoot_status(shooter: Shooter) -> None:
+    """The figures while the demo model answers."""
+    with shooter.page("/status") as page:
+        page.locator("#figures[aria-busy=false]").wait_for()
+        # One connection: the page needs one of the six that a browser has.
+        body = {"prompt": "What is prefill?", "n": 12, "max_tokens": 1000, "ignore_eos": True}
+        page.evaluate(
+            """(body) => { fetch("v1/completions", {
+                method: "POST", headers: { "content-type": "application/json" }, body }); }""",
+            json.dumps(body),
         )
-        page.fill("#prompt", "And decode?")
-        page.click("#send")
-        settled(page, len(QUESTIONS) + 1)
-        take(page, folder, f"error-{kind}", everything=everything)
-    with opened(f"{url}/docs", color_scheme=scheme, **SIZES[size]) as page:
+        page.wait_for_function(
+            """() => [0, 2, 5].every((at) => !["0", "\\u2013"].includes(
+                document.querySelectorAll("dd.value")[at].textContent))"""
+        )
+        shooter.take(page, "status")
+
+
+def shoot_docs(shooter: Shooter) -> None:
+    """The list of operations, one of them opened, and a search in fields."""
+    with shooter.page("/docs") as page:
         page.locator(".operation").first.wait_for()
-        take(page, folder, f"docs-{kind}", everything=everything)
-        page.locator("#chat_completions > summary").click()
-        page.locator("#chat_completions .inside").wait_for()
-        take(page, folder, f"operation-{kind}", everything=everything)
+        shooter.take(page, "docs")
+        page.fill("#filter", "penalty")
+        page.locator("#found").wait_for()
+        shooter.take(page, "fields")
+        page.fill("#filter", "")
+    with shooter.page("/docs#chat_completions") as page:
+        body = page.locator("#chat_completions h3", has_text="Body")
+        body.evaluate("(title) => { title.scrollIntoView(); scrollBy(0, -70); }")
+        shooter.take(page, "operation")
+
+
+PARTS = {
+    shoot_chat: ("empty", "chat", "error", "list", "settings"),
+    shoot_tools: ("call", "tools", "code", "json"),
+    shoot_status: ("status",),
+    shoot_docs: ("docs", "fields", "operation"),
+}
 
 
 def main() -> None:
     """Make them."""
     url, folder = sys.argv[1], Path(sys.argv[2])
-    everything = "--all" in sys.argv
     folder.mkdir(parents=True, exist_ok=True)
     for size in SIZES:
         for scheme in ("light", "dark"):
-            if everything or f"chat-{size}-{scheme}" in KEPT:
-                shoot(url, folder, size, scheme, everything=everything)
+            shooter = Shooter(url, folder, size, scheme, "--all" in sys.argv)
+            for shoot, names in PARTS.items():
+                if shooter.wants(*names):
+                    shoot(shooter)
 
 
 if __name__ == "__main__":

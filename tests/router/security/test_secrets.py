@@ -20,7 +20,16 @@ PROMPT = "prompt-77aa"
 ANSWER = "answer-51bd"
 HEADER = "header-c3d9"
 SECRETS = (API_KEY, WRONG_KEY, PROMPT, ANSWER, HEADER)
-PUBLIC = ("/", "/health", "/metrics", "/info", "/v1/models", "/docs", "/api-doc/openapi.json")
+PUBLIC = (
+    "/",
+    "/health",
+    "/metrics",
+    "/status",
+    "/info",
+    "/v1/models",
+    "/docs",
+    "/api-doc/openapi.json",
+)
 
 TEMPLATE = "{% if messages[0].content == 'fail' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
 

@@ -10,6 +10,7 @@ import orjson
 
 from millrace_router.prediction.cost import COEFFICIENTS, EXTRA_COEFFICIENTS, CostModel
 from millrace_router.simulator.deployment import Deployment
+from millrace_router.validation.sampling_defaults import SamplingDefaults
 from millrace_testing.router.edge import logging_to, play, serving
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
@@ -63,9 +64,28 @@ async def test_info_has_the_fields_of_every_version() -> None:
     }  # fmt: skip
 
 
+async def test_info_has_costs_only_if_asked() -> None:
+    costs = dict.fromkeys((*COEFFICIENTS, *EXTRA_COEFFICIENTS), 0.5)
+    async with serving(cost=CostModel.fixed(costs)) as edge:
+        plain = orjson.loads((await edge.get("/info"))[1])
+        full = orjson.loads((await edge.get("/info?costs=true"))[1])
+        assert orjson.loads((await edge.get("/info?costs=false"))[1]) == plain
+    costs_alone = {"cost_model", "step_ratios", "entry_seconds", "turn_seconds"}
+    assert full.keys() - plain.keys() == costs_alone
+    assert full["cost_model"] == costs
+
+
+async def test_info_tells_what_a_request_gets_that_leaves_it_out() -> None:
+    defaults = SamplingDefaults(temperature=0.5, top_k=20)
+    async with serving(defaults=defaults, resume_grace=7.0) as edge:
+        info = orjson.loads((await edge.get("/info"))[1])
+    assert info["sampling_defaults"] == {"temperature": 0.5, "top_k": 20}
+    assert info["resume_grace"] == 7.0
+
+
 async def test_info_tells_how_requests_are_scheduled() -> None:
     async with serving() as edge:
-        info = orjson.loads((await edge.get("/info"))[1])
+        info = orjson.loads((await edge.get("/info?costs=true"))[1])
     expected: dict[str, object] = {
         "prefill_chunking": "on",
         "prefix_caching": "on",
@@ -97,7 +117,7 @@ async def test_info_is_what_a_simulated_deployment_is_made_of() -> None:
         "steps_in_flight": 1,
     }
     async with serving(cost=CostModel.fixed(costs), **flags) as edge:
-        info = orjson.loads((await edge.get("/info"))[1])
+        info = orjson.loads((await edge.get("/info?costs=true"))[1])
     fields = {name: info[name] for name in Deployment.model_fields if name in info}
     deployment = Deployment.model_validate(fields)
     assert fields.keys() == Deployment.model_fields.keys()

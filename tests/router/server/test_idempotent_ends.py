@@ -73,6 +73,36 @@ async def test_without_grace_nothing_is_kept_of_what_has_ended() -> None:
         assert timers.pending == 0
 
 
+@pytest.mark.parametrize("path", ["/generate_stream", "/generate", "/v1/chat/completions"])
+async def test_a_request_is_ended_by_its_key_though_it_could_be_resumed(path: str) -> None:
+    body = CHAT if "chat" in path else ASKED
+    async with keyed_edge() as (edge, timers):
+        asking = asyncio.create_task(edge.post(path, body, headers=KEY))
+        await until(lambda: bool(edge.batcher.streams))
+        asking.cancel()
+        await until(lambda: readers(edge) == 0)
+        assert not is_closed(edge)
+        for others in ({"authorization": "Bearer other"}, {"x-tenant": "other"}):
+            assert (await end(edge, "k", **others))[0] == 410
+        assert (await end(edge, "kk"))[0] == 410
+        assert not is_closed(edge)
+        assert await end(edge, "k") == (200, b"")
+        await edge.services.infer.permits.all_free()
+        assert is_closed(edge)
+        assert (num_runs(edge), timers.pending) == (0, 0)
+        assert 'tgi_request_failure{err="dropped"} 1' in await edge.exposition()
+        status, answer = await end(edge, "k")
+        assert (status, json.loads(answer)["error_type"]) == (410, "not_resumable")
+        status, answer = await end(edge, "k" * 256)
+        assert (status, json.loads(answer)["error_type"]) == (422, "validation")
+
+
+async def end(edge: Edge, key: str, **headers: str) -> tuple[int, bytes]:
+    """End a request by its key."""
+    async with edge.client.delete(f"{edge.url}/v1/requests/{key}", headers=headers) as answer:
+        return answer.status, await answer.read()
+
+
 async def test_grace_runs_out() -> None:
     async with keyed_edge(begin) as (edge, timers):
         async with streaming(edge, "/generate_stream", ASKED) as response:

@@ -29,7 +29,7 @@ def serving(answer: object, status: int = 200) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(status if self.path == "/info" else 404)
+            self.send_response(status if self.path == "/info?costs=true" else 404)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
 

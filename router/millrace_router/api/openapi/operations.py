@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Any
 
 from typing_extensions import TypeAliasType
 
@@ -24,7 +23,6 @@ from millrace_router.api.openai.protocol import (
 )
 from millrace_router.api.openapi.adapter_operations import ADAPTER_OPERATIONS
 from millrace_router.api.openapi.operation import (
-    ADMITTING,
     GENERATING,
     IDEMPOTENT,
     MESSAGING,
@@ -36,10 +34,10 @@ from millrace_router.api.openapi.operation import (
 from millrace_router.api.openapi.platform_operations import PLATFORM_OPERATIONS
 from millrace_router.api.openapi.pooling_operations import POOLING_OPERATIONS
 from millrace_router.api.openapi.response_operations import RESPONSE_OPERATIONS
+from millrace_router.api.openapi.server_operations import SERVER_OPERATIONS
 from millrace_router.api.openapi.tokenizer_operations import TOKENIZER_OPERATIONS
 from millrace_router.api.tgi.answers import GenerateResponse, StreamResponse
 from millrace_router.api.tgi.estimate import EstimateJson
-from millrace_router.api.tgi.info import InfoJson, QuarantineJson
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateRequest
 from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
 
@@ -151,75 +149,7 @@ OPERATIONS = (
         failures=(HTTPStatus.NOT_FOUND,),
         openai=True,
     ),
-    Operation(
-        method="get",
-        is_open=True,
-        path="/info",
-        id="get_model_info",
-        summary="The model and every limit",
-        answer=InfoJson,
-    ),
-    *(
-        Operation(
-            method="get",
-            is_open=True,
-            path=path,
-            id=id_,
-            summary="Whether the server can do its work",
-            failures=(HTTPStatus.SERVICE_UNAVAILABLE,),
-        )
-        for path, id_ in (
-            ("/", "root"),
-            ("/health", "health"),
-            ("/ping", "ping"),
-            ("/readyz", "ready"),
-        )
-    ),
-    Operation(
-        method="get",
-        is_open=True,
-        path="/livez",
-        id="live",
-        summary="Whether the router runs, whatever its shards do",
-    ),
-    Operation(
-        method="get",
-        path="/v1/quarantine",
-        id="quarantine",
-        summary="The requests that broke the shards, without their text",
-        answer=QuarantineJson,
-    ),
-    Operation(
-        method="get",
-        is_open=True,
-        path="/metrics",
-        id="metrics",
-        summary="Metrics in Prometheus' text format",
-        answer=bytes,
-    ),
-    *(
-        Operation(
-            method="get",
-            path=path,
-            is_open=True,
-            id=id_,
-            summary="This document",
-            answer=dict[str, Any],
-        )
-        for path, id_ in (("/api-doc/openapi.json", "openapi"), ("/openapi.json", "openapi_alias"))
-    ),
-    *(
-        Operation(
-            method="get",
-            path=path,
-            is_open=True,
-            id=id_,
-            summary="This document, for people with a browser",
-            answer=bytes,
-            text_type="text/html",
-        )
-        for path, id_ in (("/docs", "docs"), ("/docs/", "docs_alias"))
-    ),
+    *SERVER_OPERATIONS,
     *ADAPTER_OPERATIONS,
     *PLATFORM_OPERATIONS,
     *POOLING_OPERATIONS,

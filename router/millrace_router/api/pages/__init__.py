@@ -1,4 +1,4 @@
-"""The chat page at `/` and the page of the API at `/docs`.
+"""The chat page at `/`, figures of the server at `/status`, and the page of the API at `/docs`.
 
 Entry point: `routes.register`.
 May import: api.tgi, server and below.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib.resources import files
 
-_STYLE = re.compile(r'<link rel="stylesheet" href="([a-z]+\.css)">')
-_SCRIPT = re.compile(r'<script src="([a-z]+\.js)"></script>')
+_STYLE = re.compile(r'<link rel="stylesheet" href="([a-z/]+\.css)">')
+_SCRIPT = re.compile(r'<script src="([a-z/]+\.js)"></script>')
 _POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -31,12 +31,12 @@ class Document:
 
 
 def load(name: str, root_path: str = "") -> Document:
-    """Read `<name>.html` from this folder, and put its styles and scripts into it.
+    """Read `<name>/<name>.html` from this folder, and put its styles and scripts into it.
 
     `root_path`, where a proxy has the server, is told to the scripts: a page cannot tell it from an address such as
     `/llm` that lacks the last slash.
     """
-    source = _read(f"{name}.html")
+    source = _read(f"{name}/{name}.html")
     if root_path:
         source = source.replace("<html ", f'<html data-root="{root_path}/" ', 1)
     styles = [_read(file) for file in _STYLE.findall(source)]

@@ -1,4 +1,4 @@
-"""Pages for browsers: a chat at `/`, the documentation of the API at `/docs`."""
+"""Pages for browsers: a chat at `/`, figures at `/status`, the documentation of the API at `/docs`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from aiohttp import ETag, web
 
 from millrace_router.api.pages.document import Document, load
 from millrace_router.api.tgi.probes import health
+from millrace_router.api.tgi.status import RECENT, status_json
 from millrace_router.errors import RouterError
+from millrace_router.server.bodies import json_response
 from millrace_router.server.services import SERVICES
+from millrace_router.telemetry.recent import Recent
 
 PATHS = ("/docs", "/docs/")
 """Paths of the documentation, which needs no API key."""
@@ -17,7 +20,9 @@ PATHS = ("/docs", "/docs/")
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
+    app[RECENT] = Recent(app[SERVICES].metrics)
     app.router.add_get("/", root)
+    app.router.add_get("/status", status)
     for path in PATHS:
         app.router.add_get(path, docs)
 
@@ -34,6 +39,15 @@ async def root(request: web.Request) -> web.StreamResponse:
     except RouterError as error:
         status = error.status
     return _answer(request, page("chat", _root(request)), status=status, vary="accept")
+
+
+async def status(request: web.Request) -> web.StreamResponse:
+    """`GET /status`: figures as JSON, and for a browser a page that shows them."""
+    if prefers_html(request.headers.get("accept", "")):
+        return _answer(request, page("status", _root(request)), vary="accept")
+    answer = json_response(await status_json(request))
+    answer.headers.update({"vary": "accept", "cache-control": "no-store"})
+    return answer
 
 
 async def docs(request: web.Request) -> web.StreamResponse:

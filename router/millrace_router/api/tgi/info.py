@@ -64,8 +64,17 @@ class LimitsJson(TypedDict):
     max_client_batch_size: int
 
 
+class CostsJson(TypedDict, total=False):
+    """The costs that the scheduler has measured, of use to a simulation: only with `?costs=true`."""
+
+    cost_model: dict[str, float]
+    step_ratios: list[float]
+    entry_seconds: float
+    turn_seconds: float
+
+
 class SchedulerJson(TypedDict):
-    """Settings of the scheduler, and the costs that it has measured: the input of a simulation."""
+    """Settings of the scheduler: the input of a simulation, beside the costs."""
 
     prefill_chunking: str
     prefill_order: str
@@ -88,13 +97,9 @@ class SchedulerJson(TypedDict):
     """The mean of late loads of adapters."""
     block_size: int
     num_blocks: int
-    cost_model: dict[str, float]
-    step_ratios: list[float]
-    entry_seconds: float
-    turn_seconds: float
 
 
-class InfoJson(LimitsJson, SchedulerJson):
+class InfoJson(LimitsJson, SchedulerJson, CostsJson):
     """Answer of `/info`."""
 
     tasks: list[str]
@@ -111,6 +116,10 @@ class InfoJson(LimitsJson, SchedulerJson):
     max_loras: int
     """The most adapters in the shards at a time; 0 without adapters."""
     max_lora_rank: int
+    sampling_defaults: dict[str, float]
+    """What the model's generation_config.json says of parameters that a request leaves out."""
+    resume_grace: float
+    """Seconds that a request with an `Idempotency-Key` outlives its connection."""
     num_shard: int
     router: str
     version: str
@@ -118,14 +127,16 @@ class InfoJson(LimitsJson, SchedulerJson):
     docker_label: str | None
 
 
-def info_json(services: Services) -> InfoJson:
-    """Describe the server."""
+def info_json(services: Services, *, costs: bool = False) -> InfoJson:
+    """Describe the server; with `costs`, also what its steps cost."""
     shard = services.shard
+    measured: CostsJson = _costs(services) if costs else {}
     return {
         **_limits(services),
         **_scheduler(services),
         "tasks": sorted(services.limits.tasks),
         "hidden_size": shard.hidden_size,
+        **measured,
         "attention": shard.attention,
         "kv_cache_dtype": shard.kv_cache_dtype,
         "deterministic": shard.deterministic,
@@ -134,6 +145,8 @@ def info_json(services: Services) -> InfoJson:
         "adapters": services.adapters is not None,
         "max_loras": 0 if services.adapters is None else services.config.max_adapters,
         "max_lora_rank": services.config.max_lora_rank,
+        "sampling_defaults": services.validator.defaults.given(),
+        "resume_grace": services.config.resume_grace,
         "num_shard": shard.world_size,
         "router": "text-generation-router",
         "version": VERSION,
@@ -179,7 +192,7 @@ def _pipeline_tag(tasks: frozenset[Task]) -> str:
 
 
 def _scheduler(services: Services) -> SchedulerJson:
-    config, cost, loading = services.config, services.cost, services.loading
+    config, loading = services.config, services.loading
     return {
         "prefill_chunking": config.prefill_chunking,
         "prefill_order": config.prefill_order,
@@ -202,6 +215,12 @@ def _scheduler(services: Services) -> SchedulerJson:
         else loading.mean_load_seconds,
         "block_size": services.shard.block_size,
         "num_blocks": services.capacity.num_blocks,
+    }
+
+
+def _costs(services: Services) -> CostsJson:
+    cost = services.cost
+    return {
         "cost_model": {} if cost is None else cost.to_json(),
         "step_ratios": [] if cost is None else [round(r, 4) for r in cost.jitter.ratios()],
         "entry_seconds": 0.0 if cost is None else round(cost.overhead.entry_seconds, 6),

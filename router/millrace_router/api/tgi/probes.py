@@ -54,8 +54,9 @@ async def quarantine(request: web.Request) -> web.Response:
 
 
 async def info(request: web.Request) -> web.Response:
-    """`GET /info`: the model, every limit, and the input of a simulation; with the fields that TGI 3 dropped."""
-    return json_response(info_json(request.app[SERVICES]))
+    """`GET /info`: the model and every limit, with the fields that TGI 3 dropped; with costs if asked."""
+    costs = request.query.get("costs") == "true"
+    return json_response(info_json(request.app[SERVICES], costs=costs))
 
 
 async def version(_: web.Request) -> web.Response:

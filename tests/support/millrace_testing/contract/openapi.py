@@ -15,7 +15,13 @@ EVENTS = "text/event-stream"
 ENDED = ("chat_completions", "completions")
 """Whose streams have an end that is no JSON."""
 END = "[DONE]"
-PLACES = {"model_name": "mill", "model_version": "1", "id": "resp_1", "model": "org/tiny"}
+PLACES = {
+    "key": "k",
+    "model_name": "mill",
+    "model_version": "1",
+    "id": "resp_1",
+    "model": "org/tiny",
+}
 
 Schema = dict[str, Any]
 
