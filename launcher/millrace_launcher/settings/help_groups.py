@@ -11,7 +11,8 @@ NO_EFFECT = ("No effect", "Refused:", "Old name of")
 LAST = "Accepted for TGI, without effect of their own"
 OTHERS = "Others"
 NAMES: dict[str, str] = {
-    "Model": "model_id task revision tokenizer_name tokenizer_config_path quantize quantize_activations dtype kv_cache_dtype"
+    "Model": "model_id task revision tokenizer_name tokenizer_config_path quantize quantize_activations dtype"
+    " kv_cache_dtype"
     " draft_model speculate rope_scaling rope_factor allow_unlisted_model huggingface_hub_cache"
     " weights_cache_override",
     "Devices and memory": "num_shard sharded device cpu_threads kv_memory cuda_memory_fraction cuda_graphs"
