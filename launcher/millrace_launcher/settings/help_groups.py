@@ -24,7 +24,8 @@ NAMES: dict[str, str] = {
     " prefix_caching kv_reservation target_inter_token_latency fairness priority_ageing waiting_served_ratio"
     " max_waiting_tokens batching_policy steps_in_flight late_planning",
     "API": "hostname port root_path served_model_name tool_call_parser reasoning_parser generation_config strict_fields"
-    " strict_tgi disable_grammar_support enable_prefill_logprobs watermark_gamma watermark_delta cors_allow_origin"
+    " strict_tgi disable_grammar_support enable_prefill_logprobs watermark_gamma watermark_delta responses_store"
+    " responses_store_seconds cors_allow_origin"
     " aip_predict_route aip_health_route validation_workers",
     "LoRA adapters": "enable_lora lora_adapters lora_modules lora_paths adapter_id adapter_source preloaded_adapter_ids"
     " adapter_root adapter_allow adapter_cache adapter_cache_size adapter_memory adapter_memory_fraction max_loras"

@@ -126,6 +126,8 @@ OURS = [
     ("--max-restarts", "0", "launcher", 0),
     ("--step-timeout", "1.5", "router", 1.5),
     ("--recovery-grace", "60", "router", 60.0),
+    ("--responses-store", "64", "router", 64),
+    ("--responses-store-seconds", "60", "router", 60.0),
     ("--resume-grace", "5", "router", 5.0),
     ("--journal-tokens", "", "router", True),
     ("--journal-max-bytes", "70000", "router", 70_000),
