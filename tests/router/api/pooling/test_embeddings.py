@@ -159,7 +159,7 @@ async def test_prompts_that_are_too_long_are_refused_or_cut() -> None:
         ({"input": [9]}, "`input` contains token id 9"),
         ({"input": ["hello"] * 2049}, "`input` must have at most 2048 prompts. Given: 2049"),
         ({"input": "hello", "encoding_format": "int8"}, "'float' or 'base64'"),
-        ({"input": "hello", "dimensions": 0}, "greater than or equal to 1"),
+        ({"input": "hello", "dimensions": 0}, "`dimensions` must be >= 1"),
     ],
 )
 async def test_what_is_wrong_is_refused_by_name(body: dict[str, Any], message: str) -> None:

@@ -104,7 +104,7 @@ async def test_vllms_scores(one: Any, other: Any, expected: list[float]) -> None
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n: "),
         ("/rerank", {"query": "a", "texts": ["b"] * 2049}, "at most 2048"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "`text_1` must have one text"),
-        ("/v1/score", {"text_1": "a"}, "text_2: "),
+        ("/v1/score", {"text_1": "a"}, "`text_2` is required"),
         ("/v1/score", {"text_1": "a", "text_2": "b " * 9}, "must have at most 8 tokens each"),
     ],
 )
