@@ -310,3 +310,32 @@ def test_a_guided_stream_goes_on_after_its_shard_was_killed(server: Server) -> N
                 answer = ask(server, "/generate", body_with(other))
                 assert re.fullmatch("[a-z]{4}", answer["generated_text"])
     assert tokens == undisturbed
+
+
+def test_json_is_complete_within_its_limit_and_says_that_the_limit_ended_it(server: Server) -> None:
+    endless = {"type": "array", "items": {"type": "string"}, "minItems": 3}
+    for seed in range(4):
+        asked = {"max_new_tokens": 40, "do_sample": True, "temperature": 3.0, "seed": seed}
+        answers = [
+            ask(server, "/generate", body_with({"type": "json", "value": endless}, **asked))
+            for _ in range(2)
+        ]
+        (text,) = {answer["generated_text"] for answer in answers}
+        assert len(json.loads(text)) >= 3
+        details = answers[0]["details"]
+        assert details["generated_tokens"] <= 40
+        assert details["finish_reason"] in {"length", "eos_token"}
+    answer = ask(
+        server,
+        "/v1/chat/completions",
+        {
+            "messages": MESSAGES,
+            "max_tokens": 40,
+            "temperature": 3.0,
+            "seed": 1,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": endless}},
+        },
+    )
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert len(json.loads(choice["message"]["content"])) >= 3

@@ -1,4 +1,4 @@
-"""Records the positions that a step computed, and its duration."""
+"""Records what the answer to a step says beside its tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def learn_from(
 
 
 def deliver_prompts(result: StepResult, planner: Planner) -> list[Entry]:
-    """Hand the results of prompts to their streams; returns the entries that end with them."""
+    """Hand the results of prompts to their streams, and note closed texts; returns the entries that end with them."""
+    for slot in result.closed_slots:
+        if (row := planner.row(slot)) is not None:
+            entry_of(row.entry).is_closed = True
     for slot, logprobs in result.prompt_logprobs:
         if (row := planner.row(slot)) is not None:
             entry_of(row.entry).accept_prompt_logprobs(logprobs)

@@ -71,7 +71,7 @@ class ReasoningFormat(ABC):
         if rule == ANSWER:
             return answer
         source = f"start: {rule}\n{ANSWER}: {answer_rule(answer)}\n"
-        return Grammar(GrammarKind.LARK, source + self._terminals(rule))
+        return Grammar(GrammarKind.LARK, source + self._terminals(rule), answer.closes)
 
     @abstractmethod
     def _limited(self, start: Start, limit: ThoughtLimit) -> str:

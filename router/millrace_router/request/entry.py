@@ -55,6 +55,8 @@ class Entry(SchedulableRequest):
         self.accounted = False
         """Whether the scheduler has accounted for its end."""
         self.generated_ids: list[int] = []
+        self.is_closed = False
+        """Whether the limit of tokens, and not the model, ends the text."""
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset() if request.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(request.stop_token_ids)
@@ -128,7 +130,7 @@ class Entry(SchedulableRequest):
         if self.num_generated >= self.request.max_new_tokens:
             return FinishReason.LENGTH
         if token_id in self._eos_token_ids:
-            return FinishReason.EOS_TOKEN
+            return FinishReason.LENGTH if self.is_closed else FinishReason.EOS_TOKEN
         return FinishReason.STOP_SEQUENCE if matched else None
 
     def _token(self, token_id: int, logprob: float) -> Token:

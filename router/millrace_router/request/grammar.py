@@ -10,8 +10,9 @@ from typing import Any
 import orjson
 
 from millrace_router.errors import ValidationError
-from millrace_router.request.implied_types import with_implied_types
 from millrace_router.request.request import Grammar, GrammarKind
+from millrace_router.request.schemas.closed_objects import with_closed_objects
+from millrace_router.request.schemas.implied_types import with_implied_types
 
 MAX_SOURCE_BYTES = 2**17
 """Bytes of a grammar, or of a schema without blanks; the default limit of the shards is the same."""
@@ -33,7 +34,7 @@ class RawGrammar:
     value: Any
 
     def read(self) -> Grammar:
-        """Check the grammar, and write a schema without blanks and with implied types; raises ValidationError."""
+        """Check the grammar, and write a schema as it is meant, without blanks; raises ValidationError."""
         if self.kind is GrammarKind.JSON_SCHEMA:
             return _read_schema(self.value)
         return read_text(self.kind, self.value)
@@ -67,9 +68,9 @@ def check_schemas(schemas: Sequence[dict[str, Any]]) -> None:
 
 
 def checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return `schema` with implied types; raises ValidationError if it is nested too deeply."""
+    """Return `schema` with implied types and closed objects; raises ValidationError if it is nested too deeply."""
     _check_levels(_levels_of(schema))
-    return with_implied_types(schema)
+    return with_closed_objects(with_implied_types(schema))
 
 
 def read_text(kind: GrammarKind, source: str) -> Grammar:
@@ -95,7 +96,7 @@ def _read_schema(value: object) -> Grammar:
         raise ValidationError("grammar is not supported")
     source = orjson.dumps(checked_schema(value)).decode()
     _check_size(source)
-    return Grammar(GrammarKind.JSON_SCHEMA, source)
+    return Grammar(GrammarKind.JSON_SCHEMA, source, closes=True)
 
 
 def _brackets_of(source: str) -> bytes:

@@ -30,6 +30,8 @@ class Grammar:
 
     kind: GrammarKind
     source: str
+    closes: bool = False
+    """Whether the text is closed before the request's last token: JSON in an answer is, and calls of tools are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,8 @@ class StepResult:
     """Reasons of failed slots whose grammar allowed no further token."""
     pooled: Sequence[tuple[int, Sequence[float]]] = ()
     """(slot, what its complete prompt yields)."""
+    closed_slots: Sequence[int] = ()
+    """Slots whose last token was chosen to close their text within its limit."""
     computed: Sequence[tuple[int, int, int]] = ()
     """(slot, KV positions filled so far, draft tokens of the step), for decodes with more than one position allowed."""
 
@@ -221,6 +223,7 @@ def _sequence_to_pb(row: Row) -> pb.Sequence:
         pooling=None
         if request.pooling is None
         else pb.Pooling(logit_ids=request.pooling.logit_ids),
+        close_within=request.max_new_tokens if request.grammar and request.grammar.closes else 0,
     )
 
 
@@ -252,6 +255,7 @@ def result_from_pb(messages: Sequence[pb.StepResponse]) -> StepResult:
             if reason
         },
         pooled=tuple(_pooled(first)) if first.pooled_slots else (),
+        closed_slots=tuple(first.closed_slots),
         computed=tuple(
             zip(first.computed_slots, first.computed_positions, first.drafted_tokens, strict=True)
         ),

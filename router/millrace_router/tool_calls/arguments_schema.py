@@ -27,10 +27,6 @@ _ANNOTATIONS = frozenset(
 _ONE = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames")
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_OPEN = frozenset(
-    {"$ref", "anyOf", "oneOf", "allOf", "patternProperties", "additionalProperties", "unevaluatedProperties"}
-)  # fmt: skip
-"""With one of these keywords, properties other than the listed ones are possible."""
 _NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9k]")
 """Look-around and back-references, which shards do not support."""
 
@@ -47,8 +43,6 @@ def arguments_schema(tool: Tool) -> Schema:
     kinds = schema.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         raise ToolError(f"the parameters of `{tool.name}` have to describe an object")
-    if isinstance(schema.get("properties"), dict) and not schema.keys() & _OPEN:
-        schema["additionalProperties"] = False
     if not schema.keys() & {"$ref", "allOf"} or "type" in schema:
         schema["type"] = "object"
     return {**schema, "x-guidance": SPACING if tool.strict else {**SPACING, **LENIENT}}

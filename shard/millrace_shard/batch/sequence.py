@@ -119,6 +119,8 @@ class Sequence:
     prefill_top_n_tokens: int = 0
     min_new_tokens: int = 0
     grammar: Grammar | None = None
+    close_within: int = 0
+    """Generated tokens within which the text of `grammar` is closed; 0: never."""
     adapter_slot: int = 0
     """0: no adapter."""
     pooling: Pooling | None = None

@@ -130,6 +130,8 @@ class StepResult:
     failed_slots: Ints = field(default_factory=no_ints)
     failure_reasons: Mapping[int, str] = field(default_factory=dict)
     """The reason for each failed slot whose grammar no token can follow."""
+    closed_slots: tuple[int, ...] = ()
+    """Slots whose last token was chosen to close their text."""
     computed_slots: Ints = field(default_factory=no_ints)
     """Decodes that may fill more than one position."""
     computed_positions: Ints = field(default_factory=no_ints)

@@ -67,6 +67,8 @@ class StepTokens:
         self.forced: ForcedTokens = forced or {}
         self.failure_reasons: Mapping[int, str] = {}
         """The reason for each slot whose grammar no token can follow."""
+        self.num_open: Mapping[int, int] = {}
+        """The tokens of a row before those that close its text, for rows that are closed."""
         self._watch = watch
         self._has_drafts = expected is not None
         if sampled.words is not None and expected is None:

@@ -69,6 +69,7 @@ class LaunchedStep:
             top_logprobs=top_logprobs,
             failed_slots=self._failed_slots(),
             failure_reasons=self._tokens.failure_reasons if self._tokens else {},
+            closed_slots=self._closed_slots(),
             computed_slots=self._multi_token.slots,
             computed_positions=computed_positions,
             drafted_tokens=drafted_tokens,
@@ -78,6 +79,15 @@ class LaunchedStep:
         if self._prompts is not None and self._prompt_scores is not None:
             result = self._prompts.add_to(result, self._prompt_scores)
         return result if self._pooled is None else self._pooled.add_to(result)
+
+    def _closed_slots(self) -> tuple[int, ...]:
+        """Slots whose last token closes their text."""
+        if self._tokens is None or not self._tokens.num_open:
+            return ()
+        slots, counts = self._tokens.layout.yield_slots, self._tokens.emitted.counts
+        return tuple(
+            int(slots[row]) for row, num in self._tokens.num_open.items() if counts[row] > num
+        )
 
     def _failed_slots(self) -> Ints:
         failed = self._invalid_slots

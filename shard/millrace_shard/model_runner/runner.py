@@ -270,6 +270,7 @@ class StepRunner:
         tokens = StepTokens(layout, sampled, watch, expected=drafted, forced=forced)
         if constraints is not None:
             tokens.failure_reasons = constraints.failed
+            tokens.num_open = constraints.num_open
         if self._proposer is not None:
             self._proposer.follow(layout, sampled.ids, drafted, forced)
         return tokens

@@ -174,6 +174,7 @@ def _sequence(message: pb.Sequence) -> Sequence:
         prefill_top_n_tokens=message.prefill_top_n_tokens,
         min_new_tokens=message.min_new_tokens,
         grammar=grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
+        close_within=message.close_within,
         adapter_slot=message.adapter_slot,
         pooling=Pooling(tuple(message.pooling.logit_ids)) if message.HasField("pooling") else None,
     )
@@ -194,6 +195,7 @@ def reply_to_pb(reply: StepReply, *, with_tokens: bool) -> pb.StepResponse:
     result = reply.outcome
     message.checksum = result.checksum
     message.failed_slots.extend(result.failed_slots.tolist())
+    message.closed_slots.extend(result.closed_slots)
     if reasons := result.failure_reasons:
         message.failure_reasons.extend(
             reasons.get(slot, "") for slot in result.failed_slots.tolist()

@@ -59,9 +59,12 @@ class GrammarManager:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._compiles = ThreadPoolExecutor(NUM_COMPILES, thread_name_prefix="grammars")
 
-    def admit(self, slot: int, grammar: Grammar, generated: Ids) -> None:
-        """Add the sequence in `slot`, whose text so far is `generated`: a replayed sequence continues its text."""
-        compiled = self._compiles.submit(self._matcher, grammar, generated)
+    def admit(self, slot: int, grammar: Grammar, generated: Ids, *, close_within: int = 0) -> None:
+        """Add the sequence in `slot`, whose text so far is `generated`: a replayed sequence continues its text.
+
+        The text is closed within `close_within` tokens, if it is not 0.
+        """
+        compiled = self._compiles.submit(self._matcher, grammar, generated, close_within)
         self._sequences[slot] = GuidedSequence(grammar, compiled)
 
     def drop(self, slots: Ints) -> None:
@@ -89,10 +92,12 @@ class GrammarManager:
             return MaskJob(self._thread.submit(self._masks.compute, rows, num_masks).result)
         return MaskJob(partial(self._masks.compute, rows, num_masks))
 
-    def _matcher(self, grammar: Grammar, generated: Ids) -> Matcher:
+    def _matcher(self, grammar: Grammar, generated: Ids, close_within: int) -> Matcher:
         if self.compiler is None:
             raise GrammarInvalid(NO_GRAMMARS)
         matcher = self.compiler.matcher(grammar)
+        if close_within:
+            matcher.limit(close_within, self.compiler.vocabulary)
         if not matcher.consume_all(generated.tolist()):
             raise GrammarInvalid(matcher.error() or "the replayed tokens do not match it")
         return matcher

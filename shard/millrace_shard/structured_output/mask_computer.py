@@ -48,6 +48,8 @@ class Bitmasks:
     """The jump-forward tokens of each row, at most `max_jump_forward_tokens`: each was the only allowed token."""
     failed: Mapping[int, str]
     """The reason for each slot whose grammar no token can follow."""
+    num_open: tuple[int | None, ...]
+    """The tokens of each row before those that close its text; None where the text is not closed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +76,10 @@ class MaskRow:
     matcher: Matcher | None = None
     """None once the row has failed."""
     forced: tuple[int, ...] = ()
+    num_ahead: int = 0
+    """Tokens of this step that its matcher has consumed."""
+    num_open: int | None = None
+    """How many of them came before the text was closed; None if it is not."""
     num_renewed: int = 0
 
 
@@ -112,7 +118,8 @@ class MaskComputer:
         for row in failed:
             bits[row.first : row.first + 1 + len(row.request.drafts)] = -1
         reasons = {row.request.slot: row.sequence.failure or "" for row in failed}
-        return Bitmasks(bits, tuple([row.forced for row in rows]), reasons)
+        forced = tuple([row.forced for row in rows])
+        return Bitmasks(bits, forced, reasons, tuple([row.num_open for row in rows]))
 
     def _catch_up(self, row: MaskRow) -> None:
         """Feed the row's matcher with its new tokens; a row that they do not match fails."""
@@ -139,6 +146,10 @@ class MaskComputer:
                 continue
             if row.matcher.has_ended:
                 bits[index] = self._ends
+            elif (closing := row.matcher.look()) is not None:
+                bits[index] = bits_of([closing], self._width)
+                if row.num_open is None:
+                    row.num_open = row.num_ahead
             else:
                 asked.append((row, row.matcher, index))
         self._filler.fill([(matcher.inner, index) for _, matcher, index in asked], lines)
@@ -179,6 +190,7 @@ class MaskComputer:
             _fail(row, _error(row) or f"the forced token {token} does not match")
             return False
         row.forced = (*row.forced, token)
+        row.num_ahead += 1
         matcher = row.matcher
         if matcher is None or matcher.has_ended:
             return False
@@ -208,6 +220,7 @@ class MaskComputer:
         if not self._consume(row, drafts[depth]):
             _fail(row, _error(row) or "an allowed draft token does not match")
             return False
+        row.num_ahead += 1
         return True
 
     def _consume(self, row: MaskRow, token: int) -> bool:
@@ -229,6 +242,8 @@ class MaskComputer:
             renewed = self._renewed(row.sequence.grammar, failed)
             if renewed is None or stale is None:
                 break
+            if stale.closing is not None and self._compiler is not None:
+                renewed.limit(stale.closing.limit, self._compiler.vocabulary)
             if renewed.follow(stale):
                 row.matcher = row.sequence.matcher = renewed
                 return renewed

@@ -9,6 +9,8 @@ from time import perf_counter
 
 from llguidance import LLMatcher, LLParserLimits
 
+from millrace_shard.structured_output.closing.closing import Closing, ClosingState
+from millrace_shard.structured_output.closing.ending import Ending
 from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.vocabulary import Vocabulary
 
@@ -29,12 +31,25 @@ SOURCE_LINE = re.compile(r"\n *[0-9]+ \| ")
 TOO_MANY_STATES = "lexer error: too many states"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Lexer:
     """The lexer states of a grammar, which all copies of a matcher share; their number is limited."""
 
     compile_seconds: float
     """Time to compile another one."""
+    ending: Ending | None = None
+    """The ending of the grammar's empty text, once one is found."""
+    none_within: int = 0
+    """A number of tokens within which none was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A state of a matcher."""
+
+    has_ended: bool
+    num_consumed: int
+    closing: ClosingState | None
 
 
 class Matcher:
@@ -45,6 +60,8 @@ class Matcher:
         self.lexer = lexer
         self.has_ended = False
         """Whether it has consumed an end-of-sequence id; later tokens do not count."""
+        self.closing: Closing | None = None
+        """What closes its text within a limit of tokens, if it has one."""
         self._eos_token_ids = eos_token_ids
         self._consumed: list[int] = []
 
@@ -58,10 +75,31 @@ class Matcher:
         return cls(inner, frozenset(vocabulary.eos_token_ids), Lexer(perf_counter() - began))
 
     def copy(self) -> Matcher:
-        """A copy in the same state, in microseconds; all copies share the lexer states."""
+        """A copy in the same state, in microseconds, without a limit; all copies share the lexer states."""
         copied = Matcher(self.inner.deep_copy(), self._eos_token_ids, self.lexer)
         copied.has_ended, copied._consumed = self.has_ended, self._consumed.copy()
         return copied
+
+    def limit(self, num_tokens: int, vocabulary: Vocabulary) -> None:
+        """Have the text, which is empty, closed within `num_tokens` tokens if possible."""
+        lexer = self.lexer
+        is_out_of_reach = num_tokens <= lexer.none_within
+        self.closing = Closing(
+            vocabulary.closing, num_tokens, lexer.ending, is_out_of_reach=is_out_of_reach
+        )
+        self.look()
+        if (ending := self.closing.state.ending) or self.inner.is_accepting():
+            lexer.ending = ending
+        else:
+            lexer.none_within = max(lexer.none_within, num_tokens)
+
+    def look(self) -> int | None:
+        """The only token that the limit allows next; None without a limit, or if it allows what the grammar allows."""
+        if self.closing is None:
+            return None
+        place = len(self._consumed)
+        self.closing.look(self.inner, place)
+        return self.closing.next_token(place)
 
     def follow(self, other: Matcher) -> bool:
         """Consume the text of `other`, from its start; returns whether it matches."""
@@ -77,6 +115,8 @@ class Matcher:
         """Consume `token`; False if the grammar does not allow it, after which the matcher is unusable."""
         if self.has_ended:
             return True
+        if self.closing is not None:
+            self.look()
         is_end = token in self._eos_token_ids
         # A grammar may contain an end-of-sequence token; elsewhere this token ends a complete text.
         if not (is_end and self.inner.is_accepting()):
@@ -93,13 +133,16 @@ class Matcher:
                 return False
         return True
 
-    def mark(self) -> tuple[bool, int]:
+    def mark(self) -> Mark:
         """The current state, for `return_to`."""
-        return self.has_ended, len(self._consumed)
+        closing = None if self.closing is None else self.closing.state
+        return Mark(self.has_ended, len(self._consumed), closing)
 
-    def return_to(self, mark: tuple[bool, int]) -> bool:
+    def return_to(self, mark: Mark) -> bool:
         """Return to the state `mark`; False if that fails, after which the matcher is unusable."""
-        self.has_ended, num_consumed = mark
+        self.has_ended, num_consumed = mark.has_ended, mark.num_consumed
+        if self.closing is not None and mark.closing is not None:
+            self.closing.state = mark.closing
         taken_back = len(self._consumed) - num_consumed
         del self._consumed[num_consumed:]
         return not taken_back or self.inner.rollback(taken_back)

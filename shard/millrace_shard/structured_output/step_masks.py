@@ -29,6 +29,8 @@ class GrammarConstraints:
     forced: ForcedTokens
     failed: Mapping[int, str]
     """The reason for each slot whose grammar no token can follow."""
+    num_open: Mapping[int, int]
+    """The tokens of a row before those that close its text, for rows that are closed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +57,11 @@ class PendingConstraints:
                 if len(tokens)
             },
             failed=masks.failed,
+            num_open={
+                row: num
+                for row, num in zip(self.yields, masks.num_open, strict=True)
+                if num is not None
+            },
         )
 
 
@@ -76,7 +83,12 @@ class StepMasks:
             return False
         num_prompt = sequence.num_inputs - sequence.generated_tokens
         self._new_tokens[sequence.slot] = []
-        self._grammars.admit(sequence.slot, sequence.grammar, sequence.input_ids[num_prompt:])
+        self._grammars.admit(
+            sequence.slot,
+            sequence.grammar,
+            sequence.input_ids[num_prompt:],
+            close_within=sequence.close_within,
+        )
         return True
 
     def drop(self, slots: Ints) -> None:

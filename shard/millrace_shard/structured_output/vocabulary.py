@@ -17,6 +17,7 @@ from typing import Any
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from millrace_shard.model_loader.checkpoint_files import TOKENIZER
+from millrace_shard.structured_output.closing.closing_tokens import ClosingTokens
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -37,6 +38,7 @@ class Vocabulary:
     size: int
     eos_token_ids: tuple[int, ...]
     """At least one; each of them ends a text and has no text itself."""
+    closing: ClosingTokens
 
     @classmethod
     def of(
@@ -44,9 +46,11 @@ class Vocabulary:
     ) -> Vocabulary:
         """A vocabulary from the bytes of each id, empty for ids without text; only their names allow `special` ids."""
         ends = tuple(eos_token_ids)
-        names = _Tokens(list(tokens), sorted({*special, *ends}), ends[0])
+        named = sorted({*special, *ends})
+        names = _Tokens(list(tokens), named, ends[0])
         tokenizer = LLTokenizer(TokenizerWrapper(names), eos_token=list(ends))
-        return cls(tokenizer, len(tokens), ends)
+        closing = ClosingTokens.of(tokens, tokenizer, special=named, eos_token_id=ends[0])
+        return cls(tokenizer, len(tokens), ends, closing)
 
 
 def load_vocabulary(

@@ -67,7 +67,6 @@ def best_of_returns_the_others_too(base_url: str) -> None:
 
 
 def a_chat_answers(base_url: str) -> None:
-    # Not as a stream: the class wants `tool_calls` in every delta, and reads "[DONE]" as JSON.
     asked = [Message(**message) for message in MESSAGES]
     first = Client(base_url).chat(messages=asked, max_tokens=8, seed=1)
     choice = first.choices[0]
@@ -77,6 +76,32 @@ def a_chat_answers(base_url: str) -> None:
     assert first.usage["completion_tokens"] <= 8
     second = asyncio.run(AsyncClient(base_url).chat(messages=asked, max_tokens=8, seed=1))
     assert second.choices[0].message.content == choice.message.content
+
+
+def a_chat_streams(base_url: str) -> None:
+    asked = [Message(**message) for message in MESSAGES]
+    whole = Client(base_url).chat(messages=asked, max_tokens=8, seed=1)
+    chunks = list(Client(base_url).chat(messages=asked, max_tokens=8, seed=1, stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+    async def streamed() -> str:
+        stream = await AsyncClient(base_url).chat(messages=asked, max_tokens=8, seed=1, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert asyncio.run(streamed()) == text
+
+
+def a_call_streams(base_url: str) -> None:
+    asked = [Message(**message) for message in MESSAGES]
+    chunks = Client(base_url).chat(
+        messages=asked, max_tokens=150, tools=[Tool(**WIND)], tool_choice="required", stream=True
+    )
+    calls = [call for chunk in chunks if (call := chunk.choices[0].delta.tool_calls) is not None]
+    first = [call.function for call in calls if call.index == 0]
+    assert first[0].name == "wind"
+    check_wind(json.loads("".join(function.arguments for function in first)))
 
 
 def a_tool_is_called(base_url: str) -> None:
@@ -119,6 +144,8 @@ run(
         a_grammar_binds_the_text,
         best_of_returns_the_others_too,
         a_chat_answers,
+        a_chat_streams,
+        a_call_streams,
         a_tool_is_called,
         a_bad_request_raises_validation_error,
         the_asynchronous_client_does_the_same,

@@ -27,7 +27,9 @@ from millrace_router.request.request import Grammar, GrammarKind
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["ü", None]}}}
 TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{"enum":["ü",null]}}}'
-OF_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, TEXT)
+OF_SCHEMA = Grammar(
+    GrammarKind.JSON_SCHEMA, TEXT[:-1] + ',"additionalProperties":false}', closes=True
+)
 ANY = ANY_OBJECT.read()
 
 
@@ -55,7 +57,7 @@ def openai(response_format: object) -> Grammar | None:
         ({"type": "json_object", "value": None}, ANY),
         ({"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, OF_SCHEMA),
         ({"type": "json_schema", "value": {"schema": TEXT, "strict": True}}, OF_SCHEMA),
-        ({"type": "json", "value": {}}, Grammar(GrammarKind.JSON_SCHEMA, "{}")),
+        ({"type": "json", "value": {}}, Grammar(GrammarKind.JSON_SCHEMA, "{}", closes=True)),
         ({"type": "regex", "value": r"\d+ (a|ü)"}, Grammar(GrammarKind.REGEX, r"\d+ (a|ü)")),
         ({"type": "regex", "value": ""}, Grammar(GrammarKind.REGEX, "")),
         ({"type": "lark", "value": 'start: "a"'}, Grammar(GrammarKind.LARK, 'start: "a"')),

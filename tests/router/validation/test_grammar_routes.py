@@ -26,7 +26,9 @@ from millrace_testing.router.edge import (
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 OF_SCHEMA = Grammar(
-    GrammarKind.JSON_SCHEMA, '{"type":"object","properties":{"a":{"type":"integer"}}}'
+    GrammarKind.JSON_SCHEMA,
+    '{"type":"object","properties":{"a":{"type":"integer"}},"additionalProperties":false}',
+    closes=True,
 )
 REGEX = {"type": "regex", "value": "a+"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}

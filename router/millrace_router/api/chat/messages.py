@@ -93,12 +93,17 @@ class ToolCall(RequestModel):
     function: CalledFunction
 
 
-class ChatMessage(RequestModel):
+class MessageBody(RequestModel):
+    """What a turn says; TGI has this name for it."""
+
+    content: MessageContent | None = None
+    tool_calls: Items[ToolCall] | None = None
+
+
+class ChatMessage(MessageBody):
     """One turn; it has content, tool calls, or both."""
 
     role: str
-    content: MessageContent | None = None
-    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None

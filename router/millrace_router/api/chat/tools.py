@@ -86,7 +86,7 @@ class AllowedToolsChoice(RequestModel):
     allowed_tools: AllowedTools
 
 
-ToolChoiceField = TypeAliasType("ToolChoiceField", str | NamedTool | AllowedToolsChoice)
+ToolChoiceField = TypeAliasType("ToolChoiceField", Word | str | NamedTool | AllowedToolsChoice)
 """A word, or a function: by its bare name as in TGI, or in OpenAI's form."""
 
 

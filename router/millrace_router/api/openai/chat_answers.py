@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 from millrace_router.api.openai.answers import AnswerHead, usage_json
 from millrace_router.api.openai.choice import STOP, TOOL_CALLS, ChatDelta, token_ids
@@ -129,7 +130,7 @@ class ChatAnswers:
     ) -> ChatCompletionChunkJson:
         choice: ChatCompletionChoiceJson = {
             "index": index,
-            "delta": delta,
+            "delta": self._delta(delta),
             "logprobs": None if logprobs is None else {"content": [logprobs]},
             "finish_reason": finish_reason,
         }
@@ -140,6 +141,9 @@ class ChatAnswers:
             "choices": [choice],
             "usage": None if usage is None else usage_json(usage),
         }
+
+    def _delta(self, delta: ChatCompletionDeltaJson) -> ChatCompletionDeltaJson:
+        return delta
 
     def _reason(self, reason: str | None) -> str | None:
         return STOP if reason == TOOL_CALLS and self._dialect.stops_after_calls else reason
@@ -201,6 +205,18 @@ class ChatAnswers:
                 for call in calls
             ],
         }
+
+
+class OldChatAnswers(ChatAnswers):
+    """Chunks for TGI's old clients, which want a role, and a call or null, in each of them."""
+
+    def _delta(self, delta: ChatCompletionDeltaJson) -> ChatCompletionDeltaJson:
+        old: dict[str, Any] = {"content": None, "tool_calls": None, **delta, "role": ROLE}
+        # Each chunk has one call at most.
+        for call in old["tool_calls"] or ():
+            function = {"name": None, **call["function"]}
+            old["tool_calls"] = {"id": "", "type": "function", **call, "function": function}
+        return cast("ChatCompletionDeltaJson", old)
 
 
 def _joined(parts: Sequence[CallDelta]) -> list[CallDelta]:

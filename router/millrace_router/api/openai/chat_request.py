@@ -24,6 +24,12 @@ from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
 
+OLD_CLIENTS_FIELDS = frozenset(
+    {"model", "messages", "repetition_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs"}
+    | {"max_tokens", "n", "presence_penalty", "stream", "seed", "temperature", "top_p", "tools", "tool_choice"}
+)  # fmt: skip
+"""What TGI's old clients, `text-generation` and `tgi`, send with every chat, as null if need be."""
+
 
 class ChatCompletionRequest(ReasoningFields, CommonRequest):
     """Body of `/v1/chat/completions` and `/chat_tokenize`."""
@@ -51,6 +57,11 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
     @classmethod
     def _has_no_functions(cls, value: object) -> object:
         return without_functions(value, functions="tools", function_call="tool_choice")
+
+    @property
+    def is_of_old_client(self) -> bool:
+        """Whether one of TGI's old clients sent it, which read chunks in a form of their own."""
+        return self.model == "tgi" and self.model_fields_set >= OLD_CLIENTS_FIELDS
 
     def check(self, limits: Limits) -> None:
         """Check the fields that TGI ignores; raises RouterError."""

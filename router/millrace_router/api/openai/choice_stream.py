@@ -16,10 +16,18 @@ class OpenChoices:
     """Counts the choices of one stream that have not ended, and adds up their usage."""
 
     def __init__(
-        self, count: int, usage_chunk: Callable[[Usage], Mapping[str, object]] | None
+        self,
+        count: int,
+        usage_chunk: Callable[[Usage], Mapping[str, object]] | None,
+        *,
+        end: tuple[bytes, ...] = (DONE,),
     ) -> None:
-        """`usage_chunk` renders a chunk of its own for the usage of all choices, if there is to be one."""
+        """`usage_chunk` renders a chunk of its own for the usage of all choices, if there is to be one.
+
+        `end` are the frames after the last chunk.
+        """
         self._count = count
+        self._end = end
         self._usage_chunk = usage_chunk
         self._total = Usage()
 
@@ -30,8 +38,8 @@ class OpenChoices:
         if self._count:
             return None
         if self._usage_chunk is None:
-            return (DONE,)
-        return event(orjson.dumps(self._usage_chunk(self._total))), DONE
+            return self._end
+        return event(orjson.dumps(self._usage_chunk(self._total))), *self._end
 
 
 class ChoiceStream(GenerationStream):

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from millrace_router.api.openai.adapter_models import adapter_json, adapters_json
 from millrace_router.api.openai.answers import AnswerHead
-from millrace_router.api.openai.chat_answers import ChatAnswers
+from millrace_router.api.openai.chat_answers import ChatAnswers, OldChatAnswers
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.chat_stream import ChatStream
 from millrace_router.api.openai.choice_stream import OpenChoices
@@ -34,7 +34,7 @@ from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
-from millrace_router.server.sse import respond
+from millrace_router.server.sse import DONE, respond
 
 
 def register(app: web.Application) -> None:
@@ -103,7 +103,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             return await _answer(services, chat, generations, answers, headers, asked=asked)
         options = sse_options(services, generations, stream_errors(services), headers)
         choices = OpenChoices(
-            len(generations), answers.usage_chunk if body.includes_usage else None
+            len(generations),
+            answers.usage_chunk if body.includes_usage else None,
+            # TGI's old clients read the end of a stream as JSON.
+            end=() if body.is_of_old_client else (DONE,),
         )
         streams = [
             ChatStream(
@@ -129,7 +132,8 @@ def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
         fingerprint=fingerprint(services),
         anonymous=dialect.hides_ids,
     )
-    return ChatAnswers(head, dialect)
+    kind = OldChatAnswers if body.is_of_old_client else ChatAnswers
+    return kind(head, dialect)
 
 
 async def _answer(

@@ -18,6 +18,7 @@ from typing_extensions import TypeAliasType, TypeForm
 
 from millrace_router.api.adapters.naming import MAX_TOKEN_LENGTH
 from millrace_router.api.anthropic.protocol import MessagesErrorResponseJson
+from millrace_router.api.chat.messages import MessageBody
 from millrace_router.api.openai.protocol import OpenAIErrorResponseJson, StreamErrorJson
 from millrace_router.api.openapi.field_texts.texts import describe
 from millrace_router.api.openapi.operation import Operation
@@ -42,6 +43,8 @@ from millrace_router.server.services import SERVICES
 from millrace_router.version import VERSION
 
 JSON = "application/json"
+END = "[DONE]"
+"""Data of the event after the last one of a chat or a completion."""
 TAG = "Text Generation Inference"
 REFERENCE = "#/components/schemas/"
 _MODEL = re.compile(rf"(?<={REFERENCE})\w+")
@@ -111,6 +114,7 @@ def openapi(*, admin: bool = True) -> dict[str, Any]:
         if operation.is_admin and not admin:
             continue
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schemas)
+    schemas.components["Message"]["allOf"] = [schemas.of(MessageBody)]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -201,7 +205,7 @@ def _operation(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
 def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     failure = schemas.of(_failures(operation).whole)
     responses = {"200": {"description": "OK", **_content(operation, schemas)}}
-    for status in sorted(operation.failures):
+    for status in sorted({*operation.failures, *operation.foreign}):
         responses[str(status.value)] = {
             "description": status.phrase,
             **_retry_after(operation, status),
@@ -260,8 +264,19 @@ def _content(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
         content[JSON] = {"schema": schemas.of(operation.answer)}
     if operation.event is not None:
         failure = _failures(operation).event
-        content["text/event-stream"] = {"schema": schemas.of(operation.event | failure)}
+        of_data = schemas.of(operation.event | failure)
+        content["text/event-stream"] = {"schema": _event(of_data, has_end=operation.has_end)}
     return {"content": content} if content else {}
+
+
+def _event(of_data: dict[str, Any], *, has_end: bool) -> dict[str, Any]:
+    """Describe one event of a stream by its fields, as tools read the schema of this media type."""
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": of_data}
+    return {
+        "type": "object",
+        "properties": {"data": {"anyOf": [{"const": END}, data]} if has_end else data},
+        "required": ["data"],
+    }
 
 
 def register(app: web.Application) -> None:

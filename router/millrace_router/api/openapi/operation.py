@@ -65,7 +65,11 @@ class Operation:
     """Media type of text."""
     event: Any = None
     """The JSON of one event of a stream."""
+    has_end: bool = False
+    """The last event of its streams is `[DONE]`."""
     failures: tuple[HTTPStatus, ...] = ()
+    foreign: tuple[HTTPStatus, ...] = ()
+    """Failures of TGI that this server does not have, for clients that are made from the document."""
     is_open: bool = False
     """Needs no API key."""
     is_admin: bool = False

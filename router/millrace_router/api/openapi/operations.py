@@ -83,6 +83,7 @@ OPERATIONS = (
         body=ChatCompletionRequest,
         answer=ChatCompletionJson,
         event=ChatCompletionChunkJson,
+        has_end=True,
         failures=GENERATING,
         openai=True,
         headers=IDEMPOTENT,
@@ -95,6 +96,7 @@ OPERATIONS = (
         body=CompletionRequest,
         answer=CompletionFinalJson,
         event=Completion,
+        has_end=True,
         failures=GENERATING,
         openai=True,
         headers=IDEMPOTENT,
@@ -139,6 +141,7 @@ OPERATIONS = (
         id="openai_get_model_info",
         summary="The model that is served, and the adapters that the client may use",
         answer=ModelInfoJson,
+        foreign=(HTTPStatus.NOT_FOUND,),
     ),
     Operation(
         method="get",

@@ -68,6 +68,7 @@ PLATFORM_OPERATIONS = (
         body=SagemakerRequest,
         answer=SagemakerResponse,
         event=SagemakerStreamResponse,
+        has_end=True,
         failures=GENERATING,
         either=True,
         headers=IDEMPOTENT,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from typing_extensions import TypeAliasType
 
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
@@ -28,6 +30,7 @@ TOKENIZER_OPERATIONS = (
         body=GenerateRequest | TokenizePromptRequest,
         answer=TokenizeResponse | TokenizePromptJson,
         failures=ADMITTING,
+        foreign=(HTTPStatus.NOT_FOUND,),
     ),
     Operation(
         method="post",
@@ -53,5 +56,6 @@ TOKENIZER_OPERATIONS = (
         body=ChatCompletionRequest,
         answer=ChatTokenizeResponseJson,
         failures=ADMITTING,
+        foreign=(HTTPStatus.NOT_FOUND,),
     ),
 )

@@ -146,11 +146,15 @@ async def test_a_salt_parts_the_prefixes() -> None:
         assert status == 422
 
 
+def json_grammar(source: str) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, source, closes=True)
+
+
 GRAMMARS: dict[str, tuple[Any, Grammar]] = {
-    "guided_json": ({"type": "integer"}, Grammar(GrammarKind.JSON_SCHEMA, '{"type":"integer"}')),
+    "guided_json": ({"type": "integer"}, json_grammar('{"type":"integer"}')),
     "guided_regex": ("[ab]+", Grammar(GrammarKind.REGEX, "[ab]+")),
     "guided_grammar": ('start: "a"', Grammar(GrammarKind.LARK, 'start: "a"')),
-    "json_schema": ('{"type": "null"}', Grammar(GrammarKind.JSON_SCHEMA, '{"type":"null"}')),
+    "json_schema": ('{"type": "null"}', json_grammar('{"type":"null"}')),
     "regex": ("[ab]+", Grammar(GrammarKind.REGEX, "[ab]+")),
     "ebnf": ('start: "a"', Grammar(GrammarKind.LARK, 'start: "a"')),
     "guided_choice": (["a", "b.c"], Grammar(GrammarKind.REGEX, r"(?:a)|(?:b\.c)")),
@@ -176,7 +180,7 @@ async def test_fields_that_guide_the_text_become_grammars(route: str) -> None:
         body = body_of(route, max_tokens=1, structured_outputs={"json_object": True})
         assert (await edge.post(route, body))[0] == 200
         request = edge.batcher.requests[-1]
-        assert request.grammar == Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
+        assert request.grammar == json_grammar('{"type":"object"}')
         body = body_of(route, regex="a", response_format={"type": "json_object"})
         status, answer, _ = await edge.post(route, body)
         assert (status, "`regex`, `response_format` exclude" in str(answer)) == (422, True)

@@ -16,7 +16,6 @@ OPERATIONS: dict[str, str] = NAMES["operations"]
 SCHEMAS: dict[str, list[str]] = NAMES["schemas"]
 """TGI's schemas, and the properties of each with those of its variants."""
 EXCEPTIONS = {
-    "MessageBody": "TGI's name for the half of `Message` that is `content` or `tool_calls`; here they are its own",
     "TextMessage.tool_call_id": "no answer has it in TGI either, whose server leaves out what is null",
 }
 
@@ -33,6 +32,19 @@ def properties_of(schema: Schema) -> set[str]:
 def test_every_operation_of_tgi_has_its_name(route: str) -> None:
     method, path = route.split()
     assert DOCUMENT["paths"][path][method]["operationId"] == OPERATIONS[route]
+
+
+@pytest.mark.parametrize("route", OPERATIONS)
+def test_every_status_of_tgi_is_there(route: str) -> None:
+    method, path = route.split()
+    assert set(NAMES["statuses"][route]) <= {
+        int(status) for status in DOCUMENT["paths"][path][method]["responses"]
+    }
+
+
+def test_choices_of_tools_have_their_values() -> None:
+    (words,) = (one["enum"] for one in resolved(REFERENCE + "ToolChoice")["anyOf"] if "enum" in one)
+    assert words == NAMES["tool_choice"]
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS.keys() - EXCEPTIONS.keys()))

@@ -38,9 +38,13 @@ def described(operation: Operation) -> dict[str, Any]:
 
 
 def schema_of(operation: Operation, status: int, media_type: str) -> Schema:
-    """Schema of a response's body; raises KeyError for what is not documented."""
+    """Schema of a response's body, or of the JSON of its events; raises KeyError for what is not documented."""
     response = described(operation)["responses"][str(status)]
     schema: Schema = response["content"][media_type]["schema"]
+    if media_type == EVENTS:
+        data = schema["properties"]["data"]
+        variants: list[Schema] = data.get("anyOf", [data])
+        schema = variants[-1]["contentSchema"]
     return schema
 
 

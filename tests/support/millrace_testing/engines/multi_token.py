@@ -199,7 +199,14 @@ class FakeGrammars:
         """This object with the type that a runner takes."""
         return cast("GrammarManager", self)
 
-    def admit(self, slot: int, grammar: Grammar, generated: Ids) -> None:
+    def admit(
+        self,
+        slot: int,
+        grammar: Grammar,
+        generated: Ids,
+        *,
+        close_within: int = 0,
+    ) -> None:
         self._allowed[slot] = json.loads(grammar.source)
         self._places[slot] = len(generated)
 
@@ -223,7 +230,10 @@ class FakeGrammars:
             bits += [self._mask(self._at(row.slot, ahead)) for ahead in range(1 + len(row.drafts))]
             forced.append(self._jump(row))
         return Bitmasks(
-            np.array(bits, dtype=np.int32), tuple(forced), dict.fromkeys(failed, "no place")
+            np.array(bits, dtype=np.int32),
+            tuple(forced),
+            dict.fromkeys(failed, "no place"),
+            (None,) * len(rows),
         )
 
     def _jump(self, row: MaskRequest) -> tuple[int, ...]:

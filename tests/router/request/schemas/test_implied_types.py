@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace_router.request.grammar import RawGrammar
-from millrace_router.request.implied_types import with_implied_types
 from millrace_router.request.request import GrammarKind
+from millrace_router.request.schemas.implied_types import with_implied_types
 
 NAME = {"properties": {"name": {"type": "string"}}}
 OBJECT = {"type": "object", **NAME}
@@ -18,7 +18,7 @@ OBJECT = {"type": "object", **NAME}
 
 def test_properties_make_an_object() -> None:
     grammar = RawGrammar(GrammarKind.JSON_SCHEMA, NAME).read()
-    assert json.loads(grammar.source) == OBJECT
+    assert json.loads(grammar.source) == {**OBJECT, "additionalProperties": False}
 
 
 @pytest.mark.parametrize(
