@@ -9,15 +9,14 @@ from collections import deque
 from millrace_proto import generate_pb2 as pb
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import ShardError
+from millrace_router.shards.step_result import StepResult, result_from_pb
 from millrace_router.shards.wire import (
     Capacity,
     ShardInfo,
-    StepResult,
     capacity_from_pb,
     info_from_pb,
     open_to_pb,
     plan_to_pb,
-    result_from_pb,
 )
 from millrace_shard.batch.step import StepReply
 from millrace_shard.engine.engine import Engine

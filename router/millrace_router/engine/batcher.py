@@ -35,7 +35,7 @@ from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.scheduler.queue.waiting import WaitingQueue
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import ShardError
-from millrace_router.shards.wire import StepResult
+from millrace_router.shards.step_result import StepResult
 
 EMPTY_QUEUE = WaitingQueue()
 

@@ -11,7 +11,7 @@ from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.hang_detector import OldestStep
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.shards.wire import StepResult
+from millrace_router.shards.step_result import StepResult
 
 
 @dataclass(frozen=True, slots=True)

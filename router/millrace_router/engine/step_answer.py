@@ -7,7 +7,7 @@ from millrace_router.engine.in_flight import AnsweredStep
 from millrace_router.engine.predictor import LatencyPredictor
 from millrace_router.request.entry import Entry, entry_of
 from millrace_router.scheduler.planner import Planner
-from millrace_router.shards.wire import StepResult
+from millrace_router.shards.step_result import StepResult
 
 
 def learn_from(

@@ -11,7 +11,8 @@ from millrace_proto import generate_pb2 as pb
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import ShardError, ShardHung
 from millrace_router.shards.group import ShardGroup
-from millrace_router.shards.wire import StepResult, open_to_pb, plan_to_pb, result_from_pb
+from millrace_router.shards.step_result import StepResult, result_from_pb
+from millrace_router.shards.wire import open_to_pb, plan_to_pb
 
 
 class StepObserver(Protocol):

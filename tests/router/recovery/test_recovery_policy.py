@@ -17,7 +17,7 @@ from millrace_router.recovery.hang_detector import StepTimer
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.request.events import TokenEvent
 from millrace_router.shards.errors import ShardLost
-from millrace_router.shards.wire import StepResult
+from millrace_router.shards.step_result import StepResult
 from millrace_testing.router.fake_router import (
     DirectShards,
     collect,

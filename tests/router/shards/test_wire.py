@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from millrace_proto import generate_pb2 as pb
 from millrace_router.request.events import PromptChunk
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.shards.wire import plan_to_pb, result_from_pb
+from millrace_router.shards.step_result import result_from_pb
+from millrace_router.shards.wire import plan_to_pb
 
 COUNTS = st.lists(st.integers(0, 3), max_size=6) | st.lists(st.just(1), max_size=6)
 

@@ -48,7 +48,8 @@ from millrace_router.shards.errors import (
     StepFailed,
 )
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.shards.wire import StepResult, open_to_pb, plan_to_pb, result_from_pb
+from millrace_router.shards.step_result import StepResult, result_from_pb
+from millrace_router.shards.wire import open_to_pb, plan_to_pb
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing.adapters.fake_adapters import MODULE, AdapterLoadError, FakeAdapters

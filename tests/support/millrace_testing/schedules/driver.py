@@ -23,7 +23,8 @@ from millrace_router.scheduler.queue.tenants import RequestQueue, TenantQueue
 from millrace_router.scheduler.queue.waiting import WaitingQueue
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.shards.wire import open_to_pb, plan_to_pb, result_from_pb
+from millrace_router.shards.step_result import result_from_pb
+from millrace_router.shards.wire import open_to_pb, plan_to_pb
 from millrace_testing.adapters.fake_adapters import MODULE
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.schedules.client import Client

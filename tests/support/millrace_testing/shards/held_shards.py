@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from millrace_router.shards.errors import ShardError
-from millrace_router.shards.wire import StepResult
+from millrace_router.shards.step_result import StepResult
 from millrace_testing.router.fake_router import DirectShards
 from millrace_testing.shards.hash_shard import HashShard
 
