@@ -17,6 +17,7 @@ from millrace_router.reasoning.reasoning_format import ReasoningFormat, ThoughtL
 from millrace_router.reasoning.splitter import Start
 from millrace_router.reasoning.tagged import TaggedReasoning
 from millrace_router.request.request import Grammar, GrammarKind
+from millrace_shard.structured_output.closing.ending import short_ending
 from millrace_shard.structured_output.grammar.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
@@ -233,3 +234,21 @@ def test_whatever_is_allowed_is_split_into_a_short_thought_and_a_right_answer(
     answer = "".join(one.answer for one in split)
     assert json.loads(answer)["a"] in {1, 2}
     assert sum(bool(one.thought) for one in split) <= 6
+
+
+@pytest.mark.parametrize(
+    ("form", "begin"),
+    [(THINK, ""), (COHERE, ""), (GEMMA, ""), (CHANNELS, ""), (CHANNELS, "hm")],
+    ids=["think", "cohere", "gemma", "channels", "channels-later"],
+)
+def test_a_limit_closes_a_thought_and_its_answer(form: ReasoningFormat, begin: str) -> None:
+    grammar = thinking(form, replace(JSON, closes=True), start=Start.OPEN)
+    assert grammar is not None
+    assert grammar.closes
+    matcher = matcher_of(grammar)
+    assert matcher.consume_all(ids_of(begin))
+    ending = short_ending(matcher.inner, VOCABULARY.closing, most=60)
+    assert ending is not None
+    assert '"a"' in text_of(list(ending))
+    assert matcher.consume_all(ending)
+    assert not getattr(thinking(form, JSON, start=Start.OPEN), "closes", None)

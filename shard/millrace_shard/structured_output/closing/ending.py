@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llguidance import LLMatcher
 
@@ -13,6 +13,9 @@ Ending = tuple[int, ...]
 """Tokens that complete a text; the last one is an end-of-sequence id."""
 
 MAX_STEPS = 256
+MAX_CUTS = 16
+SPECIAL_MARK = b"\xff"
+"""Before the id of a special token in llguidance's bytes; no text has it."""
 MAX_VISITS = 3
 """How often a token is taken where the same tokens are allowed, as long as there are others."""
 
@@ -30,12 +33,27 @@ def short_ending(matcher: LLMatcher, tokens: ClosingTokens, *, most: int) -> End
     """
     walk = _Walk(matcher.deep_copy(), tokens)
     while not walk.walker.is_accepting():
-        if len(walk.path) >= most or walk.num_steps >= MAX_STEPS or walk.walker.is_stopped():
+        if walk.num_steps >= min(MAX_STEPS, MAX_VISITS * most) or walk.walker.is_stopped():
             return None
         if not (walk.take_forced() or walk.take_best()):
             return None
     ending = (*walk.path, tokens.eos_token_id)
-    return ending if leads_to_end(matcher, ending) else None
+    if not leads_to_end(matcher, ending):
+        return None
+    ending = _without_loop(matcher, ending, walk.places)
+    return ending if len(ending) <= most else None
+
+
+def _without_loop(
+    matcher: LLMatcher, ending: Ending, places: Mapping[bytes, Sequence[int]]
+) -> Ending:
+    """`ending` without the longest stretch that begins and ends where the same tokens are allowed, if it may go."""
+    spans = ((last - first, first) for some in places.values() for first in some for last in some)
+    for length, first in sorted(spans, reverse=True)[:MAX_CUTS]:
+        shorter = ending[:first] + ending[first + length :]
+        if length > 0 and leads_to_end(matcher, shorter):
+            return shorter
+    return ending
 
 
 class _Walk:
@@ -45,12 +63,14 @@ class _Walk:
         self.walker = walker
         self.path: list[int] = []
         self.num_steps = 0
+        self.places: defaultdict[bytes, list[int]] = defaultdict(list)
+        """The lengths of the path where a choice was made among the tokens of each mask."""
         self._tokens = tokens
         self._visits: defaultdict[bytes, Counter[int]] = defaultdict(Counter)
 
     def take_forced(self) -> bool:
         """Take the tokens of text that has to follow, if there is any."""
-        text = self.walker.compute_ff_bytes().decode(errors="ignore")
+        text = self._forced_text()
         if not text:
             return False
         ids = self._tokens.tokenizer.greedy_tokenize(text)
@@ -59,10 +79,17 @@ class _Walk:
         self.num_steps += len(ids)
         return bool(ids) and self.walker.consume_tokens(ids)
 
+    def _forced_text(self) -> str:
+        """The text that has to follow, up to a special token."""
+        # On a copy: where special tokens have to follow, the call spoils the state of the matcher.
+        found = self.walker.deep_copy().compute_ff_bytes()
+        return found.partition(SPECIAL_MARK)[0].decode(errors="ignore")
+
     def take_best(self) -> bool:
         """Take the most promising token; False if there is none."""
         mask = self.walker.compute_bitmask()
         visits = self._visits[mask]
+        self.places[mask].append(len(self.path))
         allowed = self._tokens.among(mask)
         for id_ in allowed:
             if visits[id_] >= MAX_VISITS or not self._step(id_):
@@ -89,5 +116,5 @@ class _Walk:
         """Whether other tokens are allowed than `before` the last one."""
         walker = self.walker
         return bool(
-            walker.is_accepting() or walker.compute_ff_bytes() or walker.compute_bitmask() != before
+            walker.is_accepting() or self._forced_text() or walker.compute_bitmask() != before
         )

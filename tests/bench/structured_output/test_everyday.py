@@ -1,0 +1,46 @@
+"""What counts as whole and valid among answers under everyday schemas."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from bench.structured_output import everyday
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def test_there_are_fifty_schemas_with_a_question_each() -> None:
+    asked = everyday.everyday()
+    assert len(asked) == 50
+    assert len({question for question, _ in asked}) == 50
+    for _, schema in asked:
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "outcome"),
+    [
+        ('{"a": 1}', "stop", everyday.ENDED),
+        ('{"a": 1}', "length", everyday.CLOSED),
+        ('{"a": 1, "b', "length", everyday.CUT),
+        ('{"a": 1, "b": 2}', "stop", everyday.INVALID),
+        ('{"a": "1"}', "stop", everyday.INVALID),
+        ('{"a": 1', "stop", everyday.INVALID),
+    ],
+)
+def test_outcomes(text: str, reason: str, outcome: str) -> None:
+    assert everyday.outcome_of(text, reason, SCHEMA) == outcome
+
+
+def test_the_table_has_shares_of_each_mode() -> None:
+    answers = [
+        everyday.Answer(mode="greedy", outcome=outcome, num_tokens=1, schema=SCHEMA, text="")
+        for outcome in (everyday.ENDED, everyday.CLOSED, everyday.CUT, everyday.CUT)
+    ]
+    rows = everyday.table(answers)
+    assert list(rows) == ["greedy"]
+    assert rows["greedy"]["whole and valid"] == 0.5
+    assert "| greedy | 4 | 0.500 |" in everyday.markdown(rows)
+    assert json.dumps(rows)
