@@ -60,6 +60,10 @@ class ClosingTokens:
             return known or allowed[:FEW].tolist()
         return sorted(allowed.tolist(), key=self._rank_of)
 
+    def closes(self, id_: int) -> bool:
+        """Whether the token is closing brackets alone, which come first where few tokens are allowed."""
+        return not self.tokenizer.decode_bytes([id_]).strip(b"]}")
+
     def _rank_of(self, id_: int) -> tuple[int, int, int]:
         if id_ not in self._ranks:
             token = self.tokenizer.decode_bytes([id_])

@@ -91,6 +91,9 @@ class _Walk:
         visits = self._visits[mask]
         self.places[mask].append(len(self.path))
         allowed = self._tokens.among(mask)
+        if allowed and self._tokens.closes(allowed[0]):
+            # Each bracket of many is progress, although the same tokens are allowed behind it.
+            return self._step(allowed[0])
         for id_ in allowed:
             if visits[id_] >= MAX_VISITS or not self._step(id_):
                 continue

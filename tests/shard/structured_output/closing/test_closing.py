@@ -165,6 +165,16 @@ def test_a_string_that_never_ends_is_ended() -> None:
     assert all(run.is_closed == (len(run.ids) > 20) for run in runs)
 
 
+def test_brackets_of_any_depth_are_closed() -> None:
+    tree = {"type": "array", "items": {"$ref": "#"}}
+    for depth in (1, 9, 40):
+        matcher = WORDS.matcher(schema(json.dumps(tree)))
+        assert matcher.consume_all(WORDS.split(b"[" * depth))
+        ending = short_ending(matcher.inner, WORDS.vocabulary.closing, most=60)
+        assert ending is not None
+        assert WORDS.text(ending) == b"]" * depth
+
+
 def test_a_limit_below_the_shortest_text_changes_nothing() -> None:
     least = {"type": "string", "minLength": 50}
     assert generate(least, 20, 1).ids == generate(least, 10**6, 1).ids[:20]
