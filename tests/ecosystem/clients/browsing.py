@@ -87,6 +87,19 @@ def settled(page: Page, answers: int = 1) -> str:
     return page.locator(".turn.assistant .text").last.inner_text()
 
 
+def eventually(page: Page, condition: str) -> None:
+    """Wait until an async function of the page returns true; `wait_for_function` takes its promise for true."""
+    page.evaluate(
+        f"""async () => {{
+            for (let left = 600; left > 0; left -= 1) {{
+                if (await ({condition})()) return;
+                await new Promise((resolve) => setTimeout(resolve, 50));
+            }}
+            throw new Error("in vain");
+        }}"""
+    )
+
+
 def overflow(page: Page) -> int:
     """Pixels by which the page is wider than its window."""
     return int(page.evaluate("document.documentElement.scrollWidth - window.innerWidth"))

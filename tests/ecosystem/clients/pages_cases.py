@@ -6,7 +6,7 @@ import json
 import re
 from functools import partial
 
-from browsing import CHAT_ROUTE, opened, overflow, send, settled
+from browsing import CHAT_ROUTE, eventually, opened, overflow, send, settled
 from cases import run
 from chatting import (
     ANSWER,
@@ -158,9 +158,9 @@ def stop_ends_the_generation_on_the_server(url: str) -> None:
             assert text
             assert "stopped" in page.inner_text(".turn.assistant .meta")
             assert page.locator(":focus").get_attribute("id") == "prompt"
-            page.wait_for_function(
-                """async (url) => /^millrace_requests_running 0$/m.test(await (await fetch(url)).text())""",
-                arg=f"{url}/metrics",
+            eventually(
+                page,
+                "async () => /^millrace_requests_running 0$/m.test(await (await fetch('metrics')).text())",
             )
             assert page.locator(".trouble").count() == 0
 
