@@ -15,6 +15,7 @@ from millrace_router.recovery.quarantine import REFUSED_SECONDS, Quarantine
 from millrace_router.request.request import (
     Grammar,
     GrammarKind,
+    Pooling,
     SamplingParameters,
     SchedulingParameters,
     SequenceRules,
@@ -32,6 +33,7 @@ POISON = ValidRequest(
     grammar=Grammar(GrammarKind.REGEX, "secret"),
 )
 OTHER_VALUES: dict[str, Any] = {
+    "pooling": Pooling(),
     "input_ids": (70001, 70002, 70004),
     "max_new_tokens": 21,
     "sampling": replace(SAMPLED, top_k=3),

@@ -192,7 +192,8 @@ def test_limits_that_do_not_fit_are_the_operators_error(start: Callable[..., Sha
     with pytest.raises(grpc.RpcError) as caught:
         start().stub.Warmup(request, timeout=SECONDS)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert caught.value.details() == "Not enough memory to handle `max_total_tokens`=64"
+    details = caught.value.details() or ""
+    assert details.startswith("Not enough memory to handle `max_total_tokens`=64: they take")
 
 
 def test_a_warm_up_that_fails_says_so_and_the_next_one_succeeds(

@@ -177,8 +177,34 @@ class ThoughtDeltaJson(TypedDict):
     reasoning: str
 
 
+class OldFunctionJson(TypedDict):
+    """A part of a call for TGI's old clients."""
+
+    name: str | None
+    arguments: str
+
+
+class OldToolCallJson(TypedDict):
+    """A part of the call `index` for TGI's old clients."""
+
+    index: int
+    id: str
+    type: Literal["function"]
+    function: OldFunctionJson
+
+
+class OldDeltaJson(TypedDict):
+    """A part of a choice for TGI's old clients, told by their `User-Agent`: it has all keys, and one call at most."""
+
+    role: str
+    content: str | None
+    tool_calls: OldToolCallJson | None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+
+
 ChatCompletionDeltaJson = TypeAliasType(
-    "ChatCompletionDeltaJson", TextDeltaJson | ToolCallDeltaJson | ThoughtDeltaJson
+    "ChatCompletionDeltaJson", TextDeltaJson | ToolCallDeltaJson | ThoughtDeltaJson | OldDeltaJson
 )
 """The part of a choice that a chunk adds."""
 

@@ -104,7 +104,7 @@ class LeftOutTool(RequestModel):
 
 def _type_of(tool: object) -> str:
     if not isinstance(tool, dict):
-        return _TAGS[type(tool)]
+        return _TAGS.get(type(tool), "left_out")
     given = tool.get("type", "function")
     return given if isinstance(given, str) and given in _TAGS.values() else "left_out"
 
