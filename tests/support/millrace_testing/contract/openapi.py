@@ -68,17 +68,17 @@ def events_of(operation: Operation, body: bytes) -> list[Any]:
     blocks = body.decode().split("\n\n")
     assert blocks.pop() == "", "the last event is not ended"
     data = [block.rpartition("\n")[2].removeprefix("data: ") for block in blocks if block != ":"]
-    ends = operation.id in ENDED and not _is_for_old_clients(data[-1])
+    ends = operation.id in ENDED and not _is_for_old_clients(data[0])
     if ends or (operation.either and data[-1] == END):
         assert data.pop() == END
     return [json.loads(one) for one in data]
 
 
-def _is_for_old_clients(last: str) -> bool:
+def _is_for_old_clients(first: str) -> bool:
     """Whether it is a chunk for TGI's old clients, whose streams have no end of their own."""
-    if last == END:
+    if first == END:
         return False
-    deltas = [choice.get("delta", {}) for choice in json.loads(last).get("choices", ())]
+    deltas = [choice.get("delta", {}) for choice in json.loads(first).get("choices", ())]
     return bool(deltas) and all(
         {"role", "content", "tool_calls"} <= delta.keys() for delta in deltas
     )
