@@ -29,13 +29,20 @@ def describe() -> dict[str, str]:
     }
 
 
+def has_amx() -> bool:
+    """Whether the CPU has tiles of AMX."""
+    return "amx_tile" in _cpu_fact("flags").split()
+
+
 def _cpu_model() -> str:
+    return _cpu_fact("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_fact(name: str) -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
+    return next(found, "")
 
 
 def _commit() -> str:

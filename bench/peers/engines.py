@@ -118,6 +118,12 @@ def gguf_model(model: Path) -> Path:
     return target
 
 
+def quantized_gguf(model: Path, target: Path, kind: str) -> None:
+    """Write the checkpoint in llama.cpp's mixture of block formats `kind`, such as Q4_K_M; raises ConversionError."""
+    program = PEERS_FOLDER / "llama" / "build" / "bin" / "llama-quantize"
+    _convert([str(program), str(gguf_model(model)), str(target), kind])
+
+
 def _convert(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

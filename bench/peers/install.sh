@@ -84,7 +84,7 @@ install_llama() {
     mv "$folder/sdist/vendor/llama.cpp" "$folder/source"
     nice -n 19 cmake -S "$folder/source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
         -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
-    nice -n 19 cmake --build "$folder/build" --parallel "$JOBS" --target llama-server
+    nice -n 19 cmake --build "$folder/build" --parallel "$JOBS" --target llama-server llama-quantize
     into "$folder" "$TORCH" numpy safetensors sentencepiece transformers "$folder/source/gguf-py"
     rm -rf "$folder/sdist"
     "$folder/build/bin/llama-server" --version

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.harness.machine import has_amx
 from bench.harness.paths import PEERS_FOLDER
 from bench.harness.server import RunningServer, free_port, running, serving
 from bench.peers.engines import OURS, gguf_model, vllm_environment
@@ -75,7 +76,7 @@ def start_llama(
     """llama.cpp's server with a slot for each stream."""
     del flags
     # With weights rearranged for AMX this version ends with a segmentation fault on a file in Q4_1.
-    repacking = ["--no-repack"] if model.suffix == ".gguf" else []
+    repacking = ["--no-repack"] if model.suffix == ".gguf" and has_amx() else []
     port = free_port()
     command = [
         str(PEERS_FOLDER / "llama" / "build" / "bin" / "llama-server"),

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.harness.checkpoints import ensure_checkpoint
+from bench.peers.engines import quantized_gguf
 from bench.quantized.encoders import ENCODERS
 from bench.quantized.gguf_writer import write_gguf
 
@@ -21,8 +22,10 @@ GGUF_TYPES = {
     "q4_0.gguf": gguf.GGMLQuantizationType.Q4_0,
     "q8_0.gguf": gguf.GGMLQuantizationType.Q8_0,
 }
+LLAMA_TYPES = {"q4_k_m.gguf": "Q4_K_M"}
+"""Mixtures that llama.cpp's own program writes."""
 BFLOAT16 = "bf16"
-FORMATS = (BFLOAT16, *ENCODERS, *GGUF_TYPES)
+FORMATS = (BFLOAT16, *ENCODERS, *GGUF_TYPES, *LLAMA_TYPES)
 
 
 def ensure_format(model: str, name: str) -> Path:
@@ -36,6 +39,8 @@ def ensure_format(model: str, name: str) -> Path:
     unfinished = target.with_name(f"{target.name}.unfinished")
     if name in GGUF_TYPES:
         write_gguf(folder, unfinished, GGUF_TYPES[name])
+    elif name in LLAMA_TYPES:
+        quantized_gguf(folder, unfinished, LLAMA_TYPES[name])
     else:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()

@@ -70,8 +70,9 @@ class Kind:
     integer: bool
 
 
+BASE = "bf16"
 KINDS = {
-    "bf16": Kind(as_it_is, as_it_is, integer=False),
+    BASE: Kind(as_it_is, as_it_is, integer=False),
     "int8": Kind(int8_weight, as_it_is, integer=True),
     "int8 exact": Kind(int8_weight, as_it_is, integer=False),
     "int4": Kind(int4, int8_weight, integer=False),
@@ -152,23 +153,25 @@ def main() -> None:
     parser.add_argument("shapes", nargs="?", default="135M,1B", help="separated by commas")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     load_operators()
-    print(f"| shape | step | bf16, ms | {' | '.join(list(KINDS)[1:])} |")
-    print(f"|---|---|{'--:|' * len(KINDS)}")
+    kinds = {name: kind for name, kind in KINDS.items() if name in {BASE, *arguments.kinds}}
+    print(f"| shape | step | bf16, ms | {' | '.join(list(kinds)[1:])} |")
+    print(f"|---|---|{'--:|' * len(kinds)}")
     for name in arguments.shapes.split(","):
         shape = SHAPES[name]
         if arguments.layers is not None:
             shape = replace(shape, layers=arguments.layers)
-        models = {kind: Model(shape, each) for kind, each in KINDS.items()}
+        models = {kind: Model(shape, each) for kind, each in kinds.items()}
         for label, (contexts, queries) in STEPS.items():
             calls = {kind: model.step(contexts, queries) for kind, model in models.items()}
             rounds = max(3, arguments.rounds // 3) if label == "prompt" else arguments.rounds
             seconds = medians(calls, rounds)
-            base = seconds.pop("bf16")
+            base = seconds.pop(BASE)
             ratios = " | ".join(f"{each / base:.2f}" for each in seconds.values())
             print(f"| {name} | {label} | {1e3 * base:.1f} | {ratios} |", flush=True)
 

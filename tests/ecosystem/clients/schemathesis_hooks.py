@@ -93,6 +93,13 @@ NARROWED = {
         {"role": {"enum": ["user", "system"]}, "content": TEXT},
         ["role", "content"],
     ),
+    "EmbeddingsRequest": ({"input": TEXT, "encoding_format": None}, ["input"]),
+    "EmbedRequest": ({"inputs": TEXT, "normalize": None}, ["inputs"]),
+    "RerankRequest": (
+        {"query": TEXT, "documents": TEXTS, "return_documents": None, "top_n": FEW},
+        ["query", "documents"],
+    ),
+    "ScoreRequest": ({"text_1": TEXT, "text_2": TEXT}, ["text_1", "text_2"]),
     "DetokenizeRequest": ({"tokens": {"type": "array", "items": FEW}}, ["tokens"]),
 }
 """Schemas by name: their properties, narrowed or as they are, and those that must be there."""

@@ -48,6 +48,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_request(request, RerankRequest)
     with counting_refusals(services.metrics):
+        check_task(Task.SCORE, services.limits)
         texts = body.all_texts
     pooled = await _scored(request, body, [(body.query, text) for text in texts])
     headers = answer_headers(services, pooled.generations, pooled.usage)
@@ -92,6 +93,7 @@ async def score(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_request(request, ScoreRequest)
     with counting_refusals(services.metrics):
+        check_task(Task.SCORE, services.limits)
         pairs = body.pairs
     pooled = await _scored(request, body, pairs)
     answer: ScoreJson = {
@@ -115,7 +117,6 @@ async def _scored(
     """Score all pairs: the log-odds of each; raises RouterError."""
     services = request.app[SERVICES]
     with counting_refusals(services.metrics):
-        check_task(Task.SCORE, services.limits)
         if not all(all(pair) for pair in pairs):
             raise ValidationError("queries and documents cannot be empty")
         truncation = body.truncation(longest_prompt(services.limits))

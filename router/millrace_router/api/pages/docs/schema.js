@@ -136,6 +136,8 @@ const EXAMPLES = {
   parameters: { max_new_tokens: 40 },
   max_tokens: 40,
   max_output_tokens: 40,
+  query: MESSAGE,
+  documents: ["Prefill reads the prompt.", "Decode makes one token after the other."],
 };
 
 /** A body that the server takes. */
