@@ -26,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 WITH_INDEX := $(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL="$(TORCH_INDEX) $$PIP_EXTRA_INDEX_URL")
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install serve test test-ecosystem test-residency test-json-schema fuzz-adapters fuzz-checkpoints check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
+.PHONY: help install serve test test-ecosystem test-cluster test-residency test-json-schema fuzz-adapters fuzz-checkpoints check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make check            lint, format, types, import contracts"
 	@echo "make test             the tests that need Python alone"
 	@echo "make test-ecosystem   the tests against Prometheus, real clients and a C++ compiler"
+	@echo "make test-cluster     a model over several hosts, which are network namespaces; needs root"
 	@echo "make test-json-schema the official JSON-Schema-Test-Suite, from the package index"
 	@echo "make test-residency   a hundred thousand random histories of adapters in the shards' memory"
 	@echo "make fuzz-adapters    mutate the files of LoRA adapters a hundred thousand times; some minutes"
@@ -74,12 +75,17 @@ serve: install
 	@exec $(BIN)/millrace-launcher $(if $(MODEL),--model-id $(MODEL)) --port $(PORT) $(ARGS)
 
 test: install
-	$(PYTEST) -m "not ecosystem" $(ARGS)
+	$(PYTEST) -m "not ecosystem and not cluster" $(ARGS)
 
 test-ecosystem: install
 	$(WITH_INDEX) $(BIN)/python -m tests.ecosystem.prepare
 	$(WITH_INDEX) $(PYTEST) -m ecosystem tests/ecosystem tests/shard/kernels/cuda $(ARGS)
 	$(PYTEST) tests/shard/kernels --ignore=tests/shard/kernels/cuda $(ARGS)
+
+# Hosts are network namespaces of this machine; without root it says so and ends well.
+test-cluster: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,ray]'
+	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 # A hundred thousand random histories of adapters in the shards' memory, where `make test` runs some hundreds.
 test-residency: install

@@ -25,7 +25,7 @@ from bench.harness.tables import markdown
 from bench.peers.engines import OURS
 from bench.peers.process import EngineError
 from millrace.charts.lines import Panel, curves
-from millrace_launcher.settings.threads import usable_cores
+from millrace_launcher.host.threads import usable_cores
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)

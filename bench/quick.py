@@ -25,7 +25,7 @@ from bench.harness.quiet import Quiet
 from bench.harness.record import Record
 from bench.peers.engines import OURS
 from bench.peers.process import EngineError
-from millrace_launcher.settings.threads import usable_cores
+from millrace_launcher.host.threads import usable_cores
 
 FLOORS = BENCH / "floors.json"
 MODEL = "135m"

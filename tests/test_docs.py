@@ -40,7 +40,12 @@ OURS = re.compile(
 OPERATORS = frozenset("();<>|&\n")
 INSTALLED = {*SCRIPTS, "pip", "python", "pytest"}
 """Programs that are in that environment alone."""
-SUBCOMMANDS = {"millrace.__main__", "millrace_shard.__main__", "millrace_router.__main__"}
+SUBCOMMANDS = {
+    "millrace.__main__",
+    "millrace_launcher.__main__",
+    "millrace_shard.__main__",
+    "millrace_router.__main__",
+}
 """Programs whose first word may be a command of its own."""
 FILE_NAME = re.compile(r"[\w./-]+\.(py|cpp|h|md|proto|toml|sh)")
 HELP = """

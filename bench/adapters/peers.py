@@ -35,7 +35,7 @@ from bench.parts.workloads import tokens_per_second
 from bench.peers.engines import OFFLINE, OURS, Offline, as_it_is
 from bench.peers.process import EngineError, EngineProcess
 from bench.peers.worker import Limits, Request
-from millrace_launcher.settings.threads import usable_cores
+from millrace_launcher.host.threads import usable_cores
 
 PEFT = Offline(
     name="transformers and PEFT",

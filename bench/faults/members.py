@@ -59,7 +59,7 @@ class Members:
     def add(self, pid: int, command: str) -> None:
         """Sort in a process by its command line."""
         role = role_of(command.split()) or ""
-        if "millrace_launcher.supervision.guard" in command:
+        if "millrace_launcher.processes.guard" in command:
             self.guards.append(pid)
         elif "millrace_shard.structured_output.grammar_worker" in command:
             self.grammar_workers.append(pid)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.harness.paths import PEERS_FOLDER
 from bench.peers.process import EngineProcess
-from millrace_launcher.settings.threads import find_intel_openmp, plan_threads, usable_cores
+from millrace_launcher.host.threads import find_intel_openmp, plan_threads, usable_cores
 
 OURS = "millrace"
 VLLM_KV_GIGABYTES = 4

@@ -14,7 +14,7 @@ from bench.parts.fixture import Fixture
 from bench.peers.engines import Offline, as_it_is
 from bench.peers.worker import Limits, Request
 from millrace.load.measurement import Timeline
-from millrace_launcher.settings.threads import usable_cores
+from millrace_launcher.host.threads import usable_cores
 
 NAME = "transformers"
 LEAST_ID, MOST_ID = 300, 1000

@@ -30,7 +30,7 @@ from bench.peers.worker import Limits
 from bench.quantized.formats import BFLOAT16, FORMATS, ensure_format, file_bytes
 from millrace.load.levels import closed, parse_level
 from millrace.load.measurement import Measurement
-from millrace_launcher.settings.threads import usable_cores
+from millrace_launcher.host.threads import usable_cores
 
 BASE = f"{OURS} {BFLOAT16}"
 LEVELS = (

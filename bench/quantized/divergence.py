@@ -21,7 +21,7 @@ from bench.harness.paths import OUT, ROOT
 from bench.harness.tables import markdown
 from bench.peers.servers import start_llama
 from bench.peers.worker import Limits
-from millrace_launcher.settings.threads import usable_cores
+from millrace_launcher.host.threads import usable_cores
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels

@@ -17,7 +17,7 @@ import torch
 
 from bench.comparison.roofline import best_probe
 from bench.harness.quiet import Quiet
-from millrace_launcher.settings.threads import usable_cores
+from millrace_launcher.host.threads import usable_cores
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
 from millrace_shard.kernels.experts.expert_weights import (

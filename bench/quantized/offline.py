@@ -22,7 +22,7 @@ from bench.harness.repeats import ratio_text
 from bench.harness.tables import markdown
 from bench.peers.engines import OFFLINE, OURS, SHARD_FLAGS, Offline, openvino_model
 from bench.quantized.formats import ensure_format
-from millrace_launcher.settings.threads import usable_cores
+from millrace_launcher.host.threads import usable_cores
 
 CASES = {
     "one": Case("one stream", Figure.PER_TOKEN, ((16, 64),)),

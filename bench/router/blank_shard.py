@@ -75,6 +75,10 @@ class BlankShard(pb_grpc.ShardServiceServicer):
             attention="none",
         )
 
+    def End(self, _: pb.EndRequest, context: grpc.ServicerContext) -> pb.EndResponse:  # noqa: N802, ARG002
+        """Go on: nobody would start another."""
+        return pb.EndResponse()
+
     def Health(self, _: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802, ARG002
         """Report health."""
         return pb.HealthResponse(warmed_up=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 
 class LauncherConfig(BaseSettings):
@@ -48,6 +48,16 @@ class LauncherConfig(BaseSettings):
     weights_cache_override: Path | None = Field(
         default=None, description="Folder to take the model from instead of the hub's cache."
     )
+    remote_shards: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Addresses of all ranks, HOST:PORT separated by commas, which `millrace-launcher shards` or others"
+        " run on other hosts; no shard is started here.",
+    )
+    cluster: Literal["ray"] | None = Field(
+        default=None,
+        description="Run the shards on the hosts of this cluster, which RAY_ADDRESS names; needs `millrace[ray]`.",
+    )
+    shards_per_node: int = Field(default=1, ge=1, description="Shards on each host of the cluster.")
     max_restarts: int = Field(
         default=5,
         ge=0,
@@ -61,6 +71,21 @@ class LauncherConfig(BaseSettings):
         default=None, description="Colours in logs; only on a terminal when absent."
     )
 
+    @property
+    def has_shards_elsewhere(self) -> bool:
+        """Whether no shard is started on this host."""
+        return bool(self.remote_shards) or self.cluster is not None
+
+    @field_validator("remote_shards", mode="before")
+    @classmethod
+    def _split_addresses(cls, value: object) -> object:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, (list, tuple)):
+            return parts
+        return tuple(
+            word.strip() for part in parts for word in str(part).split(",") if word.strip()
+        )
+
     @field_validator("log_level", mode="before")
     @classmethod
     def _narrow_log_level(cls, value: object) -> object:
@@ -70,6 +95,16 @@ class LauncherConfig(BaseSettings):
         word = value.strip().lower()
         word = {"warn": "warning", "critical": "error"}.get(word, word)
         return word if word in ("trace", "debug", "info", "warning", "error") else "info"
+
+
+class RankConfig(BaseSettings):
+    """What `millrace-launcher shards` has beside the flags of launcher and shard."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_ignore_empty=True)
+
+    first_rank: int = Field(
+        default=0, ge=0, description="Rank of the first shard here; the others follow it."
+    )
 
 
 class HostVariables(BaseSettings):

@@ -7,11 +7,11 @@ import os
 import sys
 
 from millrace_launcher import logs
+from millrace_launcher.host.threads import plan_threads
+from millrace_launcher.processes.children import Children
 from millrace_launcher.settings.arguments import Settings
 from millrace_launcher.settings.commands import Commands
 from millrace_launcher.settings.folders import ModelFolders
-from millrace_launcher.settings.threads import plan_threads
-from millrace_launcher.supervision.children import Children
 from millrace_launcher.supervision.download import resolve_model
 
 

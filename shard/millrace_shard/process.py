@@ -1,4 +1,4 @@
-"""Ends the process when its parent ends, since a shard needs its launcher."""
+"""Ends the process: when its parent ends, since a shard needs its launcher, and in time whatever it computes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+SIGEV_THREAD = 2
+CLOCK_MONOTONIC = 1
 PARENT = os.getppid()
 """The parent process id at the start."""
 
@@ -24,3 +26,41 @@ def die_with_parent(parent: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != (PARENT if parent is None else parent):
         sys.exit(1)
+
+
+class _Event(ctypes.Structure):
+    """`struct sigevent`: at its time, a thread runs `function` with `value`."""
+
+    _fields_ = (
+        ("value", ctypes.c_size_t),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_byte * 32),
+    )
+
+
+class _Times(ctypes.Structure):
+    """`struct itimerspec`: seconds and nanoseconds of a period and of the first time."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_long) for name in ("period", "period_ns", "seconds", "nanoseconds")
+    )
+
+
+def end_in(seconds: float, status: int) -> None:
+    """Exit with `status` in `seconds` without Python code, since a computation may hold the interpreter lock.
+
+    Linux only. Raises OSError if the system has no timer left.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    end = ctypes.cast(libc._exit, ctypes.c_void_p)  # noqa: SLF001
+    event = _Event(value=status, notify=SIGEV_THREAD, function=end.value)
+    timer = ctypes.c_void_p()
+    if libc.timer_create(CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) != 0:
+        raise OSError(ctypes.get_errno(), "timer_create failed")
+    whole = int(seconds)
+    times = _Times(seconds=whole, nanoseconds=int((seconds - whole) * 1e9))
+    if libc.timer_settime(timer, 0, ctypes.byref(times), None) != 0:
+        raise OSError(ctypes.get_errno(), "timer_settime failed")

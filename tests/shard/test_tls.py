@@ -59,7 +59,7 @@ def port(tmp_path: Path, authority: trustme.CA) -> Iterator[int]:
         )
     )
     engine.start()
-    service = ShardService(engine, deterministic=True, prefill_logprobs=False)
+    service = ShardService(engine, deterministic=True, prefill_logprobs=False, end=lambda: None)
     files = certificate(tmp_path, "shard", "localhost", authority=authority)
     credentials = server_credentials(with_tls(files))
     assert credentials is not None

@@ -1,5 +1,5 @@
 """Command line and environment, checked, and the commands of the children.
 
-Entry points: `arguments.read_settings`, `prepare.prepare`.
-May import: demo, logs, config, errors, and the `config` modules of the planes.
+Entry points: `arguments.read_settings`, `prepare.prepare`, and those of `rank_arguments` for ranks alone.
+May import: host, demo, logs, config, errors, and the `config` modules of the planes.
 """

@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
 from millrace_launcher.config import LauncherConfig
+from millrace_launcher.host.hostname import resolved
+from millrace_launcher.host.runtime import millrace_version
 from millrace_launcher.settings.flags import SECRETS, SHORTS, Flag, all_flags, as_text, option_name
 from millrace_launcher.settings.foreign_flags import tip_for
 from millrace_launcher.settings.help_groups import grouped
-from millrace_launcher.settings.hostname import resolved
-from millrace_launcher.settings.runtime import millrace_version
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
 
@@ -140,15 +140,15 @@ def _description(program: str) -> str:
     return "\n".join(lines)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """An argument parser whose errors name the most similar flag."""
 
-    def __init__(self, flags: Sequence[Flag], program: str) -> None:
-        model = "[--model-id MODEL]" if program == PROGRAM else "[MODEL]"
+    def __init__(self, flags: Sequence[Flag], program: str, description: str) -> None:
+        model = "[--model-id MODEL]" if program.startswith(PROGRAM) else "[MODEL]"
         super().__init__(
             prog=program,
             usage=f"{program} {model} [FLAG ...]",
-            description=_description(program),
+            description=description,
             formatter_class=_Formatter,
             epilog="Exit codes: 0 after SIGTERM or SIGINT; 1 when something cannot be had or started, or the router"
             " dies again and again; 2 for a wrong command line; 3 when the shards die again and again.",
@@ -175,6 +175,7 @@ class _Parser(argparse.ArgumentParser):
         return dict(vars(known))
 
     def error(self, message: str) -> NoReturn:
+        """Print `message` and end with exit code 2."""
         sys.stderr.write(f"error: {message}\n\nFor more information, try '--help'.\n")
         raise SystemExit(2)
 
@@ -194,13 +195,13 @@ def read_settings(
 ) -> Settings:
     """Parse and check the command line and `os.environ`; SystemExit 2 with a message if either is wrong."""
     environ = os.environ if environ is None else environ
-    parser = _Parser(list(all_flags()), program)
+    parser = Parser(list(all_flags()), program, _description(program))
     given = parser.parse(argv)
     show_env = bool(given.pop("env", False))
     problems: list[str] = []
-    launcher = _build(LauncherConfig, given, problems)
-    router = _build(RouterConfig, {**given, **ROUTER_LATER}, problems)
-    shard = _build(ShardConfig, {**given, **SHARD_LATER}, problems)
+    launcher = build(LauncherConfig, given, problems)
+    router = build(RouterConfig, {**given, **ROUTER_LATER}, problems)
+    shard = build(ShardConfig, {**given, **SHARD_LATER}, problems)
     if launcher is None or router is None or shard is None:
         parser.error("\n       ".join(dict.fromkeys(problems)))
     if "hostname" in given:
@@ -240,7 +241,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     group.add_argument(*options, dest=flag.name, metavar=metavar, help=text)
 
 
-def _build(config: type[Config], given: Mapping[str, object], problems: list[str]) -> Config | None:
+def build(config: type[Config], given: Mapping[str, object], problems: list[str]) -> Config | None:
     """The owner's settings from arguments and environment; messages about errors are appended to `problems`."""
     try:
         return config(**_owned(config, given))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import Settings
 from millrace_launcher.settings.flags import option_name
+from millrace_launcher.settings.remote import check_elsewhere
 
 UNSUPPORTED = {"quantize": ("exl2",)}
 """Values of flags that are refused."""
@@ -110,6 +111,7 @@ def check(settings: Settings) -> None:
             )
     if router.port == 0:
         raise ArgumentValidation("`port` must be > 0")
+    check_elsewhere(settings)
 
 
 def notices(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,15 +11,18 @@ from pathlib import Path
 
 from pydantic_settings import BaseSettings
 
+from millrace_launcher.host.claims import socket_paths
+from millrace_launcher.host.threads import ThreadPlan
 from millrace_launcher.settings.arguments import Settings
-from millrace_launcher.settings.claims import socket_paths
 from millrace_launcher.settings.flags import OWNERS, SECRETS, as_text, option_name
-from millrace_launcher.settings.threads import ThreadPlan
+from millrace_shard.config import ShardConfig
 
 LONGEST_ARGUMENT = 100_000
 """Bytes; Linux allows 131 072 in one argument."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 BAR_SECONDS = 0.5
+PLACE_SECONDS = 60.0
+"""Time for a cluster to place the shards at first."""
 # The hub's client and the download read these variables, which have names of flags.
 KEPT_VARIABLES = frozenset({"HUGGINGFACE_HUB_CACHE", "WEIGHTS_CACHE_OVERRIDE"})
 
@@ -31,6 +35,26 @@ class Command:
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     inherited: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a cluster has the shards, and the files with which the router reaches them."""
+
+    addresses: tuple[str, ...]
+    cert: Path
+    key: Path
+    ca: Path
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Settings of the router."""
+        return {
+            "shard_addresses": self.addresses,
+            "shard_tls_cert": self.cert,
+            "shard_tls_key": self.key,
+            "shard_tls_ca": self.ca,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +79,11 @@ class Commands:
     environ: Mapping[str, str]
     compute_type: str | None = None
     programs: Programs = Programs()
+    first_rank: int = 0
+    world_size: int | None = None
+    """Ranks of the model where other hosts have some of them; None: `num_shard`."""
+    addresses: tuple[str, ...] = ()
+    """TCP addresses at which the shards listen in place of their sockets."""
 
     def download(self, *, has_bar: bool = False) -> Command:
         """The command that resolves model and draft model; its last line of stdout has their folders.
@@ -74,17 +103,27 @@ class Commands:
 
     def shard(self, rank: int, folder: Path, draft: Path | None = None) -> Command:
         """The command of one rank of the tensor-parallel group; `draft` is the folder of the draft model."""
+        config = self._shard_config(rank, draft)
+        argv = (
+            *self.programs.shard,
+            "serve",
+            *options(config, leave_out={"model_folder"}),
+            str(folder),
+        )
+        return Command(f"shard-{rank}", argv, self._environment() | dict(self.threads.environment))
+
+    def _shard_config(self, rank: int, draft: Path | None) -> ShardConfig:
         router = self.settings.router
         traces = router.trace_target
         usual = type(router).model_fields["otlp_service_name"].default
         named = traces is not None and traces.service_name != usual
-        config = self.settings.shard.model_copy(
+        return self.settings.shard.model_copy(
             update={
                 "uds_path": self.shard_uds_path,
                 "master_port": self.master_port,
-                "address": None,
+                "address": self.addresses[rank - self.first_rank] if self.addresses else None,
                 "rank": rank,
-                "world_size": self.num_shard,
+                "world_size": self.world_size or self.num_shard,
                 "draft_model": None if draft is None else str(draft),
                 "enable_lora": self.settings.has_adapters,
                 "adapter_cache": self._adapter_cache(),
@@ -98,16 +137,37 @@ class Commands:
                 "log_level": self.settings.launcher.log_level,
             }
         )
-        argv = (
-            *self.programs.shard,
-            "serve",
-            *options(config, leave_out={"model_folder"}),
-            str(folder),
-        )
-        return Command(f"shard-{rank}", argv, self._environment() | dict(self.threads.environment))
 
-    def router(self, folder: Path, supervisor_fd: int | None = None) -> Command:
-        """The command of the HTTP server, which inherits `supervisor_fd`."""
+    def cluster(self, folder: Path, draft: Path | None, certificates: Path) -> Command:
+        """The command that places the ranks on a cluster's hosts and writes the router's files to `certificates`."""
+        launcher = self.settings.launcher
+        commit = COMMIT.search(folder.name)
+        # A name of the hub is resolved on each host, to the same commit.
+        model = (f"--model-id={self.model_id}", f"--revision={commit.group()}") if commit else ()
+        config = self._shard_config(0, draft)
+        wiring = {"model_folder", "uds_path", "master_addr", "master_port", "rank", "world_size"}
+        kept = wiring | {"address", "json_output", "log_level", "cpu_threads", "sharded"}
+        argv = (
+            *(model or (f"--model-id={folder}",)),
+            *options(config, leave_out=kept),
+            f"--log-level={launcher.log_level}",
+        )
+        spec = {
+            "num_shard": self.num_shard,
+            "shards_per_node": launcher.shards_per_node,
+            "on_gpus": self.settings.shard.device == "cuda",
+            "cpus_per_shard": self.settings.shard.cpu_threads or 1,
+            "argv": argv,
+            "folder": str(certificates),
+            "timeout_seconds": PLACE_SECONDS,
+        }
+        program = (sys.executable, "-m", "millrace_ray", json.dumps(spec))
+        return Command("cluster", program, self._environment())
+
+    def router(
+        self, folder: Path, supervisor_fd: int | None = None, placed: Placed | None = None
+    ) -> Command:
+        """The command of the HTTP server, which inherits `supervisor_fd`; `placed`: where a cluster has the shards."""
         launcher, router = self.settings.launcher, self.settings.router
         commit = COMMIT.search(folder.name)
         config = router.model_copy(
@@ -116,7 +176,9 @@ class Commands:
                 "model_id": self.model_name,
                 "tokenizer_name": None,
                 "revision": commit.group() if commit else launcher.revision,
-                "shard_addresses": tuple(f"unix:{path}" for path in self.socket_paths()),
+                "shard_addresses": launcher.remote_shards
+                or tuple(f"unix:{path}" for path in self.socket_paths()),
+                **({} if placed is None else placed.settings),
                 "max_input_tokens": router.max_input_tokens or launcher.max_input_length,
                 "trust_remote_code": self.settings.shard.trust_remote_code,
                 "supervisor_fd": supervisor_fd,
@@ -141,13 +203,15 @@ class Commands:
         argv = (
             sys.executable,
             "-m",
-            "millrace_launcher.supervision.guard",
+            "millrace_launcher.processes.guard",
             *map(str, self.socket_paths()),
         )
         return Command("guard", argv, dict(self.environ))
 
     def socket_paths(self) -> list[Path]:
-        """The paths of the shards' sockets by rank."""
+        """The paths of the shards' sockets by rank; none where they are elsewhere, or listen at addresses."""
+        if self.addresses or self.settings.launcher.has_shards_elsewhere:
+            return []
         return socket_paths(self.shard_uds_path, self.num_shard)
 
     def _adapter_cache(self) -> Path | None:

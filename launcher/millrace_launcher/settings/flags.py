@@ -31,9 +31,6 @@ WIRING: Mapping[str, frozenset[str]] = {
             "revision",
             "shard_addresses",
             "master_shard_uds_path",
-            "shard_tls_cert",
-            "shard_tls_key",
-            "shard_tls_ca",
             "supervisor_fd",
             "json_output",
             "log_level",
@@ -47,7 +44,6 @@ WIRING: Mapping[str, frozenset[str]] = {
             "tls_cert",
             "tls_key",
             "tls_ca",
-            "allow_insecure_tcp",
             "rank",
             "world_size",
             "sharded",
@@ -124,11 +120,18 @@ class Flag:
 
 
 def all_flags() -> Iterator[Flag]:
-    """All flags by owner in the order of declaration; a shared flag appears once."""
+    """All flags of the launcher, as `flags_of`."""
+    return flags_of(OWNERS, WIRING)
+
+
+def flags_of(
+    owners: Mapping[str, type[BaseSettings]], hidden: Mapping[str, frozenset[str]]
+) -> Iterator[Flag]:
+    """The fields of all owners but the `hidden` ones, in the order of declaration; a shared flag appears once."""
     seen: set[str] = set()
-    for owner, config in OWNERS.items():
+    for owner, config in owners.items():
         for name, field in config.model_fields.items():
-            if name not in WIRING[owner] and name not in seen:
+            if name not in hidden[owner] and name not in seen:
                 seen.add(name)
                 yield Flag(owner, name, field)
 

@@ -16,7 +16,8 @@ NAMES: dict[str, str] = {
     " draft_model speculate rope_scaling rope_factor allow_unlisted_model huggingface_hub_cache"
     " weights_cache_override",
     "Devices and memory": "num_shard sharded device cpu_threads kv_memory cuda_memory_fraction cuda_graphs"
-    " one_shot_all_reduce deterministic disable_custom_kernels shard_uds_path master_addr master_port",
+    " one_shot_all_reduce deterministic disable_custom_kernels shard_uds_path master_addr master_port"
+    " remote_shards cluster shards_per_node",
     "Limits": "max_input_tokens max_total_tokens default_max_new_tokens max_new_tokens_limit max_concurrent_requests"
     " max_queue_size max_queue_wait max_best_of max_n max_stop_sequences max_top_n_tokens max_client_batch_size"
     " payload_limit grammar_timeout max_grammar_bytes",
@@ -30,7 +31,8 @@ NAMES: dict[str, str] = {
     "LoRA adapters": "enable_lora lora_adapters lora_modules lora_paths adapter_id adapter_source preloaded_adapter_ids"
     " adapter_root adapter_allow adapter_cache adapter_cache_size adapter_memory adapter_memory_fraction max_loras"
     " max_loras_per_batch max_active_adapters max_lora_rank adapter_cycle_time_s unknown_model",
-    "Security": "api_key api_key_file admin_key ssl_certfile ssl_keyfile ssl_ca_certs",
+    "Security": "api_key api_key_file admin_key ssl_certfile ssl_keyfile ssl_ca_certs shard_tls_cert"
+    " shard_tls_key shard_tls_ca allow_insecure_tcp",
     "Failures and replay": "step_timeout recovery_grace resume_grace max_restarts graceful_termination_timeout journal"
     " journal_tokens journal_max_bytes",
     "Logs, metrics and traces": "log_level json_output log_colorize log_requests log_requests_max_bytes otlp_endpoint"

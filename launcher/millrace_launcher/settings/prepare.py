@@ -7,16 +7,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace_launcher.config import HostVariables
+from millrace_launcher.config import HostVariables, LauncherConfig
 from millrace_launcher.demo import DEMO_NAME, demo_folder
+from millrace_launcher.host.claims import claimed_port, claimed_sockets
+from millrace_launcher.host.devices import query_gpus, shard_count, visible_devices
+from millrace_launcher.host.runtime import millrace_version, runtime_info
+from millrace_launcher.host.threads import (
+    ThreadPlan,
+    find_intel_openmp,
+    plan_threads,
+    usable_cores,
+)
 from millrace_launcher.logs import log
 from millrace_launcher.settings.arguments import Settings
 from millrace_launcher.settings.checks import check, notices
-from millrace_launcher.settings.claims import claimed_port, claimed_sockets
 from millrace_launcher.settings.commands import Commands, Programs
-from millrace_launcher.settings.devices import query_gpus, shard_count, visible_devices
-from millrace_launcher.settings.runtime import millrace_version, runtime_info
-from millrace_launcher.settings.threads import find_intel_openmp, plan_threads, usable_cores
 
 GGUF = ".gguf"
 
@@ -39,24 +44,62 @@ class Devices:
         return (len(self.gpus) if self.visible is None else self.visible) or None
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What computes on this host."""
+
+    devices: Devices
+    num_shard: int
+    threads: ThreadPlan
+
+
 def prepare(settings: Settings, programs: Programs, claims: ExitStack) -> Commands:
     """Log the settings, check them, and choose shards, sockets and threads. Raises LaunchError.
 
     `claims` releases the sockets and the port of this deployment.
     """
-    variables = HostVariables()
+    launcher = settings.launcher
+    plan = plan_for(settings, HostVariables(), num_shard=_num_elsewhere(launcher))
+    uds_path, master_port = launcher.shard_uds_path, settings.shard.master_port
+    if not launcher.has_shards_elsewhere:
+        uds_path, master_port = _claim(settings, plan.num_shard, claims)
+    gpus = plan.devices.gpus
+    return Commands(
+        settings=settings,
+        model_id=launcher.model_id or str(demo_folder()),
+        model_name=model_name(launcher.model_id),
+        num_shard=plan.num_shard,
+        shard_uds_path=uds_path,
+        master_port=master_port,
+        threads=plan.threads,
+        environ=os.environ,
+        programs=programs,
+        compute_type=f"{plan.num_shard}-{gpus[0].lower().replace(' ', '-')}" if gpus else None,
+    )
+
+
+def _num_elsewhere(launcher: LauncherConfig) -> int | None:
+    """The number of shards on other hosts; None where they run here."""
+    if launcher.cluster is not None:
+        return launcher.num_shard or 1
+    return len(launcher.remote_shards) or None
+
+
+def plan_for(settings: Settings, variables: HostVariables, *, num_shard: int | None) -> Plan:
+    """Log the settings, check them, and choose devices and threads; `num_shard` None: by flags and devices."""
     _log_settings(settings, variables)
     check(settings)
     launcher = settings.launcher
     devices = _find_devices(settings.shard.device, variables)
     for notice in notices(settings, on_cpu=devices.on_cpu):
         log.info("%s", notice)
-    num_shard = shard_count(
-        sharded=launcher.sharded,
-        num_shard=launcher.num_shard,
-        visible=devices.visible,
-        gpus=devices.num_usable,
-    )
+    if num_shard is None:
+        num_shard = shard_count(
+            sharded=launcher.sharded,
+            num_shard=launcher.num_shard,
+            visible=devices.visible,
+            gpus=devices.num_usable,
+        )
     threads = plan_threads(
         cores=usable_cores(),
         shards=num_shard,
@@ -64,27 +107,18 @@ def prepare(settings: Settings, programs: Programs, claims: ExitStack) -> Comman
         intel_openmp=find_intel_openmp(),
         environ=os.environ,
     )
-    shown = list(devices.gpus) or "none"
-    log.info("%d shard(s), GPUs: %s, CPU threads per shard: %d", num_shard, shown, threads.threads)
+    if launcher.has_shards_elsewhere:
+        log.info("%d shard(s) on other hosts", num_shard)
+    else:
+        gpus = list(devices.gpus) or "none"
+        count = threads.threads
+        log.info("%d shard(s), GPUs: %s, CPU threads per shard: %d", num_shard, gpus, count)
     if launcher.model_id is None:
         log.info("No --model-id, so the demo model is served")
-    uds_path, master_port = _claim(settings, num_shard, claims)
-    card = devices.gpus[0].lower().replace(" ", "-") if devices.gpus else None
-    return Commands(
-        settings=settings,
-        model_id=launcher.model_id or str(demo_folder()),
-        model_name=_model_name(launcher.model_id),
-        num_shard=num_shard,
-        shard_uds_path=uds_path,
-        master_port=master_port,
-        threads=threads,
-        environ=os.environ,
-        programs=programs,
-        compute_type=None if card is None else f"{num_shard}-{card}",
-    )
+    return Plan(devices, num_shard, threads)
 
 
-def _model_name(model_id: str | None) -> str:
+def model_name(model_id: str | None) -> str:
     """The name to report: that of the demo model, of a GGUF file without its suffix, or `model_id`."""
     if model_id is None:
         return DEMO_NAME

@@ -1,5 +1,5 @@
-"""Starts, monitors, restarts and stops the children.
+"""Starts, monitors, restarts and stops router and shards.
 
-Entry point: `launcher.Launcher`.
-May import: settings, banner, demo, logs.
+Entry points: `launcher.Launcher`, and `rank_host.RankHost` for ranks alone.
+May import: processes, settings, host, banner, demo, logs.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +31,10 @@ class Control:
     def restarting(self, reason: str, *, planned: bool) -> None:
         """Report that the shards are about to go down, or are down."""
         self._write({"event": "restarting", "planned": planned, "reason": reason[:LONGEST_REASON]})
+
+    def moved(self, addresses: Sequence[str]) -> None:
+        """Report where the shards are now."""
+        self._write({"event": "moved", "addresses": list(addresses)})
 
     def gave_up(self, reason: str) -> None:
         """Report that the shards will not be restarted."""

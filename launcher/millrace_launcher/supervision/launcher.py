@@ -10,13 +10,15 @@ import sys
 
 from millrace_launcher.banner import closing_banner
 from millrace_launcher.errors import ShardCrashLoop
+from millrace_launcher.host.sockets import refuse_busy_port
 from millrace_launcher.logs import log
+from millrace_launcher.processes.children import Children
+from millrace_launcher.processes.tasks import cancel, first
 from millrace_launcher.settings.commands import Commands
-from millrace_launcher.settings.sockets import refuse_busy_port
-from millrace_launcher.supervision.children import Children
+from millrace_launcher.supervision.cluster_shards import ClusterShards
 from millrace_launcher.supervision.download import resolve_model
+from millrace_launcher.supervision.remote_shards import RemoteShards
 from millrace_launcher.supervision.shards import Shards
-from millrace_launcher.supervision.tasks import cancel, first
 from millrace_launcher.supervision.webserver import Webserver
 from millrace_router.config import listen_address
 
@@ -35,11 +37,19 @@ class Launcher:
         self._settings = commands.settings
         self._children = Children()
         self._webserver = Webserver(commands, self._children, self._announce)
-        self._shards = Shards(commands, self._children, self._webserver.restarting)
+        self._shards = self._new_shards()
         self._grace = self._settings.router.graceful_termination_timeout + EXIT_MARGIN_SECONDS
         self._stop = asyncio.Event()
         self._is_announced = False
         self._had_terminal = has_terminal()
+
+    def _new_shards(self) -> Shards | RemoteShards | ClusterShards:
+        launcher = self._settings.launcher
+        if launcher.cluster is not None:
+            return ClusterShards(self._commands, self._children, self._webserver.moved)
+        if launcher.remote_shards:
+            return RemoteShards(launcher.max_restarts)
+        return Shards(self._commands, self._children, self._webserver.restarting)
 
     async def run(self) -> None:
         """Serve until a signal. Raises LaunchError for any other end."""

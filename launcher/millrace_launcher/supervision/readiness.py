@@ -41,6 +41,23 @@ async def shard_ready(socket_path: Path) -> None:
         await _poll(ask, say="Waiting for shard to be ready...")
 
 
+async def address_ready(address: str) -> None:
+    """Return once something listens at `address`: a shard does so once its model is loaded."""
+    host, _, port = address.rpartition(":")
+    # All interfaces are asked at one of them.
+    host = {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]"))  # noqa: S104
+
+    async def ask() -> bool:
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    await _poll(ask, say="Waiting for shard to be ready...")
+
+
 async def router_ready(base: str) -> None:
     """Return once `{base}/health` answers 200."""
 

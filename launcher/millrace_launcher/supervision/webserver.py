@@ -11,17 +11,20 @@ from typing import Any
 from millrace_launcher.banner import url
 from millrace_launcher.errors import WebserverCannotStart, WebserverFailed
 from millrace_launcher.logs import log
-from millrace_launcher.settings.commands import Commands
+from millrace_launcher.processes.children import Children, explain
+from millrace_launcher.processes.process import ManagedProcess
+from millrace_launcher.processes.tasks import first
+from millrace_launcher.settings.commands import Commands, Placed
 from millrace_launcher.supervision.breaker import Breaker, is_steady
-from millrace_launcher.supervision.children import Children, explain
+from millrace_launcher.supervision.cluster_shards import ClusterShards
 from millrace_launcher.supervision.control import Control
-from millrace_launcher.supervision.process import ManagedProcess
 from millrace_launcher.supervision.readiness import router_ready
+from millrace_launcher.supervision.remote_shards import RemoteShards
 from millrace_launcher.supervision.shard_group import ORDERLY_FAILURES
 from millrace_launcher.supervision.shards import Shards
-from millrace_launcher.supervision.tasks import first
 from millrace_router.config import listen_address
 
+AnyShards = Shards | RemoteShards | ClusterShards
 # A router that served for this time before it died is no crash loop.
 STEADY_SECONDS = 10.0
 
@@ -42,14 +45,14 @@ class Webserver:
         self._breaker = Breaker(commands.settings.launcher.max_restarts)
         self._process: ManagedProcess | None = None
         self._control: Control | None = None
-        self._shards: Shards | None = None
+        self._shards: AnyShards | None = None
         self._ready_at: float | None = None
         self._listening = asyncio.Event()
         self._has_progressed = False
         self._has_served = False
         self._has_given_up = False
 
-    async def run(self, folder: Path, shards: Shards) -> None:
+    async def run(self, folder: Path, shards: AnyShards) -> None:
         """Keep it serving. Raises WebserverCannotStart or WebserverFailed."""
         self._shards = shards
         while True:
@@ -66,6 +69,11 @@ class Webserver:
         """Report to the router that the shards go down."""
         if self._control is not None:
             self._control.restarting(reason, planned=planned)
+
+    def moved(self, placed: Placed) -> None:
+        """Report to the router where the shards are now."""
+        if self._control is not None:
+            self._control.moved(placed.addresses)
 
     def gave_up(self, reason: str) -> None:
         """Report to the router, once, that the shards do not come back."""
@@ -91,7 +99,8 @@ class Webserver:
         self._listening.clear()
         self._control = Control(self._on_event)
         theirs = self._control.theirs
-        command = self._commands.router(folder, theirs.fileno())
+        placed = self._shards.placed if isinstance(self._shards, ClusterShards) else None
+        command = self._commands.router(folder, theirs.fileno(), placed)
         self._process = await self._children.start(command)
         theirs.close()
         return self._process

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from millrace_launcher.settings.runtime import millrace_version
+from millrace_launcher.host.runtime import millrace_version
 from millrace_launcher.verify.promise import REFERENCE_TOLERANCE
 
 CASES: Mapping[str, str] = {

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from millrace_launcher import logs
 from millrace_launcher.errors import LaunchError, ShardCannotStart
+from millrace_launcher.processes.children import Children
+from millrace_launcher.processes.tasks import first
 from millrace_launcher.settings.arguments import read_settings
 from millrace_launcher.settings.commands import Commands, Programs
 from millrace_launcher.settings.prepare import prepare
-from millrace_launcher.supervision.children import Children
 from millrace_launcher.supervision.download import resolve_model
 from millrace_launcher.supervision.shard_group import ShardGroup
-from millrace_launcher.supervision.tasks import first
 from millrace_launcher.verify.options import Options
 
 UNUSABLE = 2

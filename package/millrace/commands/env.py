@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from millrace.commands.parser import Parser
-from millrace_launcher.settings.devices import query_gpus
-from millrace_launcher.settings.runtime import output_of, version_of
-from millrace_launcher.settings.threads import find_intel_openmp, usable_cores
+from millrace_launcher.host.devices import query_gpus
+from millrace_launcher.host.runtime import output_of, version_of
+from millrace_launcher.host.threads import find_intel_openmp, usable_cores
 from millrace_proto.version import VERSION
 
 PROGRAM = "millrace env"

@@ -14,13 +14,13 @@ from millrace.errors import StartError
 from millrace.llm.flags import settings_of
 from millrace_launcher.errors import LaunchError, ShardCrashLoop
 from millrace_launcher.logs import log
+from millrace_launcher.processes.children import Children
+from millrace_launcher.processes.tasks import cancel
 from millrace_launcher.settings.commands import Commands, Programs
 from millrace_launcher.settings.prepare import prepare
-from millrace_launcher.supervision.children import Children
 from millrace_launcher.supervision.control import Control
 from millrace_launcher.supervision.download import resolve_model
 from millrace_launcher.supervision.shards import Shards
-from millrace_launcher.supervision.tasks import cancel
 from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.server.services import Services

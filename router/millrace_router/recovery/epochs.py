@@ -9,6 +9,7 @@ import structlog
 
 from millrace_router.errors import RouterError, ShardsGone
 from millrace_router.prediction.cost import CostModel
+from millrace_router.recovery.group_restart import GroupRestart
 from millrace_router.recovery.hang_detector import HangDetector, OldestStep, StepTimer
 from millrace_router.recovery.interrupt import Interrupt
 from millrace_router.recovery.launcher_channel import LauncherChannel
@@ -47,6 +48,7 @@ class EpochManager:
         """Awaited in each new epoch before its first step; a ShardError of it ends the epoch."""
         self._channel = channel
         self._launcher = launcher
+        self._group_restart = GroupRestart(launcher, channel.group)
         self.status = status
         self._metrics = metrics
         self._serves = False
@@ -71,6 +73,7 @@ class EpochManager:
         """Follow the launcher's messages, and watch for hangs until the task is cancelled."""
         self._launcher.on_restarting = self._on_restarting
         self._launcher.on_gave_up = self._on_gave_up
+        self._launcher.on_moved = self._on_moved
         return asyncio.create_task(self._hang_detector.run())
 
     async def open(self, meanwhile: Callable[[RouterError | None], None]) -> None:
@@ -82,6 +85,7 @@ class EpochManager:
         while True:
             try:
                 async with self.interrupt:
+                    await self._group_restart.proceed()
                     await self._channel.open()
                     if self.prepare is not None:
                         await self.prepare()
@@ -90,8 +94,9 @@ class EpochManager:
                     log.warning("cannot open a stream to the shards", error=str(error))
                 self._begin_outage(str(error))
                 if isinstance(error, (ShardHung, ShardChanged)):
-                    self._launcher.restart_shards(str(error))
+                    self._group_restart.request(str(error))
             else:
+                self._group_restart.finished()
                 self._restart_is_planned = False
                 return
             meanwhile(self.refusal)
@@ -112,7 +117,9 @@ class EpochManager:
         # After one rank failed, the others may wait for it in a collective.
         is_stuck = kind in {"failed", "out_of_memory"} and len(self._channel.group) > 1
         if kind == "hung" or is_stuck:
-            self._launcher.restart_shards(str(error))
+            self._group_restart.request(str(error))
+        elif kind == "lost":
+            self._group_restart.rank_lost(str(error))
 
     def step_computed(self) -> None:
         """The shards computed a step."""
@@ -155,4 +162,10 @@ class EpochManager:
     def _on_gave_up(self, reason: str) -> None:
         self.status.give_up(reason)
         self._metrics.recovering.set(1)
+        self.interrupt.trigger(ShardLost(reason))
+
+    def _on_moved(self, addresses: tuple[str, ...]) -> None:
+        self._channel.group.move(addresses)
+        reason = f"the shards are at {', '.join(addresses)} now"
+        self._begin_outage(reason)
         self.interrupt.trigger(ShardLost(reason))

@@ -27,6 +27,8 @@ class LauncherChannel:
         """Called with (planned, reason) when the launcher stops the shards; planned: no request caused it."""
         self.on_gave_up: Callable[[str], None] = lambda _reason: None
         """Called with the reason when the launcher stops restarting the shards."""
+        self.on_moved: Callable[[tuple[str, ...]], None] = lambda _addresses: None
+        """Called with the addresses of all ranks when a cluster has placed some of them on other hosts."""
         self._socket: socket.socket | None = None
         self._is_broken = False
         if fd is None:
@@ -38,6 +40,11 @@ class LauncherChannel:
             return
         self._socket.settimeout(0)
         self._socket.set_inheritable(False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a launcher."""
+        return self._socket is not None
 
     async def run(self) -> None:
         """Receive messages until the launcher disconnects; returns at once without one."""
@@ -95,6 +102,8 @@ class LauncherChannel:
                 self.on_restarting(planned, reason)
             case {"event": "gave_up", "reason": str(reason)}:
                 self.on_gave_up(reason)
+            case {"event": "moved", "addresses": [*addresses]}:
+                self.on_moved(tuple(map(str, addresses)))
             case _ if line:
                 log.debug(
                     "the launcher sent an unknown event", line=line[:100].decode(errors="replace")

@@ -14,6 +14,13 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
 )
+NETWORK_OPTIONS = (
+    # A host that vanishes closes no connection.
+    ("grpc.keepalive_time_ms", 3000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
 
 
 class TlsError(Exception):
@@ -62,14 +69,22 @@ def tls_from(config: TlsFiles) -> grpc.ChannelCredentials | None:
 
 def open_channel(address: str, tls: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
     """Make a channel to a gRPC target; with `tls`, the shard's certificate must name the target's host."""
-    if tls is None or address.startswith("unix:"):
+    if is_local(address):
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, tls, options=CHANNEL_OPTIONS)
+    options = (*CHANNEL_OPTIONS, *NETWORK_OPTIONS)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls, options=options)
+
+
+def is_local(address: str) -> bool:
+    """Whether `address` is a Unix socket."""
+    return address.startswith("unix:")
 
 
 def is_exposed(address: str, tls: grpc.ChannelCredentials | None) -> bool:
     """Whether prompts cross a network to `address` without encryption."""
-    if tls is not None or address.startswith("unix:"):
+    if tls is not None or is_local(address):
         return False
     host = address.rpartition(":")[0].strip("[]")
     try:

@@ -57,6 +57,12 @@ class ShardClient:
         """Free a slot."""
         return await self._stub.UnloadAdapter(request, timeout=timeout)
 
+    async def end(self, group: int, reason: str, *, timeout: float) -> bool:
+        """End the rank's process if it belongs to `group`; whether it does."""
+        request = pb.EndRequest(group=group, reason=reason)
+        answer = await self._stub.End(request, timeout=timeout)
+        return answer.ends
+
     async def warmup(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
         """Allocate the KV cache and run the largest step."""
         return await self._stub.Warmup(request)

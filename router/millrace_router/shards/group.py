@@ -10,6 +10,7 @@ import grpc
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.request.request import Grammar
+from millrace_router.shards.channels import is_local
 from millrace_router.shards.client import STREAM_ERRORS, ShardClient, from_grpc
 from millrace_router.shards.errors import AdapterNotLoaded, ShardChanged, ShardError
 from millrace_router.shards.wire import (
@@ -22,6 +23,8 @@ from millrace_router.shards.wire import (
 
 WATCH_SECONDS = 1.0
 """Period of the health checks during a warm-up."""
+END_SECONDS = 2.0
+"""Time for a rank to answer that it ends."""
 
 T = TypeVar("T")
 
@@ -41,15 +44,25 @@ class ShardGroup:
     ) -> None:
         """A rank that does not answer a health check for `silence_seconds` counts as hung."""
         self.silence_seconds = silence_seconds
+        self._tls = tls
         self._shards = [ShardClient(address, tls) for address in addresses]
+        self._moved: Sequence[str] | None = None
+        """Where the ranks are from the next reset on."""
         self._warmup = pb.WarmupRequest()
         self._info: ShardInfo | None = None
+        self._id: int | None = None
+        """`InfoResponse.group` of the ranks when they were last asked."""
         self._capacity: Capacity | None = None
         self._was_restarted = False
         """Whether shards were restarted and not yet found equal to those of the first warm-up."""
 
     def __len__(self) -> int:
         return len(self._shards)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are on this host, at Unix sockets."""
+        return all(is_local(shard.address) for shard in self._shards)
 
     @property
     def warmup_fields(self) -> dict[str, int]:
@@ -78,6 +91,14 @@ class ShardGroup:
         timeout = self.silence_seconds
         states = await self._all(shard.health(timeout=timeout) for shard in self._shards)
         return all(state.warmed_up for state in states)
+
+    async def end(self, reason: str) -> bool:
+        """End every rank that belongs to the present group, as far as they can be reached; whether any does."""
+        if self._id is None:
+            return False
+        calls = [shard.end(self._id, reason, timeout=END_SECONDS) for shard in self._shards]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return any(answer is True for answer in answers)
 
     async def compile_grammar(self, grammar: Grammar) -> str | None:
         """Have rank 0 compile `grammar`; the reason of a refusal, or None."""
@@ -151,8 +172,17 @@ class ShardGroup:
             raise ShardError("the ranks of the group disagree about a step")
         return answers
 
+    def move(self, addresses: Sequence[str]) -> None:
+        """From the next reset on, the ranks are at `addresses`, as many as before."""
+        self._moved = tuple(addresses)
+
     async def reset(self) -> None:
         """Replace every stream and channel."""
+        if self._moved is not None:
+            await self.close()
+            self._shards = [ShardClient(address, self._tls) for address in self._moved]
+            self._moved = None
+            return
         for shard in self._shards:
             await shard.reset()
 
@@ -166,6 +196,9 @@ class ShardGroup:
         ranks = sorted(info.rank for info in infos)
         if ranks != list(range(len(infos))) or any(i.world_size != len(infos) for i in infos):
             raise ShardError(f"{len(infos)} shards given, but they are ranks {ranks}")
+        if len({info.group for info in infos}) > 1:
+            raise ShardError("the ranks belong to different groups")
+        self._id = infos[0].group
         by_rank = {info.rank: shard for info, shard in zip(infos, self._shards, strict=True)}
         self._shards = [by_rank[rank] for rank in ranks]
         first, *others = map(info_from_pb, sorted(infos, key=lambda info: info.rank))

@@ -29,7 +29,7 @@ from millrace_shard.commands.tgi_flags import notices
 from millrace_shard.commands.trace_export import open_tracing
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.one_shot import SymmetricMemory
-from millrace_shard.device.process_group import GroupError, ProcessGroup
+from millrace_shard.device.process_group import GroupError, ProcessGroup, RanksMissing
 from millrace_shard.device.resources import usable_cores
 from millrace_shard.engine.adapter_memory import AdapterMemory
 from millrace_shard.engine.engine import Engine
@@ -45,7 +45,7 @@ from millrace_shard.model_loader.weights import checkpoint_bytes
 from millrace_shard.models.interface import ModelInfo
 from millrace_shard.models.load import load_model
 from millrace_shard.models.rope_override import RopeOverride
-from millrace_shard.process import die_with_parent
+from millrace_shard.process import die_with_parent, end_in
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.server.credentials import server_credentials
 from millrace_shard.server.service import ShardService, new_server
@@ -61,6 +61,10 @@ STOP_SECONDS = 5.0
 """Time for running calls, a step among them, to finish after a signal."""
 ENDED_SECONDS = 1.0
 """The same time when the engine has ended, and calls cannot be answered."""
+END_SECONDS = 0.9
+"""Time after the router ends this rank, whose answer needs some of it."""
+START_AGAIN = 75
+"""Exit code of a rank whose group has to meet anew: EX_TEMPFAIL."""
 ABORT_SECONDS = 1.0
 """Further time to stop before the process is killed."""
 WAKE_SECONDS = 0.5
@@ -81,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except (ModelError, GroupError, EngineEnded, RuntimeError) as error:
         logger.error("%s", error)  # noqa: TRY400
         sys.stderr.write(f"Error: {error}\n")
-        end_process(1)
+        is_early = config.address is not None and isinstance(error, RanksMissing)
+        end_process(START_AGAIN if is_early else 1)
     end_process(0)
 
 
@@ -113,6 +118,7 @@ def serve(config: ShardConfig) -> None:
         engine,
         deterministic=is_deterministic(config, device),
         prefill_logprobs=config.enable_prefill_logprobs,
+        end=lambda: end_in(END_SECONDS, START_AGAIN),
     )
     stops: SimpleQueue[int | None] = SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -174,12 +180,19 @@ def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
         master_addr=config.master_addr,
         master_port=config.master_port,
         device=device,
+        # On one host the launcher restarts all ranks together.
+        when_broken=_leave if config.address else None,
     )
     if is_deterministic(config, device):
         group.add_in_rank_order()
     if config.one_shot_all_reduce and config.world_size > 1 and device.type == "cuda":
         group.use_one_shot(SymmetricMemory(device))
     return group
+
+
+def _leave(reason: str) -> None:
+    logger.warning("this rank ends, so that its supervisor starts it anew: %s", reason)
+    end_process(START_AGAIN)
 
 
 def load(config: ShardConfig, device: torch.device) -> LoadedModel:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import secrets
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 
+from millrace_shard.device import membership
+from millrace_shard.device.network import use_interface_to
 from millrace_shard.device.one_shot import OneShotAllReduce, SharedMemory
 
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+GROUP_ID_BITS = 63
 GLOO = "gloo"
 """Part of every error of gloo: the file in which it was raised."""
 REFUSALS = ("ncclInvalidUsage", "ncclInvalidArgument", "stream is capturing")
@@ -25,6 +29,10 @@ REFUSALS = ("ncclInvalidUsage", "ncclInvalidArgument", "stream is capturing")
 
 class GroupError(RuntimeError):
     """The ranks could not form a group."""
+
+
+class RanksMissing(GroupError):  # noqa: N818
+    """Other ranks did not come in time; they may come later."""
 
 
 class CollectiveError(GroupError):
@@ -44,6 +52,8 @@ class ProcessGroup:
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self.id = secrets.randbits(GROUP_ID_BITS)
+        """The same on all ranks once they are connected; ranks that met others have another number."""
         self._one_shot: OneShotAllReduce | None = None
         self._in_rank_order = False
 
@@ -62,43 +72,54 @@ class ProcessGroup:
         master_port: int,
         device: torch.device,
         timeout: timedelta = COLLECTIVE_TIMEOUT,
+        when_broken: Callable[[str], None] | None = None,
     ) -> ProcessGroup:
         """Wait for all ranks at rank 0's address; the backend is NCCL for CUDA devices, gloo otherwise.
 
-        `timeout` also bounds every later collective. Raises GroupError when ranks are missing or share a GPU.
+        `timeout` also bounds every later collective. `when_broken` is called, from another thread, when a rank comes
+        back that has left this group, or rank 0 is gone. Raises GroupError when ranks are missing or share a GPU.
         """
         group = cls(rank, world_size, device)
         if world_size == 1:
             return group
-        cuda = device.type == "cuda"
+        use_interface_to(master_addr)
         try:
-            store = TCPStore(
-                master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout
+            store = membership.meet(
+                rank, world_size, master_addr=master_addr, master_port=master_port, timeout=timeout
             )
-            if cuda:
-                torch.cuda.set_device(device)
-                refuse_shared_gpus(store, rank, world_size, gpu_name(device))
-            dist.init_process_group(
-                "nccl" if cuda else "gloo",
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=timeout,
-                device_id=device if cuda else None,
-            )
+            if when_broken is not None:
+                membership.when_broken(master_addr, master_port, then=when_broken)
+            group._join(store, timeout)
         except GroupError:
             raise
         except (dist.DistError, RuntimeError, ValueError) as error:
             place = f"{master_addr}:{master_port}"
-            raise GroupError(
+            raise RanksMissing(
                 f"rank {rank} of {world_size} found no group at {place}: {error}"
             ) from error
+        return group
+
+    def _join(self, store: Store, timeout: timedelta) -> None:
+        """Wait for the others in the store, and agree on the number of the group."""
+        rank, world_size, device = self.rank, self.world_size, self.device
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)
+            refuse_shared_gpus(store, rank, world_size, gpu_name(device))
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if cuda else None,
+        )
+        self.id = self.broadcast(self.id)
         if cuda:
             logger.info(
                 "NCCL ends the process if a rank waits more than %d s for the others",
                 timeout.total_seconds(),
             )
-        return group
 
     def add_in_rank_order(self) -> None:
         """From now on, add in the order of ranks, so that the sum of an element does not depend on its place.
@@ -182,6 +203,15 @@ class ProcessGroup:
             # gloo takes the concatenation only, NCCL either form.
             gather(gathered.flatten(0, 1), whole)
         return gathered
+
+    def broadcast(self, value: int) -> int:
+        """Rank 0's `value`, of at most 63 bits."""
+        if self.world_size == 1:
+            return value
+        theirs = torch.tensor(value, dtype=torch.int64, device=self.device)
+        with as_collective_errors():
+            dist.broadcast(theirs, src=0)
+        return int(theirs)
 
     def minimum(self, value: int) -> int:
         """The smallest `value` over all ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Thread
@@ -36,6 +36,10 @@ SERVER_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.so_reuseport", 0),
+    # A router on another host asks every few seconds whether this one is still there, steps or not.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
 )
 NUM_WORKERS = 96
 """Threads start with the calls. Grammars may occupy `MAX_CALLS` of them; the rest serve steps and health checks."""
@@ -48,8 +52,17 @@ Replies = SimpleQueue[Future[StepReply] | None]
 class ShardService(pb_grpc.ShardServiceServicer):
     """One method per call of the wire. A stream of steps uses one worker and one thread that reads ahead."""
 
-    def __init__(self, engine: Engine, *, deterministic: bool, prefill_logprobs: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        deterministic: bool,
+        prefill_logprobs: bool,
+        end: Callable[[], None],
+    ) -> None:
+        """`end` ends the process within a second; it returns before."""
         self.engine = engine
+        self._end = end
         self._streams: set[Replies] = set()
         self._deterministic = deterministic
         self._prefill_logprobs = prefill_logprobs
@@ -67,6 +80,14 @@ class ShardService(pb_grpc.ShardServiceServicer):
         if not self.engine.is_alive():
             context.abort(grpc.StatusCode.UNAVAILABLE, "the engine has ended")
         return progress_to_pb(self.engine.progress())
+
+    def End(self, request: pb.EndRequest, context: grpc.ServicerContext) -> pb.EndResponse:
+        """End the process, if it is of the group that the router means."""
+        ends = request.group == self.engine.loaded.group.id
+        if ends:
+            logger.warning("the router ends this rank: %s", request.reason)
+            self._end()
+        return pb.EndResponse(ends=ends)
 
     def Warmup(self, request: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:
         """Wait for the engine to find and allocate the KV capacity."""

@@ -96,6 +96,7 @@ def info_to_pb(
         kv_cache_dtype=cache_dtype_name(loaded.kv_dtype),
         hidden_size=info.hidden_size,
         headless=info.headless,
+        group=loaded.group.id,
     )
 
 

@@ -70,6 +70,9 @@ TGI_FLAGS = [
     ("--max-image-fetch-size", "10", "router", 10),
 ]
 PATH_FLAGS = [
+    ("--shard-tls-cert", "router"),
+    ("--shard-tls-key", "router"),
+    ("--shard-tls-ca", "router"),
     ("--huggingface-hub-cache", "launcher"),
     ("--weights-cache-override", "launcher"),
     ("--tokenizer-config-path", "router"),
@@ -84,6 +87,10 @@ PATH_FLAGS = [
     ("--adapter-cache", "shard"),
 ]
 OURS = [
+    ("--remote-shards", "a:1,b:2", "launcher", ("a:1", "b:2")),
+    ("--cluster", "ray", "launcher", "ray"),
+    ("--shards-per-node", "2", "launcher", 2),
+    ("--allow-insecure-tcp", "", "shard", True),
     ("--allow-unlisted-model", "", "shard", True),
     ("--quantize-activations", "int8", "shard", "int8"),
     ("--tokenizer-name", "org/tokenizer", "launcher", "org/tokenizer"),

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from millrace_launcher.host.threads import ThreadPlan
 from millrace_launcher.settings.arguments import read_settings
 from millrace_launcher.settings.commands import Commands
 from millrace_launcher.settings.flags import all_flags
-from millrace_launcher.settings.threads import ThreadPlan
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
 

@@ -16,7 +16,7 @@ from millrace_launcher.errors import (
     ShardCannotStart,
     WebserverCannotStart,
 )
-from millrace_launcher.settings.threads import find_intel_openmp
+from millrace_launcher.host.threads import find_intel_openmp
 from millrace_launcher.supervision.launcher import EXIT_MARGIN_SECONDS
 from millrace_router.app import RESPONSE_SECONDS
 from millrace_testing.launcher.deployment import SERVED, deploy

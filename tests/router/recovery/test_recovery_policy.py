@@ -37,6 +37,10 @@ class FakeLauncher(LauncherChannel):
         super().__init__(None)
         self.said: list[str] = []
 
+    @property
+    def is_open(self) -> bool:
+        return True
+
     def report_progress(self) -> None:
         self.said.append("progress")
 

@@ -83,6 +83,10 @@ async def test_a_restart_is_asked_for_until_they_are_as_before(address: str) -> 
     asked = asyncio.Event()
 
     class Launcher(LauncherChannel):
+        @property
+        def is_open(self) -> bool:
+            return True
+
         def restart_shards(self, reason: str) -> None:
             assert "another KV capacity" in reason
             asked.set()

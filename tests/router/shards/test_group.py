@@ -351,3 +351,39 @@ async def test_a_shard_killed_while_it_loads_is_followed_by_one_that_loads_again
             assert ids_of(events) == continuation([1, 2, 3], 5, adapter=version.digest)
             assert fresh.adapters.loads == [version.digest]
     await shards.close()
+
+
+def fakes(
+    ranks: ExitStack, folder: Path, groups: Sequence[int]
+) -> tuple[ShardGroup, list[FakeShard]]:
+    """Ranks behind sockets, each of one of the `groups`."""
+    shards = [FakeShard() for _ in groups]
+    addresses = [f"unix:{folder}/rank-{rank}" for rank in range(len(groups))]
+    for rank, (shard, group) in enumerate(zip(shards, groups, strict=True)):
+        shard.group = group
+        ranks.enter_context(
+            serve_fake_shard(addresses[rank], shard, rank=rank, world_size=len(groups))
+        )
+    return ShardGroup(addresses), shards
+
+
+async def test_ranks_of_two_groups_are_never_taken_together(tmp_path: Path) -> None:
+    with ExitStack() as ranks:
+        group, shards = fakes(ranks, tmp_path, [7, 8])
+        with pytest.raises(ShardError, match="different groups"):
+            await group.info()
+        # Whose ranks they are is not known, so none is ended.
+        assert not await group.end("a rank is lost")
+        await group.close()
+    assert [shard.ended for shard in shards] == [[], []]
+
+
+async def test_only_ranks_of_the_group_are_ended(tmp_path: Path) -> None:
+    with ExitStack() as ranks:
+        group, shards = fakes(ranks, tmp_path, [7, 7])
+        await group.info()
+        shards[1].group = 8
+        assert await group.end("rank 1 is lost")
+        assert not await group.end("rank 1 is lost")
+        await group.close()
+    assert [shard.ended for shard in shards] == [["rank 1 is lost"], []]

@@ -193,7 +193,9 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     driver = Driver(speculation=Speculation(max_draft_tokens=3))
-    service = ShardService(driver.engine, deterministic=True, prefill_logprobs=True)
+    service = ShardService(
+        driver.engine, deterministic=True, prefill_logprobs=True, end=lambda: None
+    )
     address = f"unix:{tmp_path_factory.mktemp('shard')}/socket"
     server = new_server(service, address)
     server.start()

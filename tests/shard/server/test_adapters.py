@@ -129,7 +129,7 @@ def shard(tmp_path: Path) -> Iterator[Shard]:
 
     engine.attach(engine.submit(load).result(SECONDS))
     address = f"unix:{tmp_path}/shard"
-    service = ShardService(engine, deterministic=True, prefill_logprobs=False)
+    service = ShardService(engine, deterministic=True, prefill_logprobs=False, end=lambda: None)
     server = new_server(service, address)
     server.start()
     channel = grpc.insecure_channel(address)

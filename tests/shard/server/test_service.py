@@ -54,6 +54,8 @@ class Shard:
     model: FakeModel
     address: str
     stub: pb_grpc.ShardServiceStub
+    ends: list[None]
+    """One for each time that the router ended it."""
 
     def health(self) -> pb.HealthResponse:
         """The progress of the engine."""
@@ -83,13 +85,19 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Shard]]:
             )
         )
         engine.start()
-        service = ShardService(engine, deterministic=True, prefill_logprobs=prefill_logprobs)
+        ends: list[None] = []
+        service = ShardService(
+            engine,
+            deterministic=True,
+            prefill_logprobs=prefill_logprobs,
+            end=lambda: ends.append(None),
+        )
         address = f"unix:{tmp_path}/shard-{rank}"
         server = new_server(service, address)
         server.start()
         channel = grpc.insecure_channel(address)
         endings.extend([channel.close, lambda: server.stop(grace=None).wait(SECONDS), engine.close])
-        return Shard(engine, service, model, address, pb_grpc.ShardServiceStub(channel))
+        return Shard(engine, service, model, address, pb_grpc.ShardServiceStub(channel), ends)
 
     yield start
     for end in endings:
@@ -151,7 +159,8 @@ def decode(*slots: int) -> pb.Decode:
 
 
 def test_info_says_what_is_loaded(start: Callable[..., Shard]) -> None:
-    info = start(rank=1, prefill_logprobs=False).stub.Info(pb.InfoRequest(), timeout=SECONDS)
+    shard = start(rank=1, prefill_logprobs=False)
+    info = shard.stub.Info(pb.InfoRequest(), timeout=SECONDS)
     assert info == pb.InfoResponse(
         model_type="fake",
         dtype="float32",
@@ -167,7 +176,17 @@ def test_info_says_what_is_loaded(start: Callable[..., Shard]) -> None:
         prefill_logprobs=False,
         kv_cache_dtype="float32",
         hidden_size=1,
+        group=shard.engine.loaded.group.id,
     )
+
+
+def test_only_the_group_that_is_meant_ends(start: Callable[..., Shard]) -> None:
+    shard = start()
+    group = shard.engine.loaded.group.id
+    for asked in (group + 1, group):
+        request = pb.EndRequest(group=asked, reason="a rank is lost")
+        assert shard.stub.End(request, timeout=SECONDS).ends == (asked == group)
+        assert shard.ends == [None] * (asked == group)
 
 
 def test_warmup_answers_with_the_capacity(start: Callable[..., Shard]) -> None:

@@ -51,7 +51,7 @@ def test_calls_for_a_request_are_spans_below_its_own(
 ) -> None:
     address = f"unix:{tmp_path}/shard"
     engine = Engine(limits=MemoryLimits(), device=torch.device("cpu"))
-    service = Service(engine, deterministic=False, prefill_logprobs=False)
+    service = Service(engine, deterministic=False, prefill_logprobs=False, end=lambda: None)
     protocol = "grpc" if collector_of is grpc_collector else "http/protobuf"
     with collector_of() as collector:
         tracing = open_tracing(config_of(otlp_endpoint=collector.url, otlp_protocol=protocol))

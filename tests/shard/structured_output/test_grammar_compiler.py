@@ -588,7 +588,7 @@ def ask(
     grammars: GrammarManager | None, grammar: pb.Grammar, call: Call
 ) -> pb.CompileGrammarResponse:
     engine = IdleEngine(grammars)
-    service = ShardService(engine, deterministic=True, prefill_logprobs=False)  # type: ignore[arg-type]
+    service = ShardService(engine, deterministic=True, prefill_logprobs=False, end=lambda: None)  # type: ignore[arg-type]
     return service.CompileGrammar(pb.CompileGrammarRequest(grammar=grammar), call)  # type: ignore[arg-type]
 
 

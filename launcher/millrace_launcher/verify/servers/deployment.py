@@ -93,7 +93,7 @@ class Deployer:
         ):
             sockets = f"{folder}/shard"
             command = [
-                *(sys.executable, "-m", "millrace_launcher.supervision.child", str(os.getpid())),
+                *(sys.executable, "-m", "millrace_launcher.processes.child", str(os.getpid())),
                 *(sys.executable, *self.launcher),
                 *(() if self.model is None else (f"--model-id={self.model}",)),
                 *(() if self.revision is None else (f"--revision={self.revision}",)),

@@ -118,7 +118,7 @@ ALL = (
     "python -m millrace_router --port=1",
     "python -m millrace_shard serve --json-output /model",
     "python -m millrace_shard serve --rank=1 --world-size=2 /model",
-    "python -m millrace_launcher.supervision.guard /tmp/shard-0 /tmp/shard-1",
+    "python -m millrace_launcher.processes.guard /tmp/shard-0 /tmp/shard-1",
 )
 
 

@@ -62,13 +62,13 @@ def test_a_table_shows_what_is_known() -> None:
         ("python -m millrace_launcher --port=1", "launcher"),
         ("python tests/support/millrace_shard_launcher.py poison.py --port=1", "launcher"),
         (
-            "python -m millrace_launcher.supervision.child 7 /bin/python -m millrace_router --port=1",
+            "python -m millrace_launcher.processes.child 7 /bin/python -m millrace_router --port=1",
             "router",
         ),
         ("python -m millrace_shard serve --uds-path=/tmp/x /model", "shard-0"),
         ("python /x/millrace_poison_shard.py serve --uds-path=/tmp/x --rank=1 /model", "shard-1"),
         ("python -m millrace_shard download-weights demo", None),
-        ("python -m millrace_launcher.supervision.guard /tmp/x-0", None),
+        ("python -m millrace_launcher.processes.guard /tmp/x-0", None),
         ("", None),
     ],
 )

@@ -31,6 +31,39 @@ Found = TypeVar("Found")
 
 
 @dataclass
+class Program:
+    """A running program, and what it prints."""
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def log(self) -> str:
+        """Everything printed so far."""
+        return "\n".join(self.lines)
+
+
+@contextmanager
+def start(*argv: str) -> Iterator[Program]:
+    """Python with `argv`; killed at the end if it has not ended by itself."""
+    program = Program(_start(argv, {}))
+
+    def pump() -> None:
+        assert program.process.stdout is not None
+        program.lines.extend(line.rstrip("\n") for line in program.process.stdout)
+
+    thread = Thread(target=pump, daemon=True)
+    thread.start()
+    try:
+        yield program
+    finally:
+        _end(program.process)
+        thread.join(END_SECONDS)
+        if program.process.stdout is not None:
+            program.process.stdout.close()
+
+
+@dataclass
 class Server:
     """A running launcher."""
 

@@ -15,8 +15,9 @@ import termios
 from pathlib import Path
 
 from millrace_launcher.__main__ import main
+from millrace_launcher.processes import process
 from millrace_launcher.settings.commands import Programs
-from millrace_launcher.supervision import breaker, launcher, process, shards, webserver
+from millrace_launcher.supervision import breaker, launcher, shards, webserver
 
 CHILDREN = (sys.executable, str(Path(__file__).with_name("children.py")))
 

@@ -81,6 +81,7 @@ class DirectShards:
         """Loads of a digest wait for its event."""
         self.lost = False
         """Whether the calls of adapters find no shard."""
+        self.is_local = True
         self._answers: deque[StepResult | ShardError] = deque()
 
     def __len__(self) -> int:
@@ -88,6 +89,9 @@ class DirectShards:
 
     async def health(self) -> bool:
         return True
+
+    async def end(self, reason: str) -> bool:
+        return False
 
     async def open(self) -> None:
         self.epoch += 1

@@ -92,6 +92,10 @@ class FakeShard:
         self.stuck_seconds = 0.0
         self.epoch = 0
         """The current epoch."""
+        self.group = 1
+        """The number of its group."""
+        self.ended: list[str] = []
+        """Reasons for which the router ended it."""
         self._number = 0
         self._failed = False
         self._broken: set[int] = set()
@@ -333,7 +337,16 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
             hidden_size=2,
             max_draft_tokens=self.shard.max_draft_tokens,
             adapter_modules=self.shard.adapters.modules(),
+            group=self.shard.group,
         )
+
+    def End(self, request: pb.EndRequest, context: grpc.ServicerContext) -> pb.EndResponse:
+        ends = request.group == self.shard.group
+        if ends:
+            self.shard.ended.append(request.reason)
+            # Its supervisor has started another at once.
+            self.shard.group += 1
+        return pb.EndResponse(ends=ends)
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
         stuck = self.shard.stuck_seconds

@@ -6,7 +6,7 @@ import pytest
 
 from millrace_launcher.config import HostVariables
 from millrace_launcher.errors import ArgumentValidation, LaunchError, NotEnoughCUDADevices
-from millrace_launcher.settings.devices import shard_count, visible_devices
+from millrace_launcher.host.devices import shard_count, visible_devices
 
 
 @pytest.mark.parametrize(

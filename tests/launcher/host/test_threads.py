@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_launcher.settings.threads import find_intel_openmp, plan_threads, usable_cores
+from millrace_launcher.host.threads import find_intel_openmp, plan_threads, usable_cores
 
 INTEL = Path("/lib/libiomp5.so")
 

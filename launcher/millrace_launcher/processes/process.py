@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from millrace_launcher.logs import log
+from millrace_launcher.processes.child_lines import ChildLines
 from millrace_launcher.settings.commands import Command
-from millrace_launcher.supervision.child_lines import ChildLines
 
 READ_BYTES = 65536
 TAIL_LINES = 50
@@ -71,7 +71,7 @@ class ManagedProcess:
             lambda: _Protocol(loop),
             sys.executable,
             "-m",
-            "millrace_launcher.supervision.child",
+            "millrace_launcher.processes.child",
             str(os.getpid()),
             *command.argv,
             env=dict(command.environment),

@@ -7,11 +7,11 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from millrace_launcher.host.openmp import remove_registration
 from millrace_launcher.logs import log, relay
+from millrace_launcher.processes.guard import DONE, GONE
+from millrace_launcher.processes.process import ManagedProcess
 from millrace_launcher.settings.commands import Command
-from millrace_launcher.settings.openmp import remove_registration
-from millrace_launcher.supervision.guard import DONE, GONE
-from millrace_launcher.supervision.process import ManagedProcess
 
 GUARD_SECONDS = 12.0
 

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from millrace_launcher.errors import ArgumentValidation
+from millrace_launcher.host.sockets import clear_socket
 from millrace_launcher.logs import log
-from millrace_launcher.settings.sockets import clear_socket
 
 
 def socket_paths(prefix: str, num_shard: int) -> list[Path]:

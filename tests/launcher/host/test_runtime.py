@@ -7,7 +7,7 @@ import platform
 import pytest
 
 from millrace_launcher.config import HostVariables
-from millrace_launcher.settings.runtime import runtime_info
+from millrace_launcher.host.runtime import runtime_info
 
 
 def test_facts_of_a_bug_report(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_launcher.supervision.guard import left_over
+from millrace_launcher.processes.guard import left_over
 
 
 @pytest.mark.parametrize(

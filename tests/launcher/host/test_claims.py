@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from millrace_launcher.errors import ArgumentValidation
-from millrace_launcher.settings.claims import claimed_port, claimed_sockets, socket_paths
+from millrace_launcher.host.claims import claimed_port, claimed_sockets, socket_paths
 from millrace_testing.launcher.ports import kept_port
 
 HOLDER = """

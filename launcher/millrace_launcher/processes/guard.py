@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from millrace_launcher.settings.openmp import remove_registration
-from millrace_launcher.settings.sockets import remove_dead_socket
+from millrace_launcher.host.openmp import remove_registration
+from millrace_launcher.host.sockets import remove_dead_socket
 
 TIMEOUT_SECONDS = 10.0
 POLL_SECONDS = 0.02

@@ -11,8 +11,8 @@ import psutil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace_launcher.processes.process import TAIL_LINES, ManagedProcess, lines
 from millrace_launcher.settings.commands import Command
-from millrace_launcher.supervision.process import TAIL_LINES, ManagedProcess, lines
 
 
 class Lines(list[str]):

@@ -1,0 +1,104 @@
+"""The actor on each host: it runs `millrace-launcher shards` there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import ray
+
+from millrace_proto.version import VERSION
+from millrace_ray.certificates import Pem
+
+STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Facts of an actor's host."""
+
+    address: str
+    ports: tuple[int, ...]
+    """Free ones: where the ranks meet, then one for each rank."""
+    versions: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The supervisor of an actor's ranks."""
+
+    has_started: bool
+    """Not yet in an actor that Ray has restarted."""
+    exit_code: int | None = None
+    """None while it runs."""
+
+
+class RankActor:
+    """Supervises the ranks of its host, through a process of the launcher's."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="millrace-ray-")
+
+    def host(self, num_ports: int) -> Host:
+        """Where this actor is, and what is installed there."""
+        versions = (("millrace", VERSION), ("torch", metadata.version("torch")))
+        return Host(ray.util.get_node_ip_address(), _free_ports(num_ports), versions)
+
+    def start(self, argv: Sequence[str], pem: Pem) -> None:
+        """Run the ranks; those that run already end first."""
+        self.stop()
+        folder = Path(self._folder.name)
+        files = []
+        for name, content in (("cert", pem.cert), ("key", pem.key), ("ca", pem.ca)):
+            path = folder / f"{name}.pem"
+            path.unlink(missing_ok=True)
+            path.touch(mode=0o600)
+            path.write_bytes(content)
+            files.append(f"--tls-{name}={path}")
+        program = [sys.executable, "-m", "millrace_launcher", "shards", *argv, *files]
+        # Ray kills its workers, and knows nothing of their children: this wrapper ends with its parent.
+        wrapper = [sys.executable, "-m", "millrace_launcher.processes.child", str(os.getpid())]
+        self._process = subprocess.Popen(  # noqa: S603
+            [*wrapper, *program], stdin=subprocess.DEVNULL, process_group=0
+        )
+
+    def state(self) -> State:
+        """Whether the ranks' supervisor runs."""
+        if self._process is None:
+            return State(has_started=False)
+        return State(has_started=True, exit_code=self._process.poll())
+
+    def stop(self) -> None:
+        """End the ranks in an orderly way."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        process.kill()
+        process.wait()
+
+
+def _free_ports(count: int) -> tuple[int, ...]:
+    """Consecutive ports that nothing listens on."""
+    while True:
+        with ExitStack() as held:
+            first = held.enter_context(socket.socket())
+            first.bind(("", 0))
+            port = int(first.getsockname()[1])
+            try:
+                for following in range(port + 1, port + count):
+                    held.enter_context(socket.socket()).bind(("", following))
+            except (OSError, OverflowError):
+                continue
+            return tuple(range(port, port + count))

@@ -1,0 +1,125 @@
+"""Keeps some ranks of a model running, for a router elsewhere: `millrace-launcher shards`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+from millrace_launcher.errors import ShardCannotStart, ShardCrashLoop
+from millrace_launcher.logs import log
+from millrace_launcher.processes.children import Children, explain
+from millrace_launcher.processes.process import ManagedProcess
+from millrace_launcher.processes.tasks import cancel, first
+from millrace_launcher.settings.commands import Commands
+from millrace_launcher.settings.folders import ModelFolders
+from millrace_launcher.supervision.breaker import Breaker, is_steady
+from millrace_launcher.supervision.download import resolve_model
+from millrace_launcher.supervision.readiness import address_ready
+from millrace_launcher.supervision.shard_group import ORDERLY_FAILURES
+
+START_AGAIN = 75
+"""Exit code of a shard whose group has to meet anew: no failure of its own."""
+AGAIN_SECONDS = 1.0
+"""Pause before a rank meets the others anew, if it was not ready."""
+STEADY_SECONDS = 60.0
+GRACE_SECONDS = 10.0
+
+
+class RankHost:
+    """Ranks that start and end each by itself; the router and the ranks see to it that they meet."""
+
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
+        self._children = Children()
+        self._ranks = [
+            _Rank(commands, self._children, commands.first_rank + place)
+            for place in range(commands.num_shard)
+        ]
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run until a signal. Raises LaunchError for any other end."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            await first(self._serve(), self._stop.wait())
+        finally:
+            await asyncio.gather(*(rank.terminate() for rank in self._ranks))
+            await self._children.dismiss_guard()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if not self._stop.is_set():
+            log.info("%s received, shutting down", signal.Signals(number).name)
+            self._stop.set()
+        elif number == signal.SIGINT:
+            log.warning("interrupted again, ending at once")
+            self._children.kill()
+
+    async def _serve(self) -> None:
+        folders = await resolve_model(self._commands, self._children)
+        await self._children.guard(self._commands.guard())
+        # The first one that cannot go on ends all.
+        await first(*(rank.run(folders) for rank in self._ranks))
+
+
+class _Rank:
+    """The process of a rank over all restarts."""
+
+    def __init__(self, commands: Commands, children: Children, rank: int) -> None:
+        self._commands = commands
+        self._children = children
+        self._rank = rank
+        self._address = commands.addresses[rank - commands.first_rank]
+        self._breaker = Breaker(commands.settings.launcher.max_restarts)
+        self._process: ManagedProcess | None = None
+        self._ready_at: float | None = None
+        self._has_served = False
+
+    async def run(self, folders: ModelFolders) -> None:
+        """Keep it running. Raises ShardCannotStart or ShardCrashLoop."""
+        while True:
+            self._ready_at = None
+            log.info("Starting shard %d", self._rank)
+            command = self._commands.shard(self._rank, folders.model, folders.draft)
+            process = self._process = await self._children.start(command)
+            ready = asyncio.create_task(self._ready())
+            try:
+                await process.wait()
+            finally:
+                await cancel([ready])
+            await asyncio.sleep(self._ended(process))
+
+    async def terminate(self) -> None:
+        """End it in an orderly way."""
+        if self._process is not None:
+            await self._process.terminate(GRACE_SECONDS)
+
+    async def _ready(self) -> None:
+        started = time.monotonic()
+        await address_ready(self._address)
+        self._ready_at = time.monotonic()
+        self._has_served = True
+        log.info("Shard %d ready in %.3fs", self._rank, self._ready_at - started)
+
+    def _ended(self, process: ManagedProcess) -> float:
+        """The seconds before the next start; raises if there is none."""
+        was_ready = self._ready_at is not None
+        if process.exit_code == START_AGAIN:
+            log.warning("Shard %d meets the others anew", self._rank)
+            return 0.0 if was_ready else AGAIN_SECONDS
+        if is_steady(self._ready_at, time.monotonic(), enough_seconds=STEADY_SECONDS):
+            self._breaker.progressed()
+        if not self._has_served and process.exit_code in ORDERLY_FAILURES and process.lines.cause:
+            process.lines.drop()
+            raise ShardCannotStart(process.lines.cause)
+        explain(process, f"Shard {self._rank} {'crashed' if was_ready else 'failed to start'}")
+        delay = self._breaker.restart(was_ready=was_ready)
+        if delay is None:
+            restarts = self._breaker.restarts
+            raise ShardCrashLoop(
+                f"shard {self._rank}: {process.ending}; {restarts} restarts without progress (--max-restarts)"
+            )
+        log.warning("Restarting shard %d%s", self._rank, f" in {delay:g} s" if delay else "")
+        return delay

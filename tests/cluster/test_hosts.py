@@ -1,0 +1,90 @@
+"""A model over two hosts, and its router on a third: hosts lose power and links are cut under load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import pytest
+from bench.faults.streams import Answer, Clients, differences, mixed_bodies
+
+from millrace_launcher.demo import demo_folder
+from millrace_testing.cluster.hosts import Host, Program
+from millrace_testing.launcher.certificates import Certificate
+from millrace_testing.launcher.e2e import END_SECONDS, until, wait_for
+
+pytestmark = pytest.mark.cluster
+
+STREAMS = mixed_bodies(20, longest=150)
+MIDDLE = 20
+PORT, MEETING, RANK_PORT = 3000, 29500, 9000
+
+
+class Deployment:
+    """Ranks 0 and 1 on the first two hosts, the router on the third."""
+
+    def __init__(self, hosts: Sequence[Host], files: Certificate) -> None:
+        self.hosts = hosts
+        self._files = files
+        self.ranks: list[Program] = [self.start_rank(0), self.start_rank(1)]
+        addresses = ",".join(f"{host.address}:{RANK_PORT}" for host in hosts[:2])
+        self.router = hosts[2].python(
+            *("-m", "millrace_launcher", f"--model-id={demo_folder()}"),
+            *(f"--remote-shards={addresses}", "--hostname=0.0.0.0", f"--port={PORT}"),
+            *self._tls("shard-tls"),
+        )
+        self.url = f"http://{hosts[2].address}:{PORT}"
+
+    def start_rank(self, rank: int) -> Program:
+        """Start the supervisor of a rank."""
+        host = self.hosts[rank]
+        return host.python(
+            *("-m", "millrace_launcher", "shards", f"--model-id={demo_folder()}"),
+            *("--world-size=2", f"--first-rank={rank}", "--cpu-threads=1", "--deterministic=on"),
+            *(f"--master-addr={self.hosts[0].address}", f"--master-port={MEETING}"),
+            *(f"--address={host.address}:{RANK_PORT}", *self._tls("tls")),
+        )
+
+    def _tls(self, prefix: str) -> list[str]:
+        files = self._files
+        return [f"--{prefix}-{name}={getattr(files, name)}" for name in ("cert", "key", "ca")]
+
+
+@pytest.fixture(scope="module")
+def deployment(three_hosts: Sequence[Host], files: Certificate) -> Iterator[Deployment]:
+    found = Deployment(three_hosts, files)
+    wait_for(lambda: any("/generate" in line for line in found.router.lines))
+    yield found
+    for host in three_hosts:
+        host.kill()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(deployment: Deployment) -> list[Answer]:
+    async def ask() -> list[Answer]:
+        async with Clients(deployment.url) as clients:
+            return await clients.send_all(STREAMS)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("fault", ["power", "link"])
+async def test_a_host_that_is_lost_under_load_costs_nobody_a_byte(
+    deployment: Deployment, undisturbed: list[Answer], rank: int, fault: str
+) -> None:
+    host = deployment.hosts[rank]
+    noticed = deployment.router.log.count("cannot open a stream")
+    async with Clients(deployment.url) as clients, asyncio.timeout(END_SECONDS):
+        task = asyncio.create_task(clients.send_all(STREAMS))
+        await until(lambda: clients.answers and len(clients.answers[0].events) >= MIDDLE)
+        if fault == "power":
+            host.kill()
+        else:
+            host.cut()
+        await until(lambda: deployment.router.log.count("cannot open a stream") > noticed)
+        if fault == "power":
+            deployment.ranks[rank] = deployment.start_rank(rank)
+        else:
+            host.mend()
+        assert differences(undisturbed, await task) == []

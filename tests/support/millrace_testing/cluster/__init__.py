@@ -1,0 +1,1 @@
+"""Hosts of a cluster, as network namespaces of this machine."""

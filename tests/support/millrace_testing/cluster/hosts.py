@@ -1,0 +1,147 @@
+"""Hosts with addresses of their own and links that can be cut: network namespaces on a bridge. Needs root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import Thread
+
+BRIDGE = "mr-bridge"
+NETWORK = "10.213.7"
+"""A network of this machine alone."""
+END_SECONDS = 60
+
+
+def missing() -> str:
+    """What this machine lacks for such hosts; empty if nothing."""
+    if shutil.which("ip") is None:
+        return "no program `ip`"
+    return "" if os.geteuid() == 0 else "not root"
+
+
+def ip(*arguments: str, check: bool = True) -> None:
+    """Run `ip`."""
+    subprocess.run(["ip", *arguments], check=check, capture_output=True)
+
+
+@dataclass
+class Program:
+    """A program on a host, and what it prints."""
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def log(self) -> str:
+        """Everything printed so far."""
+        return "\n".join(self.lines)
+
+    def end(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.terminate()
+        return self.process.wait(END_SECONDS)
+
+
+class Host:
+    """A namespace with one address."""
+
+    def __init__(self, number: int) -> None:
+        self.name = f"mr-host{number}"
+        self.address = f"{NETWORK}.{10 + number}"
+        self._link = f"mr-link{number}"
+        self._programs: list[Program] = []
+
+    def make(self) -> None:
+        """Make it and join it to the bridge."""
+        ip("netns", "add", self.name)
+        ip("link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        ip("link", "set", self._link, "master", BRIDGE, "up")
+        ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            ip("-n", self.name, "link", "set", device, "up")
+        ip("-n", self.name, "route", "add", "default", "via", f"{NETWORK}.1")
+
+    def remove(self) -> None:
+        """End what runs on it, and remove it."""
+        self.kill()
+        ip("netns", "delete", self.name, check=False)
+
+    def cut(self) -> None:
+        """Cut its link: nobody on it is told."""
+        ip("link", "set", self._link, "down")
+
+    def mend(self) -> None:
+        """Join it again."""
+        ip("link", "set", self._link, "up")
+
+    def start(self, *argv: str, environment: Mapping[str, str] | None = None) -> Program:
+        """Run a program on it."""
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})}
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.name, *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, **variables},
+            start_new_session=True,
+        )
+        program = Program(process)
+        self._programs.append(program)
+        Thread(target=_pump, args=(program,), daemon=True).start()
+        return program
+
+    def python(self, *argv: str, environment: Mapping[str, str] | None = None) -> Program:
+        """Run this Python on it."""
+        return self.start(sys.executable, *argv, environment=environment)
+
+    def pids(self) -> list[int]:
+        """All processes on it."""
+        answer = subprocess.run(
+            ["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False
+        )
+        return [int(word) for word in answer.stdout.split()]
+
+    def kill(self) -> None:
+        """It loses power: all of its processes are killed."""
+        while pids := self.pids():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for program in self._programs:
+                program.process.poll()
+        for program in self._programs:
+            program.process.wait(END_SECONDS)
+        self._programs.clear()
+
+
+def _pump(program: Program) -> None:
+    stream = program.process.stdout
+    assert stream is not None
+    with stream:
+        program.lines.extend(line.rstrip("\n") for line in stream)
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[Sequence[Host]]:
+    """So many hosts, which reach each other and this machine."""
+    with ExitStack() as stack:
+        ip("link", "delete", BRIDGE, check=False)
+        ip("link", "add", BRIDGE, "type", "bridge")
+        stack.callback(ip, "link", "delete", BRIDGE)
+        ip("addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
+        ip("link", "set", BRIDGE, "up")
+        found = []
+        for number in range(count):
+            host = Host(number)
+            host.remove()
+            host.make()
+            stack.callback(host.remove)
+            found.append(host)
+        yield found
