@@ -137,8 +137,10 @@ def test_greedy_tokens_are_those_of_transformers(precise: RunningServer, file: P
 
 
 def test_the_model_has_its_short_name_and_its_own_chat_template(
-    server: RunningServer, file: Path
+    precise: RunningServer, file: Path
 ) -> None:
+    # "Paris" leads by a third of a nat, which rounded activations may take from it.
+    server = precise
     with httpx.Client(base_url=server.url) as client:
         assert [each["id"] for each in client.get("/v1/models").json()["data"]] == [MODEL.name]
         assert client.get("/info").json()["model_id"] == MODEL.name
@@ -147,7 +149,9 @@ def test_the_model_has_its_short_name_and_its_own_chat_template(
     rendered = post(server, "/chat_tokenize", {"messages": messages})
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert rendered["templated_text"] == expected
-    answer = post(server, "/v1/chat/completions", {"messages": messages, "temperature": 0})
+    answer = post(
+        server, "/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 100}
+    )
     choice = answer["choices"][0]
     assert "Paris" in choice["message"]["content"]
     assert choice["finish_reason"] == "stop"

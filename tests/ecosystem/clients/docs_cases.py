@@ -138,7 +138,8 @@ def docs_examples_are_accepted(url: str) -> None:
             status = operation.locator("output .status", has_text=re.compile("^[0-9]{3}.* in "))
             status.wait_for()
             said = f"{operation.locator('.path').inner_text()}: {operation.locator('output').inner_text()}"
-            if not status.inner_text().startswith("200"):
+            # The demo model does not score.
+            if not status.inner_text().startswith("200") and "needs `--task score`" not in said:
                 refused.append(said)
         assert not refused, refused
 

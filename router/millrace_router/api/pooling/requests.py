@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, ConfigDict, Field
 
 from millrace_router.api.chat.sampling import Salt
 from millrace_router.api.fields import Int32, Items, Place, Prompt, RequestModel, Switch
@@ -98,6 +98,16 @@ Documents = Annotated[Items[str | Document], Field(min_length=1, max_length=MOST
 class RerankRequest(PoolingFields):
     """Body of `/rerank` and its aliases: TEI's with `texts`, that of Cohere, Jina and vLLM with `documents`."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "query": "What is prefill?",
+                    "documents": ["Prefill reads the prompt.", "Decode makes the next token."],
+                }
+            ]
+        }
+    )
     place = Place.RERANK
 
     query: Annotated[str, Field(min_length=1)]

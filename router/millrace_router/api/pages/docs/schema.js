@@ -136,8 +136,6 @@ const EXAMPLES = {
   parameters: { max_new_tokens: 40 },
   max_tokens: 40,
   max_output_tokens: 40,
-  query: MESSAGE,
-  documents: ["Prefill reads the prompt.", "Decode makes one token after the other."],
 };
 
 /** A body that the server takes. */
@@ -145,6 +143,7 @@ function exampleOf(schema) {
   if (schema.examples?.length) return schema.examples[0];
   const [first] = insides(schema);
   if (!first || typeof schema.type === "string" && schema.type !== "object") return valueOf(schema);
+  if (first.schema.examples?.length) return first.schema.examples[0];
   const { properties, required = [] } = first.schema;
   const isKnown = (name) => name in EXAMPLES && takes(properties[name], EXAMPLES[name]);
   const names = Object.keys(properties).filter((name) => required.includes(name) || isKnown(name));
