@@ -15,6 +15,11 @@ MODULES = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
 """The exporter of each protocol."""
+PACKAGES = {
+    "grpc": "opentelemetry-exporter-otlp-proto-grpc",
+    "http/protobuf": "opentelemetry-exporter-otlp-proto-http",
+}
+"""What brings it; the extra `otel` has all of them."""
 
 
 def check_traces(config: RouterConfig) -> None:
@@ -26,8 +31,8 @@ def check_traces(config: RouterConfig) -> None:
         raise StartupError(f"--otlp-protocol {target.protocol} is not one of {', '.join(MODULES)}")
     if not _is_installed("opentelemetry.sdk.trace") or not _is_installed(MODULES[target.protocol]):
         raise StartupError(
-            f"traces over {target.protocol} need OpenTelemetry: pip install 'millrace[otel]', or start without"
-            " --otlp-endpoint and OTEL_EXPORTER_OTLP_ENDPOINT"
+            f"traces over {target.protocol} need OpenTelemetry: pip install opentelemetry-sdk"
+            f" {PACKAGES[target.protocol]}, or start without --otlp-endpoint and OTEL_EXPORTER_OTLP_ENDPOINT"
         )
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
-from millrace_router.trace_start import MODULES, check_traces
+from millrace_router.trace_start import MODULES, PACKAGES, check_traces
+from millrace_testing.project import ROOT
 
 
 def config_of(protocol: str | None = None, endpoint: str | None = "http://c") -> RouterConfig:
@@ -26,7 +27,9 @@ def test_what_is_installed_is_enough(protocol: str) -> None:
 @pytest.mark.parametrize("protocol", MODULES)
 def test_missing_packages_are_named(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, MODULES[protocol].rpartition(".")[0], None)
-    with pytest.raises(StartupError, match=r"pip install 'millrace\[otel\]'"):
+    package = MODULES[protocol].removesuffix(".trace_exporter").replace(".", "-")
+    assert PACKAGES[protocol] in (ROOT / "router" / "pyproject.toml").read_text(encoding="utf-8")
+    with pytest.raises(StartupError, match=f"pip install opentelemetry-sdk {package},"):
         check_traces(config_of(protocol))
     check_traces(config_of(protocol, endpoint=None))
 

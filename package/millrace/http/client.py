@@ -55,8 +55,12 @@ class Client:
 
     async def first_model(self) -> str:
         """The first model that the server lists. Raises ConnectionFailed or RequestError."""
-        models = (await self.get("/v1/models")).get("data") or [{}]
-        return str(models[0].get("id", "default"))
+        answer = await self.get("/v1/models")
+        try:
+            models = answer.get("data") or [{}]
+            return str(models[0].get("id", "default"))
+        except (AttributeError, LookupError, TypeError):
+            raise RequestError(200, "error", "/v1/models has no list of models") from None
 
     async def get(self, path: str) -> Any:  # noqa: ANN401
         """The JSON of a page. Raises ConnectionFailed or RequestError."""
@@ -94,6 +98,10 @@ class Client:
                 async for chunk in response.content.iter_any():
                     for data in reader.feed(chunk):
                         event = orjson.loads(data)
+                        if not isinstance(event, dict):
+                            raise RequestError(
+                                response.status, "error", f"an event is no object: {data[:80]!r}"
+                            )
                         if event.get("error"):
                             raise refusal(response.status, data)
                         yield event

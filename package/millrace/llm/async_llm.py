@@ -19,6 +19,7 @@ from millrace.llm.outputs import (
     chat_pieces,
 )
 from millrace.llm.params import SamplingParams
+from millrace.llm.places import Places
 
 Message = Mapping[str, Any]
 Item = TypeVar("Item")
@@ -46,6 +47,7 @@ class AsyncLLM:
         self._api_key = api_key
         self._flags = flags
         self._backend: Backend | None = None
+        self._places = Places(1)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -57,6 +59,7 @@ class AsyncLLM:
     async def start(self) -> None:
         """Load the model, or connect. Raises StartError, ConnectionFailed or RequestError."""
         self._backend = await _open(self._model, self._api_key, self._flags)
+        self._places = Places(self._backend.max_requests)
 
     async def close(self) -> None:
         """End running requests and every process of the model. Idempotent."""
@@ -72,13 +75,16 @@ class AsyncLLM:
 
         async def answer(prompt: Prompt) -> RequestOutput:
             pieces: dict[int, list[Piece]] = {}
-            async with aclosing(self._opened.complete(prompt, found)) as stream:
+            async with (
+                self._places.taken(_num_samples(found.body())),
+                aclosing(self._opened.complete(prompt, found)) as stream,
+            ):
                 async for piece in stream:
                     pieces.setdefault(piece.index, []).append(piece)
             outputs = tuple(CompletionOutput.of(pieces[index]) for index in sorted(pieces))
             return RequestOutput(prompt=prompt, outputs=outputs)
 
-        return await self._all(answer, _prompts_of(prompts), found.n)
+        return await _all(answer, _prompts_of(prompts))
 
     async def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -93,7 +99,9 @@ class AsyncLLM:
         self, messages: Sequence[Message], params: SamplingParams | None = None, **fields: object
     ) -> ChatOutput:
         """Answer a chat; `fields` are further ones of OpenAI's body, such as `tools`."""
-        return ChatOutput(answer=await self._opened.chat(_chat_body(messages, params, fields)))
+        body = _chat_body(messages, params, fields)
+        async with self._places.taken(_num_samples(body)):
+            return ChatOutput(answer=await self._opened.chat(body))
 
     async def chats(
         self,
@@ -106,7 +114,7 @@ class AsyncLLM:
         async def answer(messages: Sequence[Message]) -> ChatOutput:
             return await self.chat(messages, params, **fields)
 
-        return await self._all(answer, conversations, (params or DEFAULT_PARAMS).n)
+        return await _all(answer, conversations)
 
     async def chat_stream(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **fields: object
@@ -118,29 +126,48 @@ class AsyncLLM:
                 for piece in chat_pieces(chunk):
                     yield piece
 
+    async def embed(self, texts: Prompts, **fields: object) -> list[list[float]]:
+        """Embed one text, or several texts or lists of token ids, in their order.
+
+        `fields` are further ones of `/v1/embeddings`, such as `dimensions`.
+        """
+        prompts = [one if isinstance(one, str) else list(one) for one in _prompts_of(texts)]
+        return await self._opened.embed({**fields, "input": prompts})
+
+    async def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], **fields: object
+    ) -> list[float]:
+        """Score pairs of texts: one with each of the others, or the first with the first and so on.
+
+        `fields` are further ones of `/v1/score`, such as `instruction`.
+        """
+        sides = (one if isinstance(one, str) else list(one) for one in (text_1, text_2))
+        return await self._opened.score(
+            {**fields, **dict(zip(("text_1", "text_2"), sides, strict=True))}
+        )
+
     @property
     def _opened(self) -> Backend:
         if self._backend is None:
             raise RuntimeError("the model is not loaded, or closed")
         return self._backend
 
-    async def _all(
-        self, answer: Callable[[Item], Awaitable[Result]], items: Sequence[Item], num_samples: int
-    ) -> list[Result]:
-        """Answer all items, as many at a time as the backend takes; the first failure ends the others."""
-        free = asyncio.Semaphore(max(1, self._opened.max_requests // max(1, num_samples)))
 
-        async def bounded(item: Item) -> Result:
-            async with free:
-                return await answer(item)
+async def _all(answer: Callable[[Item], Awaitable[Result]], items: Sequence[Item]) -> list[Result]:
+    """Answer all items; the first failure ends the others."""
+    tasks = [asyncio.ensure_future(answer(item)) for item in items]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-        tasks = [asyncio.ensure_future(bounded(item)) for item in items]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+
+def _num_samples(body: Mapping[str, object]) -> int:
+    """Requests that a body stands for."""
+    count = body.get("n")
+    return count if isinstance(count, int) else 1
 
 
 async def _open(model: str | None, api_key: str | None, flags: Mapping[str, object]) -> Backend:

@@ -28,5 +28,11 @@ class Backend(Protocol):
     def chat_stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
         """The chunks of an answer to the body of a chat, as OpenAI has them."""
 
+    async def embed(self, body: Mapping[str, Any]) -> list[list[float]]:
+        """The embeddings of the `input` of a body, as OpenAI has it."""
+
+    async def score(self, body: Mapping[str, Any]) -> list[float]:
+        """The scores of the pairs of a body, as vLLM has it."""
+
     async def close(self) -> None:
         """End everything that was started for it."""

@@ -78,6 +78,16 @@ class LLM:
         """Answer a chat, a piece at a time; closing the iterator ends the request."""
         return self._loop.iterate(self._llm.chat_stream(messages, params, **fields))
 
+    def embed(self, texts: Prompts, **fields: object) -> list[list[float]]:
+        """See `AsyncLLM.embed`."""
+        return self._loop.run(self._llm.embed(texts, **fields))
+
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], **fields: object
+    ) -> list[float]:
+        """See `AsyncLLM.score`."""
+        return self._loop.run(self._llm.score(text_1, text_2, **fields))
+
 
 class _Loop:
     """An event loop on a thread."""

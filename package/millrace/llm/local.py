@@ -21,13 +21,22 @@ from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.choice import ChoiceText
 from millrace_router.api.openai.errors import deltas_of, fingerprint, model_name
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
+from millrace_router.api.pooling.embedding_run import Given, embedding_run
+from millrace_router.api.pooling.requests import EmbeddingsRequest, ScoreRequest
+from millrace_router.api.pooling.score_run import score_run
+from millrace_router.api.pooling.vectors import sigmoid
 from millrace_router.api.request_fields.reading import Model, checked
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
-from millrace_router.errors import RouterError
+from millrace_router.errors import RouterError, ValidationError
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.request import Task
+from millrace_router.validation.rules import check_task
+
+WITHOUT_PLACE = ("echo", "best_of", "prompt_logprobs")
+"""Fields of text completions whose answers pieces cannot have."""
 
 
 class Local:
@@ -49,13 +58,14 @@ class Local:
             text = prompt if isinstance(prompt, str) else list(prompt)
             body = self._read({**params.body(), "prompt": text}, CompletionRequest)
             body.check(services.limits)
+            _check(body)
             asked = replace(
                 body.generation(services.dialect),
                 prompt=prompt,
                 adapter=self._adapter(body.model),
             )
             generations = await self._started(asked, body.num_choices, cleanup)
-            texts = [ChoiceText(body.stop_sequences) for _ in generations]
+            texts = [ChoiceText(body.stop_sequences, shown=body.shown) for _ in generations]
             async for index, event in _events(generations):
                 delta = texts[index].push(event)
                 yield Piece(
@@ -86,6 +96,27 @@ class Local:
             async for index, event in _events(generations):
                 for chunk in answers.chunks(index, texts[index].push(event)):
                     yield cast("Mapping[str, Any]", chunk)
+
+    async def embed(self, body: Mapping[str, Any]) -> list[list[float]]:
+        """See `Backend.embed`."""
+        with _typed():
+            asked = self._read(body, EmbeddingsRequest)
+            check_task(Task.EMBED, self._services.limits)
+            given = Given(asked.input, "input", self._adapter(asked.model))
+            specials = asked.add_special_tokens is not False
+            run = embedding_run(
+                self._services, asked, given, lambda form: form.embedding, specials=specials
+            )
+            return (await run.finish()).results
+
+    async def score(self, body: Mapping[str, Any]) -> list[float]:
+        """See `Backend.score`."""
+        with _typed():
+            asked = self._read(body, ScoreRequest)
+            check_task(Task.SCORE, self._services.limits)
+            adapter = self._adapter(asked.model)
+            run = await score_run(self._services, asked, asked.pairs, adapter=adapter)
+            return [sigmoid(raw) for raw in (await run.finish()).results]
 
     async def close(self) -> None:
         """See `Backend.close`."""
@@ -130,6 +161,14 @@ class Local:
         for generation in generations:
             cleanup.callback(generation.close)
         return generations
+
+
+def _check(body: CompletionRequest) -> None:
+    """Refuse what pieces have no place for; raises ValidationError."""
+    for name in WITHOUT_PLACE:
+        given = getattr(body, name)
+        if given is not None and given is not False:
+            raise ValidationError(f"`{name}` is not supported without a server")
 
 
 class _Sink:

@@ -56,6 +56,21 @@ class Remote:
             async for event in events:
                 yield event
 
+    async def embed(self, body: Mapping[str, Any]) -> list[list[float]]:
+        """See `Backend.embed`."""
+        asked = {"model": self._model, "encoding_format": "float", **body}
+        return [one["embedding"] for one in await self._data("/v1/embeddings", asked)]
+
+    async def score(self, body: Mapping[str, Any]) -> list[float]:
+        """See `Backend.score`."""
+        asked = {"model": self._model, **body}
+        return [one["score"] for one in await self._data("/v1/score", asked)]
+
+    async def _data(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The objects of an answer in the order of the input."""
+        answer = await self._client.post(path, body)
+        return sorted(answer["data"], key=lambda one: one["index"])
+
     async def close(self) -> None:
         """See `Backend.close`."""
         await self._client.close()

@@ -24,6 +24,7 @@ TAGS = {
     ),
     "mistral": Tags(openers=("[THINK]",), closers=("[/THINK]",)),
     "seed_oss": Tags(openers=("<seed:think>",), closers=("</seed:think>",)),
+    "minimax_m3": Tags(openers=("<mm:think>",), closers=("</mm:think>",)),
     "gemma4": Tags(openers=("<|channel>thought\n",), closers=("<channel|>",)),
     "granite_phrases": Tags(
         openers=("Here is my thought process:", "Here's my thought process:"),
@@ -44,6 +45,7 @@ _SIGNS = {
     "cohere": ("<|START_THINKING|>",),
     "mistral": ("[THINK]",),
     "seed_oss": ("<seed:think>",),
+    "minimax_m3": ("<mm:think>",),
     "gemma4": ("<|channel>thought",),
     "granite_phrases": ("Here is my thought process:",),
     "granite": ("<response></response>",),

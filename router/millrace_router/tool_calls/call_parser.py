@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from millrace_router.tool_calls.call_reader import CallReader
 from millrace_router.tool_calls.json_scanner import behind_blanks
-from millrace_router.tool_calls.syntax import Syntax, earliest, num_begun
+from millrace_router.tool_calls.syntax import Syntax, any_of, earliest, num_begun
 from millrace_router.tool_calls.tool import CallDelta, Parsed
 
 _CALL_ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
@@ -36,6 +36,7 @@ class CallParser:
         self._sought = {*syntax.openers, *syntax.hidden}
         firsts = "".join({marker[0] for marker in self._sought})
         self._begins_marker = re.compile(f"[{re.escape(firsts)}]")
+        self._hidden = any_of(syntax.hidden)
         self._rest = ""
         """Undecided text."""
         self._num_searched = 0
@@ -133,11 +134,22 @@ class CallParser:
     def _begin_call(self, start: int) -> None:
         self._move(start)
         if self._rest[0] == "[":
-            self._move(1)
-            self._in_list = True
-            self._step = self._behind_comma
+            self._step = self._in_bracket
         else:
             self._read(CallReader(self._names))
+
+    def _in_bracket(self) -> bool:
+        """At a bracket, which begins a list if a call follows; else it is text, and may begin a marker."""
+        begin = behind_blanks(self._rest, 1)
+        if begin == len(self._rest) <= _MAX_BLANKS and not self._is_last:
+            return False
+        if begin > _MAX_BLANKS or self._rest[begin : begin + 1] != "{":
+            self._give_back()
+            return True
+        self._move(begin)
+        self._in_list = True
+        self._read(CallReader(self._names))
+        return True
 
     def _behind_comma(self) -> bool:
         """In a list, or after a separator, where another call must follow."""
@@ -231,9 +243,7 @@ class CallParser:
 
     def _give_back(self) -> None:
         """Output the text before a call that did not follow."""
-        for marker in self._syntax.hidden:
-            self._before = self._before.replace(marker, "")
-        self._give_text(self._before)
+        self._give_text(self._hidden.sub("", self._before))
         self._before = ""
         self._in_list = False
         self._step = self._in_text

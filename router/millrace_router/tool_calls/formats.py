@@ -15,7 +15,7 @@ from millrace_router.tool_calls.expressions.formats import (
     Pythonic,
 )
 from millrace_router.tool_calls.hermes import Hermes
-from millrace_router.tool_calls.listed import Cohere, Granite, Nemotron, Phi4Mini
+from millrace_router.tool_calls.listed import Cohere, Granite, MiniMaxM1, Nemotron, Phi4Mini
 from millrace_router.tool_calls.llama import JsonCalls, Llama
 from millrace_router.tool_calls.mistral import Mistral
 from millrace_router.tool_calls.xml.formats import Glm, MiniMaxM2, Qwen3Coder, SeedOss
@@ -32,6 +32,7 @@ FORMATS: dict[str, type[CallFormat]] = {
         Granite,
         Phi4Mini,
         Nemotron,
+        MiniMaxM1,
         SeedOss,
         Qwen3Coder,
         Glm,
@@ -81,6 +82,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("nemotron_json", ("<TOOLCALL>",)),
     ("seed_oss", ("<seed:tool_call>",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
+    ("minimax", ("<tool_calls>", "<tool-name>")),
     ("glm45", ("<arg_key>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("olmo3", ("<function_calls>",)),
@@ -94,6 +96,8 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama", ("ipython",)),
 )
 """Formats and texts that are all in their chat templates; the first match counts."""
+_UNKNOWN_SIGNS = ("]<]minimax[>[",)
+"""Texts in the templates of formats that are not known, but have a sign of another: MiniMax M3."""
 
 
 def format_of(
@@ -116,4 +120,6 @@ def format_of(
 def detected(template: str | None) -> str | None:
     """Return the name of the format that a template has a sign of, if there is one."""
     source = template or ""
+    if any(sign in source for sign in _UNKNOWN_SIGNS):
+        return None
     return next((name for name, signs in _SIGNS if all(sign in source for sign in signs)), None)

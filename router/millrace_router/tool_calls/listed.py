@@ -1,4 +1,4 @@
-"""Formats of one JSON list behind a marker: Granite 3, Phi-4-mini, Cohere's Command."""
+"""Formats of one JSON list behind a marker: Granite 3, Phi-4-mini, Cohere's Command, Nemotron; and MiniMax M1."""
 
 from __future__ import annotations
 
@@ -101,3 +101,17 @@ class Nemotron(Listed):
     behind: ClassVar[str] = "</TOOLCALL>"
     syntax: ClassVar[Syntax] = Syntax(openers=("<TOOLCALL>",), closers=("</TOOLCALL>",), lists=True)
     tokens: ClassVar[tuple[str, ...]] = ("<TOOLCALL>", "</TOOLCALL>")
+
+
+class MiniMaxM1(Listed):
+    """`<tool_calls>`, a line with `{"name": …, "arguments": …}` for each call, `</tool_calls>`."""
+
+    name: ClassVar[str] = "minimax"
+    opener: ClassVar[str] = "<tool_calls>"
+    behind: ClassVar[str] = "</tool_calls>"
+    between: ClassVar[str] = "\n"
+    edges: ClassVar[tuple[str, str]] = ("\n", "\n")
+    syntax: ClassVar[Syntax] = Syntax(
+        openers=("<tool_calls>",), closers=("</tool_calls>",), separators=",", lists=True
+    )
+    tokens: ClassVar[tuple[str, ...]] = ("<tool_calls>", "</tool_calls>")

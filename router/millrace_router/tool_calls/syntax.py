@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -43,3 +44,9 @@ def num_begun(text: str, sought: Collection[str]) -> int:
         if any(one.startswith(text[-num:]) for one in sought):
             return num
     return 0
+
+
+def any_of(markers: Collection[str]) -> re.Pattern[str]:
+    """Return a pattern of any of `markers`, the longest first; of nothing if there are none."""
+    ordered = sorted(markers, key=lambda marker: (-len(marker), marker))
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")

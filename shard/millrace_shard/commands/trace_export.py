@@ -24,5 +24,6 @@ def open_tracing(config: ShardConfig) -> TracingInterceptor | None:
         return interceptor_to(config.otlp_endpoint, config)
     except ImportError:
         raise TracingError(
-            "--otlp-endpoint needs OpenTelemetry: pip install 'millrace[otel]'"
+            "--otlp-endpoint needs OpenTelemetry: pip install opentelemetry-sdk"
+            " opentelemetry-exporter-otlp-proto-grpc opentelemetry-exporter-otlp-proto-http"
         ) from None

@@ -42,6 +42,27 @@ async def test_a_refusal_and_an_error_event_are_typed() -> None:
     assert failed.value.kind == "validation"
 
 
+@pytest.mark.parametrize("models", ["[]", '{"data": 5}', '{"data": ["m"]}', "null"])
+async def test_answers_of_other_servers_are_typed_errors(models: str) -> None:
+    async def events(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"data: [1]\n\n")
+        return response
+
+    async def listed(_: web.Request) -> web.Response:
+        return web.Response(text=models, content_type="application/json")
+
+    application = web.Application()
+    application.router.add_post("/events", events)
+    application.router.add_get("/v1/models", listed)
+    async with served_application(application) as url, Client(url) as client:
+        with pytest.raises(RequestError, match="no list of models"):
+            await client.first_model()
+        with pytest.raises(RequestError, match="an event is no object"):
+            [event async for event in client.stream("/events", {})]
+
+
 async def test_no_server_is_a_connection_that_failed() -> None:
     async with Client("http://127.0.0.1:9") as client:
         with pytest.raises(ConnectionFailed):

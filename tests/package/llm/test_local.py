@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -76,6 +77,22 @@ def test_more_prompts_than_requests_may_be_in_flight(llm: LLM) -> None:
     assert taken(llm) == 0
 
 
+def test_samples_that_the_body_asks_for_count_too(llm: LLM) -> None:
+    answers = llm.chats([MESSAGES] * 4, SamplingParams(max_tokens=2), n=4)
+    assert [len(answer.answer["choices"]) for answer in answers] == [4] * 4
+    outputs = llm.generate(["A"] * 4, SamplingParams(max_tokens=2, extra={"n": 4}))
+    assert [len(output.outputs) for output in outputs] == [4] * 4
+    assert taken(llm) == 0
+
+
+def test_calls_of_several_threads_share_the_requests(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0)
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(llm.generate, ["A"] * 8, params) for _ in range(4)]
+        assert len({output.text for call in calls for output in call.result()}) == 1
+    assert taken(llm) == 0
+
+
 def test_token_ids_are_a_prompt(llm: LLM) -> None:
     ids = AutoTokenizer.from_pretrained(demo_folder())(PROMPTS[0])["input_ids"]
     (from_ids,) = llm.generate([ids], GREEDY)
@@ -101,6 +118,23 @@ def test_a_stop_string_is_cut(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, stop="attention")
     answer = llm.chat(MESSAGES, params)
     assert (answer.text, answer.finish_reason) == ("The KV cache keeps the ", "stop")
+
+
+def test_what_is_part_of_the_text_is_the_callers_choice(llm: LLM) -> None:
+    (cut,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, stop="a"))
+    with_stop = SamplingParams(
+        temperature=0, max_tokens=24, stop="a", extra={"include_stop_str_in_output": True}
+    )
+    (whole,) = llm.generate(PROMPTS[0], with_stop)
+    assert cut.outputs[0].finish_reason == "stop"
+    assert whole.text == cut.text + "a"
+
+
+@pytest.mark.parametrize("field", [{"echo": True}, {"best_of": 2}, {"prompt_logprobs": 0}], ids=str)
+def test_what_has_no_place_in_a_piece_is_refused(llm: LLM, field: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=f"`{next(iter(field))}` is not supported without"):
+        llm.generate("A", SamplingParams(max_tokens=2, temperature=1.0, extra=field))
+    assert taken(llm) == 0
 
 
 def test_chats_and_fields_of_the_body(llm: LLM) -> None:

@@ -37,6 +37,14 @@ BY_TEMPLATE = {
     "deepseek-v3.1": ("<｜tool▁calls▁begin｜>{{ tool['function']['name'] }}", "deepseek_v31"),
     "kimi-k2": ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2"),
     "minimax-m2": ("<minimax:tool_call>\n<invoke name=", "minimax_m2"),
+    "minimax-m1": (
+        "'tool' or role == 'ipython' <tool_calls>\n{\"name\": <tool-name>, \"arguments\": <args-json-object>}",
+        "minimax",
+    ),
+    "minimax-m3, not known": (
+        "{% set ns = ']<]minimax[>[' %} ns ~ '<tool_call>' <invoke name=",
+        "json",
+    ),
     "command-r7b": ("<|START_ACTION|>[ <tool_call>", "cohere_command3"),
     "command-r-plus": ("'Action:```json' {\"tool_name\": ", "json"),
     "phi-4-mini": ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4_mini_json"),

@@ -36,6 +36,8 @@ class Chat:
     template_variables: Mapping[str, Any] | None = None
     num_logprobs: int | None = None
     """Candidates beside the log probability of each token; None for no log probabilities."""
+    logprobs_name_ids: bool = False
+    """Whether they name tokens by their ids."""
     adds_special_tokens: bool = False
     """Whether the tokenizer puts its special tokens around the rendered prompt."""
     shown: ShownText = DEFAULT_TEXT

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from millrace_router.api.completions.echo import Echo
 from millrace_router.api.completions.offsets import CompletionOffsets
 from millrace_router.api.completions.protocol import CompletionLogprobsJson
-from millrace_router.api.openai.choice import LEAST_LOGPROB
+from millrace_router.api.openai.choice import LEAST_LOGPROB, id_name
 from millrace_router.request.events import PromptLogprobs, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.text.tokenizer import Tokenizer
@@ -21,9 +21,12 @@ class CompletionLogprobs:
     the map has the likeliest.
     """
 
-    def __init__(self, tokenizer: Tokenizer, num_candidates: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, num_candidates: int, *, names_ids: bool = False
+    ) -> None:
+        """With `names_ids`, the name of a token is its id, as in `token_id:5`."""
         self._tokenizer = tokenizer
-        self._name = tokenizer.token_name
+        self._name: Callable[[int], str] = id_name if names_ids else tokenizer.token_name
         self._num_candidates = num_candidates
 
     def offsets(self, start: int) -> CompletionOffsets:

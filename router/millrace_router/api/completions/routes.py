@@ -110,7 +110,9 @@ def _generations(samples: Sequence[Sample]) -> list[Generation]:
 def _style(services: Services, body: CompletionRequest) -> Style:
     logprobs = None
     if body.logprobs is not None:
-        logprobs = CompletionLogprobs(services.tokenizer, body.logprobs)
+        logprobs = CompletionLogprobs(
+            services.tokenizer, body.logprobs, names_ids=bool(body.return_tokens_as_token_ids)
+        )
     return Style(
         stop_sequences=body.stop_sequences,
         logprobs=logprobs,

@@ -107,6 +107,7 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
             adds_special_tokens=bool(self.add_special_tokens),
             shown=self.shown,
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs_name_ids=bool(self.return_tokens_as_token_ids),
             keeps_stops=dialect.keeps_stops,
             effort=self.effort,
             thinking_budget=self.thinking_budget,

@@ -55,6 +55,11 @@ class ChoiceDelta(Generic[Logprobs]):
 ChatDelta = ChoiceDelta[ChatCompletionLogprobJson]
 
 
+def id_name(token_id: int) -> str:
+    """Name a token by its id, in vLLM's form."""
+    return f"token_id:{token_id}"
+
+
 def token_ids(deltas: Sequence[ChoiceDelta[Logprobs]]) -> list[int]:
     """Return the tokens of deltas that have their ids."""
     return [delta.token_id for delta in deltas if delta.token_id is not None]
@@ -67,6 +72,8 @@ class TokenLogprobs:
     num_candidates: int
     bytes_of: Callable[[Token], bytes]
     """Returns the bytes that a token adds to the text; they may end within a character."""
+    names_ids: bool = False
+    """Whether the name of a token is its id, as in `token_id:5`."""
 
     def json(self, event: TokenEvent) -> ChatCompletionLogprobJson:
         """Render a token and its first candidates; candidates that tie for the last place may be missing."""
@@ -79,7 +86,7 @@ class TokenLogprobs:
     def _token(self, token: Token) -> ChatCompletionTopLogprobJson:
         logprob = shortest(token.logprob)
         return {
-            "token": token.text,
+            "token": id_name(token.id) if self.names_ids else token.text,
             "logprob": LEAST_LOGPROB if logprob is None else logprob,
             "bytes": list(self.bytes_of(token)),
         }

@@ -55,6 +55,8 @@ class CommonRequest(SamplingFields, GuidedFields):
     add_special_tokens: bool | None = None
     """vLLM's, like the field below: whether the tokenizer puts its special tokens around the prompt."""
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """vLLM's: whether log probabilities name a token by its id, `token_id:5`, in place of its text."""
     prompt_logprobs: int | None = None
     """vLLM's: candidates beside the log probability of each token of the prompt."""
     lora_path: str | None = None

@@ -90,7 +90,7 @@ async def prepare_chat(services: Services, chat: Chat) -> PreparedChat:
         tools=tools,
         choice=chat.choice,
         tool_format=services.tool_format,
-        logprobs=_logprobs(services.tokenizer, chat.num_logprobs),
+        logprobs=_logprobs(services.tokenizer, chat),
         keeps_stops=chat.keeps_stops,
         reasoning=reasoning,
         start=start,
@@ -173,10 +173,14 @@ def _variables(services: Services, chat: Chat) -> Mapping[str, Any] | None:
     return {**asked, **(chat.template_variables or {})}
 
 
-def _logprobs(tokenizer: Tokenizer, num_candidates: int | None) -> TokenLogprobs | None:
-    if num_candidates is None:
+def _logprobs(tokenizer: Tokenizer, chat: Chat) -> TokenLogprobs | None:
+    if chat.num_logprobs is None:
         return None
-    return TokenLogprobs(num_candidates=num_candidates, bytes_of=partial(_bytes_of, tokenizer))
+    return TokenLogprobs(
+        num_candidates=chat.num_logprobs,
+        bytes_of=partial(_bytes_of, tokenizer),
+        names_ids=chat.logprobs_name_ids,
+    )
 
 
 def _bytes_of(tokenizer: Tokenizer, token: Token) -> bytes:

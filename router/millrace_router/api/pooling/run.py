@@ -9,16 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from aiohttp import web
-
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import Overloaded, ValidationError
 from millrace_router.pooling.truncation import Ids
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.token_stream import read_tokens
-from millrace_router.server.access_log import watch
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import TokenizerError
 
 Result = TypeVar("Result")
@@ -37,11 +34,13 @@ class Pooled(Generic[Result]):
 class PoolingRun(Generic[Result]):
     """The work of one request. A prompt is tokenized by its function on the tokenizer's threads."""
 
-    request: web.Request
+    services: Services
     asked: GenerationRequest
     """All but the prompt."""
     prompts: Sequence[Callable[[], Ids]]
     render: Callable[[Sequence[float]], Result]
+    on_start: Callable[[Generation], None] = lambda _: None
+    """Gets each generation once it has started."""
     _waiting: deque[int] = field(default_factory=deque)
     _num_workers: int = 0
     _done: dict[int, tuple[Generation, Result]] = field(default_factory=dict)
@@ -49,7 +48,7 @@ class PoolingRun(Generic[Result]):
     async def finish(self) -> Pooled[Result]:
         """Run all prompts; raises the first RouterError, after which none goes on."""
         self._waiting.extend(range(len(self.prompts)))
-        services = self.request.app[SERVICES]
+        services = self.services
         # At least one worker asks for a permit, and is refused if there is none.
         num_workers = max(1, min(len(self.prompts), services.infer.permits.free // 2))
         self._num_workers = num_workers
@@ -79,7 +78,7 @@ class PoolingRun(Generic[Result]):
                 self._waiting.append(index)
                 return
             async with generation:
-                watch(self.request, generation)
+                self.on_start(generation)
                 await read_tokens(generation, lambda _: True)
                 self._done[index] = generation, self.render(generation.take_pooled())
                 following = await self._next(services)

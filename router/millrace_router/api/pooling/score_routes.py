@@ -14,22 +14,19 @@ from millrace_router.api.openai.errors import model_name, openai_errors
 from millrace_router.api.openai.route_wrappers import openai_route
 from millrace_router.api.pooling.answers import RankJson, RerankJson, RerankResultJson, ScoreJson
 from millrace_router.api.pooling.requests import RerankRequest, ScoreRequest
-from millrace_router.api.pooling.run import Pooled, PoolingRun
-from millrace_router.api.pooling.start import asked_of, longest_prompt, usage_json
-from millrace_router.api.pooling.vectors import raw_score, sigmoid
+from millrace_router.api.pooling.run import Pooled
+from millrace_router.api.pooling.score_run import Pair, score_run
+from millrace_router.api.pooling.start import usage_json
+from millrace_router.api.pooling.vectors import sigmoid
 from millrace_router.api.request_fields.reading import read_request
-from millrace_router.errors import ValidationError
-from millrace_router.pooling.truncation import pair_tokens
 from millrace_router.request.request import Task
+from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers
 from millrace_router.server.idempotent_route import idempotent
-from millrace_router.server.request_start import counting_refusals
+from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES
 from millrace_router.validation.rules import check_task
-
-Pair = tuple[str, str]
-"""A query and a document."""
 
 
 def register(app: web.Application) -> None:
@@ -117,32 +114,12 @@ async def _scored(
     """Score all pairs: the log-odds of each; raises RouterError."""
     services = request.app[SERVICES]
     with counting_refusals(services.metrics):
-        if not all(all(pair) for pair in pairs):
-            raise ValidationError("queries and documents cannot be empty")
-        truncation = body.truncation(longest_prompt(services.limits))
-        asked = asked_of(
-            request,
+        run = await score_run(
+            services,
             body,
-            services.pooling.score_pooling,
-            prompt_name="documents",
+            pairs,
             adapter=adapter_of_model(request, body.model),
+            scheduling=scheduling_of(request, body.priority),
+            on_start=partial(watch, request),
         )
-        template = services.pooling.template
-        assert template is not None
-        instruction = body.instruction
-        if instruction is None:
-            instruction = services.pooling.files.default_prompt or None
-        around = {
-            query: await template.around_document(query, instruction)
-            for query in dict.fromkeys(query for query, _ in pairs)
-        }
-    run = PoolingRun(
-        request=request,
-        asked=asked,
-        prompts=[
-            partial(pair_tokens, services.tokenizer, around[query], document, truncation)
-            for query, document in pairs
-        ],
-        render=raw_score,
-    )
     return await run.finish()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from aiohttp import web
-
 from millrace_router.api.pooling.answers import PoolingUsageJson
 from millrace_router.api.pooling.requests import PoolingFields
 from millrace_router.engine.usage import Usage
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import Pooling
-from millrace_router.server.request_start import scheduling_of
+from millrace_router.request.request import Pooling, SchedulingParameters
+from millrace_router.request.scheduling import DEFAULT_SCHEDULING
 
 
 def longest_prompt(limits: Limits) -> int:
@@ -20,19 +18,19 @@ def longest_prompt(limits: Limits) -> int:
 
 
 def asked_of(
-    request: web.Request,
     body: PoolingFields,
     pooling: Pooling,
     *,
     prompt_name: str,
     adapter: AdapterReference | None,
+    scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
 ) -> GenerationRequest:
-    """Return a request without a prompt, whose field is called `prompt_name`; raises ValidationError."""
+    """Return a request without a prompt, whose field is called `prompt_name`."""
     return GenerationRequest(
         max_new_tokens=1,
         seed=0,
         pooling=pooling,
-        scheduling=scheduling_of(request, body.priority),
+        scheduling=scheduling,
         adapter=adapter,
         cache_salt=() if body.cache_salt is None else (body.cache_salt, ""),
         names=FieldNames(prompt=prompt_name),

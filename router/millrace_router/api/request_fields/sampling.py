@@ -166,7 +166,12 @@ COMMON = by_name(
         "V",
         "`token_ids` beside each text, and `prompt_token_ids`",
     ),
-    rows(REFUSED, "return_tokens_as_token_ids", "V", neutral=[False]),
+    rows(
+        WORKS,
+        "return_tokens_as_token_ids",
+        "V",
+        "log probabilities name tokens as `token_id:5`",
+    ),
     rows(
         WORKS,
         "prompt_logprobs",

@@ -41,10 +41,13 @@ class Asked:
     def keep(self, response: Json) -> None:
         """Store the finished response, if it is to be."""
         if self.is_stored:
-            named = [
-                item if item.get("id") else {**item, "id": new_id("item")} for item in self.items
-            ]
-            self.store.add(self.tenant, response, named)
+            self.store.add(self.tenant, response, map(_named, self.items))
+
+
+def _named(item: Json) -> Json:
+    """Return the item with an id; those of clients are checked by no model."""
+    given = item.get("id")
+    return item if isinstance(given, str) and given else {**item, "id": new_id("item")}
 
 
 def tenant_of(request: web.Request) -> str:

@@ -53,8 +53,8 @@ class ResponseStore:
         self._clock = clock
         self._by_id: OrderedDict[str, StoredResponse] = OrderedDict()
         """Oldest first."""
-        self._items: dict[tuple[str, str], list[bytes]] = {}
-        """Items of stored responses by tenant and id, each once for every response that has it."""
+        self._items: dict[tuple[str, str], dict[str, bytes]] = {}
+        """Items of stored responses by tenant and id, and by the response that has it; its last one with this id."""
         self.num_bytes = 0
         """Bytes of all stored responses."""
 
@@ -79,10 +79,11 @@ class ResponseStore:
         )
         if stored.num_bytes > self._max_bytes:
             return
-        self._by_id[response["id"]] = stored
+        id_: str = response["id"]
+        self._by_id[id_] = stored
         self.num_bytes += stored.num_bytes
         for item in stored.conversation:
-            self._items.setdefault((tenant, _id_of(item)), []).append(item)
+            self._items.setdefault((tenant, _id_of(item)), {})[id_] = item
         while self.num_bytes > self._max_bytes:
             self._forget(next(iter(self._by_id)))
         self._forget_old()
@@ -97,7 +98,7 @@ class ResponseStore:
         """Return the tenant's item with this id, if it is there."""
         self._forget_old()
         found = self._items.get((tenant, id_))
-        item: Json | None = None if found is None else orjson.loads(found[-1])
+        item: Json | None = None if found is None else orjson.loads(found[next(reversed(found))])
         return item
 
     def delete(self, tenant: str, id_: str) -> bool:
@@ -120,11 +121,11 @@ class ResponseStore:
         self.num_bytes -= gone.num_bytes
         for item in gone.conversation:
             key = gone.tenant, _id_of(item)
-            left = [one for one in self._items[key] if one is not item]
-            if left:
-                self._items[key] = left
-            else:
-                del self._items[key]
+            # A client may send several items with one id.
+            holders = self._items.get(key, {})
+            holders.pop(id_, None)
+            if not holders:
+                self._items.pop(key, None)
 
 
 def _id_of(item: bytes) -> str:

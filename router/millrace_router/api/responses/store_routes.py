@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import orjson
@@ -21,6 +22,7 @@ MAX_ITEMS = 100
 USUAL_ITEMS = 20
 """Items in one answer, at most and by default."""
 MIB = 2**20
+_NUMBER = re.compile(r"[0-9]{1,4}")
 
 
 def register(app: web.Application) -> None:
@@ -88,6 +90,6 @@ def _stored(request: web.Request) -> StoredResponse:
 def _limit(given: str | None) -> int:
     if given is None:
         return USUAL_ITEMS
-    if not (given.isascii() and given.isdigit() and 1 <= int(given[:4]) <= MAX_ITEMS):
+    if _NUMBER.fullmatch(given) is None or not 1 <= int(given) <= MAX_ITEMS:
         raise ValidationError(f"`limit` must be from 1 to {MAX_ITEMS}")
     return int(given)

@@ -38,6 +38,11 @@ class Cursor:
         self.text = self.text[self.place :]
         self.place = 0
 
+    def put_back(self, text: str) -> None:
+        """Put `text`, which was read last, in front of the place; text before it may be gone."""
+        self.text = f"{text}{self.text[self.place :]}"
+        self.place = 0
+
     def more(self) -> Wait[bool]:
         """Wait for text behind what is there; False at the end of the answer."""
         if not self.holds:

@@ -80,6 +80,7 @@ class ExpressionReader:
             key = yield from read_key(cursor)
             yield from cursor.skip()
             if not (key and (yield from cursor.take([self._syntax.assign]))):
+                cursor.place = mark
                 key = ""
         cursor.holds = holds
         return key

@@ -45,6 +45,8 @@ class LiteralReader:
             # More of the number or the word might have followed.
             return False
         json_text = self._syntax.words.get(text) or _number(text)
+        if not json_text:
+            cursor.put_back(text)
         give(json_text)
         return bool(json_text)
 

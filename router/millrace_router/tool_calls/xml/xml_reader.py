@@ -47,10 +47,9 @@ class XmlReader:
             tag = yield from cursor.take([syntax.before_key, syntax.end])
             if tag != syntax.before_key:
                 break
-            key = yield from self._key(cursor)
+            key = yield from self._key(cursor, sink, before)
             if key is None:
                 return False
-            sink.give(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
             before = ", "
             if not (yield from self._value(cursor, sink, _kinds(schema, key))):
                 return False
@@ -59,17 +58,23 @@ class XmlReader:
             cursor.place -= len(tag) if syntax.end_is_closer else 0
         return bool(tag)
 
-    def _key(self, cursor: Cursor) -> Wait[str | None]:
-        """Read a key, and all texts up to its value; None if there is no such."""
+    def _key(self, cursor: Cursor, sink: CallSink, before: str) -> Wait[str | None]:
+        """Read a key, and all texts up to its value, and give it behind `before`; None if there is no value."""
         syntax = self._syntax
         parts: list[str] = []
-        if not (yield from cursor.copy([syntax.behind_key], parts.append)):
+        is_whole = bool((yield from cursor.copy([syntax.behind_key], parts.append)))
+        key = "".join(parts).strip()
+        written = f"{before}{json.dumps(key, ensure_ascii=False)}"
+        if not is_whole:
+            sink.give(written[:-1])
             return None
         if syntax.before_value:
             yield from cursor.skip()
             if not (yield from cursor.take([syntax.before_value])):
+                sink.give(written)
                 return None
-        return "".join(parts).strip()
+        sink.give(f"{written}: ")
+        return key
 
     def _value(self, cursor: Cursor, sink: CallSink, kinds: Kinds) -> Wait[bool]:
         if self._syntax.padding:

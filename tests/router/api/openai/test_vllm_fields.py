@@ -217,6 +217,40 @@ async def test_token_ids_stand_beside_the_texts(route: str) -> None:
     assert [id_ for some in streamed for id_ in some] == tokens
 
 
+@pytest.mark.parametrize("route", ROUTES[:2])
+async def test_log_probabilities_may_name_tokens_by_their_ids(route: str) -> None:
+    tokens = [*ids("a 好"), END]
+    script = Generations(tokens, tokens, tokens, tokenizer=BYTES)
+    asked: dict[str, Any] = (
+        {"logprobs": True, "top_logprobs": 1} if "chat" in route else {"logprobs": 1}
+    )
+    async with serving(script, limits=WIDE, template=TEMPLATE) as edge:
+        _, plain, _ = await edge.post(route, body_of(route, **asked))
+        body = body_of(route, **asked, return_tokens_as_token_ids=True)
+        _, answer, _ = await edge.post(route, body)
+        streamed = [chunk["choices"][0]["logprobs"] for chunk in await chunks_of(edge, route, body)]
+
+    def names(logprobs: dict[str, Any]) -> list[str]:
+        return (
+            logprobs["tokens"]
+            if "tokens" in logprobs
+            else [one["token"] for one in logprobs["content"]]
+        )
+
+    usual, named = (each["choices"][0]["logprobs"] for each in (plain, answer))
+    assert names(named) == [f"token_id:{id_}" for id_ in tokens]
+    assert [name for one in streamed if one for name in names(one)] == names(named)
+    if "chat" in route:
+        assert [one["bytes"] for one in named["content"]] == [
+            one["bytes"] for one in usual["content"]
+        ]
+        candidates = [top["token"] for one in named["content"] for top in one["top_logprobs"]]
+    else:
+        assert named["text_offset"] == usual["text_offset"]
+        candidates = [name for one in named["top_logprobs"] for name in one]
+    assert all(name.startswith("token_id:") for name in candidates)
+
+
 async def test_documents_reach_the_template() -> None:
     async with serving(echo, limits=WIDE, template=TEMPLATE) as edge:
         body = body_of(ROUTES[0], documents=[{"title": "hello"}])

@@ -81,3 +81,20 @@ def test_nothing_is_kept_without_memory() -> None:
     assert not store.is_on
     store.add("", response("1"), [ITEM])
     assert len(store) == 0
+
+
+def test_items_of_one_id_are_stored_and_forgotten_at_once() -> None:
+    """A client chooses the ids; their number squared would stop the server."""
+    store = ResponseStore(10**9, 60)
+    num_items = 50_000
+    store.add("", response("1"), [ITEM | {"content": str(place)} for place in range(num_items)])
+    store.add("", response("2"), [ITEM])
+    found = store.item("", "item_1")
+    assert found == ITEM
+    assert store.delete("", "2")
+    found = store.item("", "item_1")
+    assert found is not None
+    assert found["content"] == str(num_items - 1)
+    assert store.delete("", "1")
+    assert store.item("", "item_1") is None
+    assert store.num_bytes == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,14 @@ async def test_the_items_of_a_stored_response_are_listed() -> None:
         assert (await items())[1]["data"] == data[::-1]
         _, page = await items(f"?order=asc&limit=2&after={data[1]['id']}")
         assert (page["data"], page["has_more"]) == (data[2:4], True)
-        for query in ("?limit=0", "?limit=101", "?limit=x", "?order=up", "?after=none"):
+        for query in (
+            "?limit=0",
+            "?limit=101",
+            f"?limit=0100{'0' * 5000}",
+            "?limit=x",
+            "?order=up",
+            "?after=none",
+        ):
             status, answer = await items(query)
             assert status == 422, answer
 
@@ -191,3 +199,15 @@ async def test_what_is_malformed_is_refused_as_ever() -> None:
         for body in bodies:
             status, answer, _ = await edge.post(URL, body)
             assert status == 422, answer
+
+
+@pytest.mark.parametrize("id_", [5, ["a"], {"a": 1}, True, "", None], ids=str)
+async def test_an_item_whose_id_is_no_text_gets_another(id_: object) -> None:
+    async with serving(says_world, **ON) as edge:
+        item = {"role": "user", "content": "hello", "id": id_}
+        first = await asked(edge, {"input": [item]})
+        second = await asked(edge, {"input": "again", "previous_response_id": first["id"]})
+        assert words_of(second) == 3 * 2
+        _, page, _ = await edge.get(f"{URL}/{first['id']}/input_items")
+    (stored,) = json.loads(page)["data"]
+    assert stored["id"].startswith("item_")

@@ -145,6 +145,7 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "seed_oss": lambda calls: _qwen3_coder(calls, "seed:tool_call", ""),
     "glm45": _glm,
     "glm47": lambda calls: _glm(calls, ""),
+    "minimax": lambda calls: "\n".join(("<tool_calls>", *_objects(calls), "</tool_calls>")),
     "minimax_m2": _minimax,
     "deepseek_v3": _deepseek_v3,
     "deepseek_v31": _deepseek_v31,

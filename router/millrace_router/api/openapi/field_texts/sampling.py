@@ -176,6 +176,9 @@ ROUTE = {
     "return_token_ids": FieldText(
         "Whether the answer has the ids of its tokens and of the prompt's.", SWITCH, "false"
     ),
+    "return_tokens_as_token_ids": FieldText(
+        "Whether log probabilities name a token by its id, as in `token_id:5`.", SWITCH, "false"
+    ),
     "prompt_logprobs": FieldText(
         "Likeliest tokens beside the log probability of each token of the prompt; not in streams.",
         "0 to `--max-top-n-tokens`",

@@ -1,0 +1,239 @@
+"""Answers of every form of thought and every format of calls: no cut changes them, and no character is lost."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace_router.api.openai.choice import ChoiceText
+from millrace_router.reasoning.channel_splitter import EARLY_RECIPIENT, MARKERS, ChannelSplitter
+from millrace_router.reasoning.formats import CHANNELS, TAGS
+from millrace_router.reasoning.splitter import Splitter, Start
+from millrace_router.reasoning.tag_splitter import TagSplitter
+from millrace_router.request.events import Finished, Token, TokenEvent
+from millrace_router.request.request import FinishReason
+from millrace_router.tool_calls.call_format import CallFormat
+from millrace_router.tool_calls.formats import ALIASES, FORMATS, format_of
+from millrace_router.tool_calls.tool import Tool, ToolChoice
+from millrace_testing.text.written_calls import TEMPLATES, WRITERS
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {}},
+}
+TOOLS = [Tool(name, None, PARAMETERS, strict=False) for name in ("weather", "get-now_2")]
+CHOICES = [ToolChoice("auto"), ToolChoice("auto", parallel=False)]
+TOKENS = sorted({token for made in FORMATS.values() for token in made.tokens} | set(MARKERS))
+IDS = {text: index for index, text in enumerate(TOKENS, start=1)}
+TAG_TEXTS = sorted({text for tags in TAGS.values() for text in tags.texts})
+LETTERS = "αβγδεζηθικλμνξοπρστυφχψω"
+"""Letters of words; no marker has any."""
+WORDS = st.text(LETTERS, min_size=1, max_size=4)
+SHARDS = [
+    *('{"name": "weather", "arguments": {', '{"name": "', '"city": "', '{"city": "', '"}', "{}", "{", "}", "[", "]"),
+    *('"', ",", ":", ";", "=", "(", ")", "'", "\\", "\\u12", "\\ud83d", "None", "null", "tru", "-1.5e", "12", "\n"),
+    *("\n\n", " ", "\t", " " * 300, "é日", "😀", "\u2028", "\ufffd", "\0", "weather", "json", "```json\n", "```"),
+    *("assistant", "analysis", "final", "commentary", EARLY_RECIPIENT, " to=functions.weather", "functions.weather:0"),
+]  # fmt: skip
+CALL = ("weather", {"city": "Rome", "days": 3})
+
+
+def cut_marks(marks: Sequence[str]) -> st.SearchStrategy[str]:
+    """Texts, their beginnings and their ends."""
+    mark = st.sampled_from(marks)
+    begun = st.tuples(mark, st.integers(1, 12)).map(lambda cut: cut[0][: cut[1]])
+    ended = st.tuples(mark, st.integers(1, 12)).map(lambda cut: cut[0][-cut[1] :])
+    return st.one_of(mark, mark, begun, ended)
+
+
+def texts(name: str) -> st.SearchStrategy[str]:
+    """Texts of the format's own marks, and of all pieces that might confuse a parser."""
+    made = FORMATS[ALIASES.get(name, name)]
+    whole = WRITERS[name]([CALL])
+    marks = sorted({*made.tokens, *made.syntax.openers})
+    own = sorted({*marks, *re.findall(r"[\w ]+|[^\w\s]+|\s+", whole)})
+    few = st.one_of(
+        st.sampled_from(marks or own), st.sampled_from([" ", "\n", "{", "[", "weather"]), WORDS
+    )
+    many = st.one_of(
+        cut_marks(own),
+        st.sampled_from(own),
+        st.integers(1, len(whole)).map(lambda length: whole[:length]),
+        cut_marks(sorted({*TOKENS, *TAG_TEXTS})),
+        cut_marks(TAG_TEXTS),
+        st.sampled_from(SHARDS),
+        WORDS,
+    )
+    return st.one_of(
+        st.lists(few, max_size=8).map("".join), st.lists(many, max_size=10).map("".join)
+    )
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of thoughts, a format of calls, and the reader of their answers."""
+
+    calls: CallFormat
+    thoughts: str
+    start: Start
+    is_special: bool
+    choice: ToolChoice
+
+    @property
+    def special(self) -> frozenset[str]:
+        """The special tokens that an answer is read with."""
+        if not self.is_special:
+            return frozenset()
+        of_tags = TAGS[self.thoughts].texts if self.thoughts in TAGS else ()
+        tags = MARKERS if self.thoughts == CHANNELS else of_tags
+        return self.calls.markers | {text for text in tags if text in IDS}
+
+    def splitter(self) -> Splitter | None:
+        if self.thoughts == CHANNELS:
+            return ChannelSplitter(self.start, keeps_calls=True)
+        return TagSplitter(TAGS[self.thoughts], self.start) if self.thoughts else None
+
+    def reader(self, stops: Sequence[str]) -> ChoiceText:
+        return ChoiceText(
+            stops,
+            parser=self.calls.parser(TOOLS, self.choice),
+            markers=sorted(self.special),
+            splitter=self.splitter(),
+        )
+
+
+THOUGHTS = ["", CHANNELS, *TAGS]
+
+
+def forms(name: str, thoughts: Sequence[str] = THOUGHTS) -> st.SearchStrategy[Form]:
+    return st.builds(
+        lambda thoughts, start, is_special, choice: Form(
+            format_of(
+                TEMPLATES.get(name), ALIASES.get(name, name), special_ids=IDS if is_special else {}
+            ),
+            thoughts,
+            start,
+            is_special,
+            choice,
+        ),
+        st.sampled_from(thoughts),
+        st.sampled_from(Start),
+        st.booleans(),
+        st.sampled_from(CHOICES),
+    )
+
+
+def tokens(form: Form, text: str, sizes: Iterator[int]) -> Iterator[Token]:
+    """Cut a text to tokens of these sizes; special tokens stay whole."""
+    special = sorted(form.special, key=len, reverse=True)
+    pattern = "|".join(map(re.escape, special)) or r"(?!)"
+    for part in re.split(f"({pattern})", text):
+        if part in form.special:
+            yield Token(IDS[part], part, -1.0, special=True)
+            continue
+        place = 0
+        while place < len(part):
+            size = next(sizes)
+            yield Token(0, part[place : place + size], -1.0, special=False)
+            place += size
+
+
+@dataclass
+class Answer:
+    """All parts of an answer."""
+
+    thought: str
+    text: str
+    calls: list[tuple[str, str]]
+    reason: str | None
+
+
+def read(form: Form, text: str, sizes: Iterator[int], stops: Sequence[str] = ()) -> Answer:
+    """Read an answer in tokens, and check what holds for every delta."""
+    reader, answer = form.reader(stops), Answer("", "", [], None)
+    last = Finished(FinishReason.EOS_TOKEN, "", 0, None)
+    all_tokens = [*tokens(form, text, sizes), Token(0, "", -1.0, special=True)]
+    for index, token in enumerate(all_tokens, start=1):
+        finished = last if index == len(all_tokens) else None
+        delta = reader.push(TokenEvent(index, token, (), finished))
+        answer.thought += delta.thought
+        answer.text += delta.text
+        for call in delta.calls:
+            if call.id is not None:
+                assert call.name is not None
+                assert call.index == len(answer.calls)
+                answer.calls.append((call.name, ""))
+            assert call.index == len(answer.calls) - 1
+            called, arguments = answer.calls[-1]
+            answer.calls[-1] = called, arguments + call.arguments
+        if delta.finish_reason is not None:
+            answer.reason = delta.finish_reason
+            break
+    return answer
+
+
+def each(size: int) -> Iterator[int]:
+    while True:
+        yield size
+
+
+def letters(*texts: str) -> Counter[str]:
+    return Counter(char for text in texts for char in text if char in LETTERS)
+
+
+each_format = pytest.mark.parametrize("name", WRITERS)
+
+
+@each_format
+@settings(max_examples=30, deadline=None)
+@given(
+    data=st.data(),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    stops=st.lists(WORDS | st.sampled_from(TAG_TEXTS + SHARDS), max_size=1),
+)
+def test_no_cut_between_tokens_changes_an_answer(
+    name: str, data: st.DataObject, sizes: list[int], stops: list[str]
+) -> None:
+    form, text = data.draw(forms(name)), data.draw(texts(name))
+    if form.is_special:
+        stops = []  # A marker is hidden from stop strings that it is not part of.
+    whole = read(form, text, each(len(text) + 1), stops)
+    assert read(form, text, each(1), stops) == whole
+    endless = (size for _ in each(1) for size in sizes)
+    assert read(form, text, endless, stops) == whole
+    assert whole.reason == ("tool_calls" if whole.calls else "stop")
+
+
+@each_format
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_no_word_is_lost(name: str, data: st.DataObject) -> None:
+    """Every letter is thought, text or an argument, but in headers of channels and in calls that are one too many."""
+    form, text = data.draw(forms(name)), data.draw(texts(name))
+    answer = read(form, text, each(3))
+    kept = letters(answer.thought, answer.text, *(arguments for _, arguments in answer.calls))
+    lost = letters(text) - kept
+    assert not kept - letters(text)
+    if not answer.calls:
+        left = iter(text)
+        assert all(char in left for char in answer.text), "text is a part of the answer"
+    if form.thoughts != CHANNELS and not (answer.calls and form.choice.is_single):
+        assert not lost
+
+
+@each_format
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_text_without_calls_and_thoughts_stays_as_it_is(name: str, data: st.DataObject) -> None:
+    form = data.draw(forms(name, thoughts=[""]))
+    text = data.draw(texts(name))
+    answer = read(form, text, each(2))
+    if not answer.calls:
+        hidden = "|".join(sorted(map(re.escape, form.special), key=len, reverse=True)) or r"(?!)"
+        assert answer.text == re.sub(hidden, "", text)
