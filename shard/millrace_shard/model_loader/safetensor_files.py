@@ -18,10 +18,13 @@ from millrace_shard.model_loader.mapped_files import release_pages
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PREFIX = "model."
-TEXT_PREFIXES = ("language_model.", "model.language_model.")
+TEXT_PREFIXES = ("language_model.", "model.language_model.", "model.text_model.")
 """Prefixes of the text model in multimodal checkpoints."""
-LAYER = re.compile(r"(?:language_model\.|model\.language_model\.)?(?:model\.)?layers\.(\d{1,9})\.")
+_PREFIX = "|".join(map(re.escape, TEXT_PREFIXES))
+LAYER = re.compile(rf"(?:{_PREFIX})?(?:model\.)?layers\.(\d{{1,9}})\.")
 """Begins the names of the text model's layers."""
+ROWS_PER_PASS = 4096
+"""Rows of two tensors that are compared at a time."""
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = {
@@ -48,6 +51,7 @@ class SafetensorFiles:
     def __init__(self, folder: Path, single: str = SINGLE) -> None:
         """The files of the model in `folder`, by its index or by their names, or the one file named `single`."""
         self._open: dict[Path, Any] = {}
+        self._asked: set[str] = set()
         self._paths = self._find(folder) if single == SINGLE else self._names([folder / single])
 
     def __contains__(self, name: str) -> bool:
@@ -86,7 +90,31 @@ class SafetensorFiles:
         """The name in the file; None if there is no such tensor."""
         bare = name.removeprefix(PREFIX)
         others = (f"{prefix}{part}" for prefix in TEXT_PREFIXES for part in (name, bare))
-        return next((n for n in (name, bare, PREFIX + name, *others) if n in self._paths), None)
+        found = next((n for n in (name, bare, PREFIX + name, *others) if n in self._paths), None)
+        if found is not None:
+            self._asked.add(found)
+        return found
+
+    def unread(self) -> list[str]:
+        """The names in the files of all tensors that no method was asked for."""
+        return sorted(self._paths.keys() - self._asked)
+
+    def differ(self, name: str, other: str) -> bool:
+        """Whether both tensors [n, m] are there as plain numbers, and are not equal."""
+        if not (self.is_plain(name) and self.is_plain(other)):
+            return False
+        shape = self.shape(name)
+        if self.shape(other) != shape:
+            return True
+        for start in range(0, shape[0], ROWS_PER_PASS):
+            span = (start, min(start + ROWS_PER_PASS, shape[0]))
+            one, two = (self.read(each, dim=0, span=span) for each in (name, other))
+            is_equal = torch.equal(one.float(), two.float())
+            self.release(one)
+            self.release(two)
+            if not is_equal:
+                return True
+        return False
 
     def file_name(self, name: str) -> str:
         """The name of the file that has a tensor, or of any if none has it."""

@@ -49,9 +49,9 @@ class Weights:
         quantization: Quantization | MadeAtLoad | None = None,
     ) -> None:
         """Open the checkpoint in `folder`, or only `file` in it, which is quantised, or to be quantised, so."""
-        self._files = open_files(folder, file)
-        self._ahead = ReadAhead(self._files.paths())
-        self._progress = LoadProgress(self._files.num_bytes())
+        self.files = open_files(folder, file)
+        self._ahead = ReadAhead(self.files.paths())
+        self._progress = LoadProgress(self.files.num_bytes())
         self.dtype = dtype
         self._device = device
         self._copy = copy_to(device)
@@ -60,23 +60,23 @@ class Weights:
         self._views: list[tuple[Tensor, int]] = []
         self._made = quantization if isinstance(quantization, MadeAtLoad) else None
         self._read_codes: Callable[[str, Cut], QuantizedTensor | None] | None = None
-        if isinstance(self._files, GgufFiles):
+        if isinstance(self.files, GgufFiles):
             self._read_codes = self._gguf_codes
         elif isinstance(quantization, Quantization):
-            self._read_codes = LinearReader(self._files, quantization, self._note).read
+            self._read_codes = LinearReader(self.files, quantization, self._note).read
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self.files
 
     def check_layers(self, count: int) -> None:
         """Raise WeightsError if the files have layers after the first `count`."""
-        self._files.check_layers(count)
+        self.files.check_layers(count)
 
     def close(self) -> None:
         """Close the files."""
         self._ahead.close()
         self._views.clear()
-        self._files.close()
+        self.files.close()
 
     def replicated(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The whole tensor, in `dtype` if it is given."""
@@ -87,9 +87,9 @@ class Weights:
 
     def whole(self, name: str) -> Tensor:
         """The whole tensor of a safetensors file in its own dtype, on the host."""
-        if not isinstance(self._files, SafetensorFiles):
+        if not isinstance(self.files, SafetensorFiles):
             raise WeightsError(f"tensor {name} is missing from the checkpoint")
-        return self._files.whole(name)
+        return self.files.whole(name)
 
     def columns(self, parts: Sequence[Columns], inputs: int) -> StoredWeight:
         """The rank's outputs of all `parts`, each [rows, inputs]; valid until `release`."""
@@ -110,7 +110,7 @@ class Weights:
     def heads(self, name: str, heads: Columns) -> Tensor:
         """The rank's heads of a tensor [units, unit_size], or [units * unit_size] if that is its shape in the file."""
         start, end = self._span(heads)
-        if self._files.shape(name) == (heads.rows,):
+        if self.files.shape(name) == (heads.rows,):
             out = self._new(end - start)
             self._fill(out, name, (heads.rows,), (start, end))
             return out
@@ -129,7 +129,7 @@ class Weights:
 
     def has_stacked_codes(self, name: str) -> bool:
         """Whether the file has the experts `name` in MXFP4."""
-        return f"{name}_blocks" in self._files
+        return f"{name}_blocks" in self.files
 
     def stacked_codes(
         self, name: str, shape: tuple[int, int, int], index: int, *, rows: slice, columns: Span
@@ -138,20 +138,20 @@ class Weights:
 
         The tensors are `name`_blocks and `name`_scales. Valid until `release`.
         """
-        if not isinstance(self._files, SafetensorFiles) or not self.has_stacked_codes(name):
+        if not isinstance(self.files, SafetensorFiles) or not self.has_stacked_codes(name):
             return None
         module, _, own = name.rpartition(".")
         experts = shape[0]
         tensors = ModuleTensors(
-            self._files, module, lambda values, size: self._note(values, size // experts)
+            self.files, module, lambda values, size: self._note(values, size // experts)
         )
         return read_expert(tensors, own, shape, index, rows=rows, columns=columns)
 
     def stacked(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
         """Element `index` of a tensor of `shape` [E, ...], in the dtype of the file; valid until `release`."""
         self._check(name, shape)
-        values = self._files.read(name, dim=0, span=(index, index + 1))
-        self._note(values, self._files.stored_bytes(name) // shape[0])
+        values = self.files.read(name, dim=0, span=(index, index + 1))
+        self._note(values, self.files.stored_bytes(name) // shape[0])
         return values[0]
 
     def stored(self, *parts: Tensor | QuantizedTensor) -> StoredWeight:
@@ -195,7 +195,7 @@ class Weights:
     def release(self) -> None:
         """Release the pages of all stored weights, which must have been packed or copied."""
         for values, num_bytes in self._views:
-            self._files.release(values)
+            self.files.release(values)
             self._count(num_bytes)
         self._views.clear()
 
@@ -211,10 +211,10 @@ class Weights:
         step = max(1, FILL_ELEMENTS // math.prod(shape[1:]))
         for start in range(*span, step):
             end = min(start + step, span[1])
-            values = self._files.read(name, dim=0, span=(start, end))
+            values = self.files.read(name, dim=0, span=(start, end))
             self._copy(out[start - span[0] : end - span[0]], values)
-            self._files.release(values)
-        self._count(self._files.stored_bytes(name))
+            self.files.release(values)
+        self._count(self.files.stored_bytes(name))
 
     def _linear(self, name: str, cut: Cut) -> Tensor | QuantizedTensor:
         """A rank's part of a weight [out, in]."""
@@ -223,8 +223,8 @@ class Weights:
             return codes
         self._check(name, (cut.outputs, cut.inputs))
         dim, span = (0, cut.rows) if cut.has_all_inputs else (1, cut.columns)
-        values = self._files.read(name, dim=dim, span=span)
-        self._note(values, self._files.stored_bytes(name))
+        values = self.files.read(name, dim=dim, span=span)
+        self._note(values, self.files.stored_bytes(name))
         return self._made_of(values, name)
 
     def _made_of(self, values: Tensor, name: str = "of the experts") -> Tensor | QuantizedTensor:
@@ -238,10 +238,10 @@ class Weights:
 
     def _gguf_codes(self, name: str, cut: Cut) -> QuantizedTensor | None:
         """A part of a tensor in a GGUF file; None if its blocks are plain numbers."""
-        assert isinstance(self._files, GgufFiles)
-        found = self._files.codes(name, cut)
+        assert isinstance(self.files, GgufFiles)
+        found = self.files.codes(name, cut)
         if found is not None:
-            self._count(self._files.stored_bytes(name))
+            self._count(self.files.stored_bytes(name))
         return found
 
     def _codes(self, name: str, outputs: int, inputs: int, rows: Span) -> StoredWeight | None:
@@ -268,12 +268,12 @@ class Weights:
         self._views.append((values, num_bytes))
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        found = self._files.shape(name)
+        found = self.files.shape(name)
         if found != shape:
             raise WeightsError(
                 f"tensor {name} has shape {list(found)}, its config says {list(shape)}"
             )
-        if not self._files.is_plain(name):
+        if not self.files.is_plain(name):
             raise WeightsError(
                 f"tensor {name} does not hold floating-point numbers, and config.json does not say how it is quantised"
             )

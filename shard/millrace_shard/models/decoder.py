@@ -38,7 +38,7 @@ class Decoder:
         """Load this rank's weights by `loader`, for these kernels, ranks and adapters."""
         self.info = info if loader.has_head else replace(info, headless=True)
         self.hidden_size = spec.hidden_size
-        self._spec = spec
+        self.spec = spec
         self._kernels = kernels
         self._group = group
         self._adapters = adapters
@@ -80,7 +80,7 @@ class Decoder:
         with running(self._adapters, logits=adapters):
             logits = self._head(states)
         logits = self._group.all_gather_logits(logits, self.info.vocab_size)
-        return finished_logits(logits, self._spec.logit_multiplier, self._spec.logit_softcap)
+        return finished_logits(logits, self.spec.logit_multiplier, self.spec.logit_softcap)
 
     def first_layers(self, count: int) -> Decoder:
         """See CausalModel."""
@@ -104,9 +104,9 @@ class Decoder:
 
     def _embed(self, ids: Tensor) -> Tensor:
         x = self._rows_of_embedding(ids)
-        if self._spec.embedding_multiplier == 1:
+        if self.spec.embedding_multiplier == 1:
             return x
-        return x * torch.tensor(self._spec.embedding_multiplier, dtype=x.dtype)
+        return x * torch.tensor(self.spec.embedding_multiplier, dtype=x.dtype)
 
     def _rows_of_embedding(self, ids: Tensor) -> Tensor:
         if self._group.world_size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from torch import Tensor
@@ -23,6 +24,8 @@ from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
 from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec
 from millrace_shard.models.spec.norm_spec import NormPlaces, NormSpec
 from millrace_shard.models.split import kv_heads_per_rank
+
+logger = logging.getLogger(__name__)
 
 
 class LayerLoader:
@@ -61,11 +64,12 @@ class LayerLoader:
     def head(self, embedding: Tensor) -> Linear:
         """The output head, which is the embedding if the config ties them, or if there is none.
 
-        Without a head, logits only show whether a prompt's chunk has failed.
+        Without a head, logits only show whether a prompt's chunk has failed. As in transformers, a head that the file
+        has is not tied if it is another one than the embedding.
         """
         spec = self._spec
         sizes = spec.vocab_size, spec.hidden_size
-        if spec.tied_head or not self.has_head:
+        if self._is_tied() or not self.has_head:
             stored = self._weights.made_head(embedding)
         else:
             stored = self._weights.head(f"{spec.names.head}.weight", *sizes)
@@ -77,6 +81,18 @@ class LayerLoader:
             head = self._kernels.head_from(LinearWeights(stored, None, site))
         self._weights.release()
         return head
+
+    def _is_tied(self) -> bool:
+        if not self._spec.tied_head:
+            return False
+        names, weights = self._spec.names, self._weights
+        embedding, head = f"{names.embedding}.weight", f"{names.head}.weight"
+        if head not in weights or not weights.files.differ(embedding, head):
+            return True
+        logger.warning(
+            "config.json ties the output head to the embedding, and the file has another head: it is used"
+        )
+        return False
 
     def last_norm(self) -> NormWeights:
         """The norm before the head."""

@@ -62,10 +62,10 @@ class LinearLoader:
 
     def rows(self, name: str, inputs: int, outputs: int, *, bias: bool) -> LinearWeights:
         """A row-parallel linear. The results of the ranks are summed, so only rank 0 adds the bias."""
-        adds = bias and self._group.rank == 0
+        whole = self._weights.replicated(f"{name}.bias", outputs) if bias else None
         return LinearWeights(
             self._weights.rows(f"{name}.weight", outputs, inputs),
-            self._weights.replicated(f"{name}.bias", outputs) if adds else None,
+            whole if self._group.rank == 0 else None,
             self._row_site(name, inputs, outputs),
         )
 

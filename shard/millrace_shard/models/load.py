@@ -26,6 +26,7 @@ from millrace_shard.models.quantized.quantization import quantization_of
 from millrace_shard.models.rope_override import RopeOverride
 from millrace_shard.models.rope_tables import RopeTables
 from millrace_shard.models.split import check_split
+from millrace_shard.models.unread_tensors import check_unread
 
 
 def load_model(  # noqa: PLR0913
@@ -55,10 +56,10 @@ def load_model(  # noqa: PLR0913
         is_invariant = device.type == "cpu" or not uses_plain_torch(model.spec)
         info = replace(model.info(), quantization=method, batch_invariant=is_invariant)
         weights = Weights(folder, dtype=dtype, device=device, group=group, quantization=found)
+        ropes = RopeTables(max_total_tokens, device)
         with closing(weights):
-            ropes = RopeTables(max_total_tokens, device)
             loader = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
-            return Decoder(model.spec, info, loader, kernels, group, adapters)
+            return _checked(Decoder(model.spec, info, loader, kernels, group, adapters), weights)
     _check_class(model, quantize, allow_unlisted=allow_unlisted)
     assert model.config is not None
     # The import takes a second, and models of our own decoder do not need it.
@@ -78,6 +79,11 @@ def load_model(  # noqa: PLR0913
         adapters=adapters,
         allow_unlisted=allow_unlisted,
     ).load()
+
+
+def _checked(decoder: Decoder, weights: Weights) -> Decoder:
+    check_unread(weights.files, decoder.spec)
+    return decoder
 
 
 def _method(folder: Path, found: Quantization | MadeAtLoad | None, flag: str | None) -> str | None:

@@ -29,6 +29,14 @@ WITHOUT_EFFECT = {
     "pad_token_id",
     "use_cache",
 }
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}
+
+NESTED = (
+    *("llama", "mistral", "ministral3", "qwen2", "qwen3", "granite", "exaone4"),
+    *("gemma2", "gemma3_text", "cohere2"),
+)
+"""Families in multimodal classes: a `text_config` lacks whatever the class in transformers has by default."""
 
 
 def spec(model_type: str = "llama", **overrides: Any) -> DecoderSpec:
@@ -69,7 +77,7 @@ def test_a_page_reads_every_field_of_its_class_and_has_its_defaults(model_type: 
     known = reader.fields_read() | WITHOUT_EFFECT | set(family.without_effect) | {"head_dim"}
     assert own.keys() - general - known == set()
     for name, value in own.items():
-        is_read = name in of_page and name not in CONFIGS[model_type]
+        is_read = name in of_page and (model_type in NESTED or name not in CONFIGS[model_type])
         if (is_read and value) or name == "eos_token_id":
             assert defaults.get(name) == value, name
 
@@ -147,6 +155,12 @@ def test_windows(
         ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit=0.0"),
+        ("llama", {"rope_parameters": HALF}, "partial_rotary_factor=0.5 is not supported for lla"),
+        ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ("gemma3_text", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping=3.0"),
+        ("hunyuan_v1_dense", {"rope_parameters": ALPHA | {"alpha": [1]}}, "alpha=[1]"),
+        ("hunyuan_v1_dense", {"rope_parameters": ALPHA | {"alpha": -3}}, "alpha=-3"),
+        ("hunyuan_v1_dense", {"rope_parameters": ALPHA, "head_dim": 2}, "of 2 channels"),
         (
             "qwen2",
             {"layer_types": ["sliding_attention", "full_attention"]},
@@ -193,6 +207,8 @@ def test_unknown_layer_types_are_refused() -> None:
     for kinds in (["full_attention", "linear_attention"], ["full_attention"], "full_attention"):
         with pytest.raises(UnsupportedModel, match="layer_types="):
             FAMILIES["qwen3"].read(raw | {"layer_types": kinds})
+    with pytest.raises(UnsupportedModel, match=r"layer_types=\[\[\]\]"):
+        FAMILIES["qwen3_moe"].read(raw | {"model_type": "qwen3_moe", "layer_types": [[]]})
 
 
 @pytest.mark.parametrize(

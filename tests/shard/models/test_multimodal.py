@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import load_model
@@ -27,17 +29,22 @@ VISION = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"mm_tokens_per_image": 4}),
     "mistral3": ("mistral", {"spatial_merge_size": 1}),
+    "smolvlm": ("llama", {"scale_factor": 1}),
+}
+ENCODERS = {
+    "gemma3": "siglip_vision_model",
+    "mistral3": "pixtral",
+    "smolvlm": "smolvlm_vision",
 }
 
 
 def save(folder: Path, name: str) -> Any:
     """Write a random checkpoint of the multimodal class, and return the model."""
     text, more = MODELS[name]
-    siglip = "siglip_vision_model" if name == "gemma3" else "pixtral"
     config = AutoConfig.for_model(
         name,
         text_config={**CONFIGS[text], "model_type": text},
-        vision_config={**VISION, "model_type": siglip},
+        vision_config={**VISION, "model_type": ENCODERS[name]},
         **more,
     )
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -77,3 +84,31 @@ def test_fields_of_the_outer_object_count(tmp_path: Path) -> None:
     found = ModelDescription.read(tmp_path)
     assert found.eos_token_ids == (5, 6)
     assert found.dtype == torch.bfloat16
+
+
+def test_a_head_of_its_own_though_the_outer_object_ties_it(tmp_path: Path) -> None:
+    reference = save(tmp_path, "mistral3")
+    path = tmp_path / "model.safetensors"
+    embedding = reference.get_input_embeddings().weight.detach()
+    head = embedding.flip(0).contiguous()
+    save_file(load_file(path) | {"language_model.lm_head.weight": head}, path)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"]
+    kernels = PlainKernels(deterministic=False)
+    model = load_model(
+        tmp_path, dtype=torch.float32, kernels=kernels, group=ProcessGroup.single(), device=CPU
+    )
+    prompt = prompt_of(9)
+    with torch.no_grad():
+        states = reference.model(input_ids=torch.tensor([prompt])).last_hidden_state[0, -1]
+    run = Driver(model, kernels, dtype=torch.float32).generate([prompt], 1)[0]
+    torch.testing.assert_close(run.logits[0], states @ head.T, atol=1e-4, rtol=0)
+
+
+def test_a_class_whose_prompts_attend_to_later_tokens_is_refused(tmp_path: Path) -> None:
+    config = {
+        "model_type": "paligemma",
+        "text_config": {**CONFIGS["gemma2"], "model_type": "gemma2"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="'paligemma' is not supported: its tokens attend"):
+        ModelDescription.read(tmp_path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,13 @@ from millrace_shard.model_loader.gguf.metadata import Metadata
 from millrace_shard.model_loader.gguf.tensor_data import read_part
 from millrace_shard.model_loader.gguf.tensor_names import ROPE_FACTORS, check_tensors
 from millrace_shard.model_loader.gguf.tokenizer import tokenizer_config, tokenizer_json
-from millrace_shard.model_loader.gguf.vocabulary import Vocabulary
+from millrace_shard.model_loader.gguf.vocabulary import PREFIX, Vocabulary
 from millrace_shard.model_loader.json_object import read_json_object
 
-FORMAT_VERSION = 1
-"""Changes with the contents of a prepared folder."""
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 2
+"""Changes with the contents of a prepared folder, and with its checks."""
 TOKENIZER_FILES = (
     TOKENIZER,
     "tokenizer_config.json",
@@ -84,7 +88,8 @@ def _write(folder: Path, header: GgufHeader, tokenizer: Path | None) -> None:
     if tokenizer is None:
         generation = _write_tokenizer(folder, metadata, config)
     else:
-        generation = _copy_tokenizer(folder, tokenizer, vocab_size=config["vocab_size"])
+        own = metadata.texts(f"{PREFIX}tokens") or []
+        generation = _copy_tokenizer(folder, tokenizer, own, vocab_size=config["vocab_size"])
     ends = generation.get("eos_token_id")
     _write_json(folder / "config.json", {**config, "eos_token_id": ends})
     _write_json(folder / "generation_config.json", generation)
@@ -100,8 +105,13 @@ def _write_tokenizer(folder: Path, metadata: Metadata, config: dict[str, Any]) -
     return {**found, "eos_token_id": vocabulary.end_ids() or None}
 
 
-def _copy_tokenizer(folder: Path, source: Path, *, vocab_size: int) -> dict[str, Any]:
-    """Copy the files of the tokenizer in `source`; returns the object of generation_config.json."""
+def _copy_tokenizer(
+    folder: Path, source: Path, own: Sequence[str], *, vocab_size: int
+) -> dict[str, Any]:
+    """Copy the files of the tokenizer in `source`; returns the object of generation_config.json.
+
+    `own` are the tokens in the file, if it has any.
+    """
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -115,10 +125,33 @@ def _copy_tokenizer(folder: Path, source: Path, *, vocab_size: int) -> dict[str,
         raise WeightsError(
             f"the tokenizer in {source} has ids up to {largest}, and the model embeddings for {vocab_size}"
         )
+    _check_vocabulary(source, tokenizer, own)
     generation = read_json_object(source / "generation_config.json") or {}
     if "eos_token_id" not in generation:
         generation["eos_token_id"] = _eos_id(source, tokenizer)
     return generation
+
+
+def _check_vocabulary(source: Path, tokenizer: Tokenizer, own: Sequence[str]) -> None:
+    """Raise WeightsError unless most tokens in the file have their ids in `tokenizer`, and log that some have not.
+
+    Files may name special and unused tokens differently.
+    """
+    others = {
+        id_: (tokenizer.id_to_token(id_), token)
+        for id_, token in enumerate(own)
+        if tokenizer.id_to_token(id_) != token
+    }
+    if not others:
+        return
+    first, (theirs, token) = next(iter(others.items()))
+    found = (
+        f"the tokenizer in {source} has {len(others)} of the {len(own)} tokens in the file not under their ids: "
+        f"id {first} is {theirs!r}, and {token!r} in the file"
+    )
+    if len(others) > len(own) // 2:
+        raise WeightsError(f"{found}; name the model that the file was made from")
+    logger.warning("%s", found)
 
 
 def _eos_id(source: Path, tokenizer: Tokenizer) -> int | None:

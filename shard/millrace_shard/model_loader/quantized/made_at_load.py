@@ -51,7 +51,7 @@ class MadeAtLoad:
 def quantized(weight: Tensor, quantize: Quantize) -> QuantizedTensor:
     """`weight` [out, in], some rows at a time."""
     step = max(1, ELEMENTS_PER_PASS // weight.shape[1])
-    parts = [quantize(rows.float()) for rows in torch.split(weight, step)]
+    parts = [quantize(rows.float().contiguous()) for rows in torch.split(weight, step)]
     if len(parts) == 1:
         return parts[0]
     return QuantizedTensor(

@@ -40,6 +40,9 @@ ACCEPTED = {
 FROM_CHECKPOINT = ("awq", "compressed-tensors", "exl2", "gptq", "marlin")
 """Values of --quantize that need a checkpoint of that method."""
 
+TRANSFORMS = ("transform_config", "rotation_config", "hadamard_config")
+"""Fields of compressed-tensors and auto-round that change what linears are multiplied with."""
+
 
 def read_quantization(folder: Path, flag: str | None) -> Quantization | None:
     """How the checkpoint in `folder` is quantised; None if it is not.
@@ -78,6 +81,11 @@ def is_quantized(folder: Path) -> bool:
 
 def _read(raw: Mapping[str, Any]) -> Quantization:
     method = raw.get("quant_method")
+    for name in TRANSFORMS:
+        if raw.get(name) not in (None, {}, {"config_groups": {}}):
+            raise UnsupportedModel(
+                f"{method}: {name} is not supported; activations would have to be transformed"
+            )
     if isinstance(method, str):
         method = method.lower().replace("_", "-") if "compressed" in method else method.lower()
     if method in ("auto-round", "intel/auto-round"):

@@ -141,7 +141,8 @@ class ConfigReader:
             self.check(name, _NEUTRAL[name])
         if "layer_types" not in self._read:
             kinds = self.value("layer_types")
-            if kinds and not (isinstance(kinds, list) and set(kinds) == {"full_attention"}):
+            is_full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+            if kinds and not is_full:
                 raise UnsupportedModel(f"layer_types={kinds!r} is not for {self.model_type}")
 
     def fields_read(self) -> frozenset[str]:

@@ -37,11 +37,12 @@ def read_rope(
     theta_field: str = "rope_theta",
     interleaved: bool = False,
     extra: frozenset[str] = frozenset(),
+    may_be_partial: bool = False,
 ) -> RopeSpec:
     """The rotary embedding of layers of `layer_kind`, or of all layers if it is None.
 
     `theta_field` is the field outside the object that has the base; `extra` names parameters that the family reads by
-    itself.
+    itself; `may_be_partial` says whether its class in transformers can rotate a part of the channels.
     """
     fields = rope_parameters(config, layer_kind)
     max_positions = config.count("max_position_embeddings")
@@ -51,6 +52,10 @@ def read_rope(
     rotary_dim = int(head_dim * share) if is_number(share) else 0
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise UnsupportedModel(f"partial_rotary_factor={share!r} of heads of {head_dim} channels")
+    if rotary_dim != head_dim and not may_be_partial:
+        raise UnsupportedModel(
+            f"partial_rotary_factor={share!r} is not supported for {config.model_type}"
+        )
     theta = _theta(fields, config.value(theta_field))
     return RopeSpec(
         rotary_dim=rotary_dim,

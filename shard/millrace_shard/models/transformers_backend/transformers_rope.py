@@ -15,7 +15,8 @@ def rope_of(config: PretrainedConfig) -> RopeSpec | None:
     if not getattr(config, "rope_parameters", None):
         return None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return read_rope(ConfigReader(config.to_dict(), {}), head_dim=int(head_dim))
+    reader = ConfigReader(config.to_dict(), {})
+    return read_rope(reader, head_dim=int(head_dim), may_be_partial=True)
 
 
 def rope_depends_on_length(config: PretrainedConfig) -> bool:

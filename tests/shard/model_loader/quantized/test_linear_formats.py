@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from millrace_shard.errors import UnsupportedModel
+from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.model_loader.quantized.cut import Cut, Span
 from millrace_shard.model_loader.quantized.linear_reader import LinearReader
@@ -51,6 +52,23 @@ def test_every_code_stands_for_its_number(tmp_path: Path, name: str) -> None:
     tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
     write(tmp_path, tensors, FORMATS[name].config)
     assert torch.equal(read(tmp_path, part()).dequantized(), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [(SCATTERED[0], "desc_act"), (SCATTERED[1], "actorder")]
+)
+def test_scattered_inputs_count_though_the_config_denies_them(
+    name: str, order: str, tmp_path: Path
+) -> None:
+    tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
+    config = copy.deepcopy(FORMATS[name].config)
+    groups = config.get("config_groups", {"": {"weights": config}})
+    for group in groups.values():
+        group["weights"].pop(order)
+    write(tmp_path, tensors, config)
+    assert torch.equal(read(tmp_path, part()).dequantized(), expected)
+    with pytest.raises(WeightsError, match="one shard alone can serve this model"):
+        read(tmp_path, part(columns=(0, 96)))
 
 
 @pytest.mark.parametrize("name", FORMATS)

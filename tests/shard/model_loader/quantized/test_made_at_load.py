@@ -98,6 +98,17 @@ def test_zeros_stay_zeros(method: str) -> None:
     assert not found[1].any()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_transposed_experts(method: str) -> None:
+    """Files of gpt-oss have them; torch warns of numbers that are not contiguous in a search."""
+    quantize = METHODS[method].linear
+    transposed = weight(192, 32).t()
+    found, expected = (quantized(each, quantize) for each in (transposed, transposed.contiguous()))
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.scales, expected.scales)
+    assert found.codes.is_contiguous()
+
+
 def test_rows_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     values = weight(9, 100)
     assert values.numel() < ELEMENTS_PER_PASS

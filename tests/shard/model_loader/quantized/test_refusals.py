@@ -65,6 +65,7 @@ CONFIGS: list[tuple[Any, str]] = [
     ({**PACKED, "format": "marlin-24"}, "format='marlin-24'.*pack-quantized"),
     ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     ({**PACKED, "config_groups": {}}, "config_groups"),
+    ({**PACKED, "transform_config": {"config_groups": {"u": {}}}}, "transform_config is not"),
     ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16"),
     ({**PACKED, "ignore": ["re:("]}, "regular expression"),
     (packed(num_bits=3), "num_bits=3 is not supported; these are: 4, 8"),
@@ -117,6 +118,12 @@ def test_a_flag_must_not_contradict(flag: str, name: str, is_right: bool, tmp_pa
         return
     with pytest.raises(UnsupportedModel, match=f"--quantize {flag}"):
         load(tmp_path, quantize=flag)
+
+
+def test_empty_transforms_are_accepted(tmp_path: Path) -> None:
+    for empty in (dict[str, object](), {"config_groups": dict[str, object]()}):
+        without_weights(tmp_path, quantization_config={**PACKED, "transform_config": empty})
+        assert read_quantization(tmp_path, None)
 
 
 def test_a_flag_for_checkpoints_needs_one(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class IntegerLinear:
         size = self.group_size(cut.inputs)
         shape = (1 if self.one_scale else cut.outputs, -(-cut.inputs // size))
         order = None
-        if not self.splits_inputs and "weight_g_idx" in tensors:
+        if "weight_g_idx" in tensors:
             order = input_order(tensors, "weight_g_idx", cut, size)
         groups = Groups.of(size, cut.columns)
         shapes: list[Shape] = [shape, (1,), ()] if self.one_scale else [shape]

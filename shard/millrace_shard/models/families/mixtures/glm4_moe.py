@@ -29,7 +29,8 @@ NAMES = WeightNames(layer=LayerNames(experts=(ExpertNames(shared="mlp.shared_exp
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    attention = replace(llama_attention(config), qkv_bias=config.flag("attention_bias"))
+    plain = llama_attention(config, may_be_partial=True)
+    attention = replace(plain, qkv_bias=config.flag("attention_bias"))
     if config.flag("use_qk_norm"):
         norm = HeadNormSpec(norm=NormSpec(eps=config.number("rms_norm_eps")))
         attention = replace(attention, head_norm=norm)

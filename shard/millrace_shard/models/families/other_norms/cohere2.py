@@ -26,6 +26,11 @@ FAMILY = Family(
     classes=("Cohere2ForCausalLM",),
     spec=_spec,
     defaults={
+        "vocab_size": 256_000,
+        "hidden_size": 8192,
+        "intermediate_size": 22_528,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 64,
         "layer_norm_eps": 1e-5,
         "max_position_embeddings": 8192,
         "logit_scale": 0.0625,

@@ -44,6 +44,11 @@ FAMILY = Family(
     classes=("Exaone4ForCausalLM",),
     spec=_spec,
     defaults={
+        "vocab_size": 102_400,
+        "hidden_size": 4096,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 2048,
         "num_key_value_heads": 32,

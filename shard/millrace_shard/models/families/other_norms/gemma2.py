@@ -75,6 +75,9 @@ FAMILY = Family(
     classes=("Gemma2ForCausalLM",),
     spec=_spec,
     defaults={
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
         "vocab_size": 256_000,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,

@@ -16,6 +16,8 @@ _THETA_FIELDS = {"full_attention": "rope_theta", "sliding_attention": "rope_loca
 
 def _spec(config: ConfigReader) -> DecoderSpec:
     config.check("use_bidirectional_attention", (False,))
+    # The class in transformers has the field, and passes it to no attention.
+    config.check("attn_logit_softcapping", ())
     norm = NormSpec(eps=config.number("rms_norm_eps"), plus_one=True, wide=True)
     kinds = window_kinds(config, config.count("sliding_window_pattern"))
     window = config.count("sliding_window")
@@ -35,6 +37,9 @@ FAMILY = Family(
     classes=("Gemma3ForCausalLM",),
     spec=_spec,
     defaults={
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
         "vocab_size": 262_208,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,

@@ -21,7 +21,7 @@ NAMES = WeightNames(
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    plain = llama_attention(config, interleaved=True)
+    plain = llama_attention(config, interleaved=True, may_be_partial=True)
     attention = replace(plain, qkv_bias=config.flag("attention_bias"))
     spec = llama_decoder(config, [attention] * config.count("num_hidden_layers"))
     layers = (replace(layer, norm_places=NormPlaces.AROUND) for layer in spec.layers)

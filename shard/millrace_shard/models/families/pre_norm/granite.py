@@ -31,6 +31,11 @@ FAMILY = Family(
     classes=("GraniteForCausalLM",),
     spec=_spec,
     defaults={
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 2048,
         "embedding_multiplier": 1.0,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.errors import UnsupportedModel
+from millrace_shard.models.config.config_reader import ConfigReader, is_number
 from millrace_shard.models.config.rope_fields import rope_parameters
 from millrace_shard.models.families.family import Family
 from millrace_shard.models.families.pre_norm.llama import llama_attention, llama_decoder
@@ -15,6 +16,7 @@ from millrace_shard.models.spec.weight_names import LayerNames, WeightNames
 
 _UNUSED = frozenset(("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
 """Parameters that published configs have beside alpha."""
+LARGEST_ALPHA = 1_000_000
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
@@ -34,7 +36,11 @@ def _attention(config: ConfigReader) -> AttentionSpec:
         return llama_attention(config, bias=bias)
     plain = llama_attention(config, bias=bias, rope_extra=_UNUSED)
     assert plain.rope is not None
-    theta = plain.rope.theta * float(alpha) ** (plain.head_dim / (plain.head_dim - 2))
+    if not is_number(alpha) or not 1 <= alpha <= LARGEST_ALPHA:
+        raise UnsupportedModel(
+            f"alpha={alpha!r} in rope_parameters must be a number from 1 to {LARGEST_ALPHA}"
+        )
+    theta = plain.rope.theta * alpha ** (plain.head_dim / (plain.head_dim - 2))
     return replace(plain, rope=replace(plain.rope, theta=theta, scaling=None))
 
 

@@ -22,10 +22,11 @@ def llama_attention(
     theta_field: str = "rope_theta",
     interleaved: bool = False,
     rope_extra: frozenset[str] = frozenset(),
+    may_be_partial: bool = False,
 ) -> AttentionSpec:
     """Attention without norms; `bias` is that of all four projections.
 
-    `layer_kind`, `theta_field`, `interleaved` and `rope_extra` describe the rotary embedding, see `read_rope`.
+    The other arguments describe the rotary embedding, see `read_rope`.
     """
     heads = Heads(config)
     rope = read_rope(
@@ -35,6 +36,7 @@ def llama_attention(
         theta_field=theta_field,
         interleaved=interleaved,
         extra=rope_extra,
+        may_be_partial=may_be_partial,
     )
     return AttentionSpec(
         num_heads=heads.count,
@@ -77,5 +79,14 @@ FAMILY = Family(
     model_type="llama",
     classes=("LlamaForCausalLM",),
     spec=_spec,
-    defaults={"rms_norm_eps": 1e-6, "eos_token_id": 2, "max_position_embeddings": 2048},
+    defaults={
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 2,
+        "max_position_embeddings": 2048,
+    },
 )

@@ -41,6 +41,11 @@ FAMILY = Family(
     classes=("Ministral3ForCausalLM",),
     spec=_spec,
     defaults={
+        "vocab_size": 131_072,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 262_144,
         "num_key_value_heads": 8,

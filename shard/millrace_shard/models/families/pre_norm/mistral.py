@@ -20,6 +20,11 @@ FAMILY = Family(
     classes=("MistralForCausalLM",),
     spec=_spec,
     defaults={
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
         "rms_norm_eps": 1e-6,
         "eos_token_id": 2,
         "max_position_embeddings": 131_072,

@@ -12,7 +12,10 @@ from millrace_shard.models.spec.weight_names import LayerNames, WeightNames
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    attention = replace(llama_attention(config), window=config.optional_count("sliding_window"))
+    attention = replace(
+        llama_attention(config, may_be_partial=True),
+        window=config.optional_count("sliding_window"),
+    )
     spec = llama_decoder(config, [attention] * config.count("num_hidden_layers"))
     layer = LayerNames(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
     return replace(spec, names=WeightNames(layer=layer))

@@ -22,6 +22,11 @@ FAMILY = Family(
     classes=("Qwen2ForCausalLM",),
     spec=_spec,
     defaults={
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 32_768,
         "num_key_value_heads": 32,

@@ -1,0 +1,130 @@
+"""Tensors of a checkpoint that contradict its config are refused, told of, or used as transformers uses them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.errors import WeightsError
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.models.load import load_model
+from millrace_testing.models.models import CPU, VOCAB, Driver, prompt_of, save_tiny
+
+HIDDEN = 64
+LAYER = "model.layers.1."
+
+
+def change(folder: Path, changes: dict[str, Tensor]) -> None:
+    """Add tensors to the file of a checkpoint, or replace them."""
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | changes, path, metadata={"format": "pt"})
+
+
+def logits(folder: Path) -> Tensor:
+    kernels = PlainKernels(deterministic=True)
+    model = load_model(
+        folder, dtype=torch.float32, kernels=kernels, group=ProcessGroup.single(), device=CPU
+    )
+    return Driver(model, kernels, dtype=torch.float32).generate([prompt_of(9)], 1)[0].logits[0]
+
+
+def of_transformers(folder: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        found: Tensor = model(torch.tensor([prompt_of(9)])).logits[0, -1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", f"{LAYER}self_attn.q_proj.bias"),
+        ("qwen2", f"{LAYER}self_attn.o_proj.bias"),
+        ("mistral", f"{LAYER}mlp.down_proj.bias"),
+        ("cohere", f"{LAYER}input_layernorm.bias"),
+        ("cohere", "model.norm.bias"),
+        ("phi3", "lm_head.bias"),
+        ("qwen3_moe", f"{LAYER}mlp.experts.3.up_proj.bias"),
+        ("qwen3_moe", f"{LAYER}mlp.gate.e_score_correction_bias"),
+    ],
+)
+def test_a_bias_that_the_config_denies_is_refused_unless_it_is_0(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, family)
+    plain = logits(tmp_path)
+    change(tmp_path, {name: torch.zeros(HIDDEN)})
+    assert torch.equal(logits(tmp_path), plain)
+    change(tmp_path, {name: torch.eye(HIDDEN)[3]})
+    with pytest.raises(WeightsError) as refusal:
+        logits(tmp_path)
+    assert str(refusal.value) == (
+        f"tensor {name} in model.safetensors is a bias, and by its config the model has none there"
+    )
+
+
+def test_scales_of_inputs_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    change(tmp_path, {f"{LAYER}mlp.up_proj.input_scale": torch.ones(())})
+    logits(tmp_path)
+    change(tmp_path, {f"{LAYER}mlp.up_proj.pre_quant_scale": torch.ones(HIDDEN)})
+    with pytest.raises(WeightsError, match=r"up_proj\.pre_quant_scale in .* scales the inputs"):
+        logits(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_biases_that_one_rank_adds_are_read_by_all(rank: int, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", attention_bias=True, mlp_bias=True)
+    kernels = PlainKernels(deterministic=True)
+    group = ProcessGroup(rank, 2, CPU)
+    load_model(tmp_path, dtype=torch.float32, kernels=kernels, group=group, device=CPU)
+
+
+def test_other_tensors_of_layers_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(tmp_path, "glm4_moe", use_qk_norm=True)
+    change(tmp_path, {f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    logits(tmp_path)
+    assert not caplog.records
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"use_qk_norm": true', '"use_qk_norm": false'))
+    with caplog.at_level(logging.WARNING):
+        logits(tmp_path)
+    (record,) = caplog.records
+    assert record.message.startswith(
+        "8 tensors of the checkpoint are not used, since its config does not name them: "
+        "model.layers.0.self_attn.k_norm.weight, model.layers.0.self_attn.q_norm.weight, "
+    )
+
+
+HEADS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "equal": (lambda embedding: embedding.clone(), False),
+    "another": (lambda embedding: embedding.flip(0).contiguous(), True),
+    "last-row": (
+        lambda embedding: embedding + torch.eye(VOCAB, HIDDEN).flip(0) * 0.5,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_tied_head_that_the_file_has_in_another_form_is_used_as_in_transformers(
+    head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(tmp_path, "llama", tie_word_embeddings=True)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    make, is_told = HEADS[head]
+    change(tmp_path, {"lm_head.weight": make(embedding)})
+    with caplog.at_level(logging.WARNING, "millrace_shard"):
+        found = logits(tmp_path)
+    assert any("another head" in record.message for record in caplog.records) is is_told
+    torch.testing.assert_close(found, of_transformers(tmp_path), atol=1e-4, rtol=0)
