@@ -32,6 +32,8 @@ FETCHING = "millrace_router.adapters.fetching."
             {"torch", "transformers", "numpy", "aiohttp", "tokenizers", "uvloop"},
         ),
         ("millrace_shard.config", {"torch", "numpy", "grpc"}),
+        # Every start waits for this program.
+        ("millrace_shard.commands.download_weights", {"torch", "transformers", "grpc"}),
         ("millrace", {"torch", "transformers", "numpy"}),
         ("millrace_proto", {"torch", "aiohttp", "millrace_router", "millrace_shard"}),
     ],

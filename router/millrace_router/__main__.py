@@ -39,7 +39,8 @@ GC_THRESHOLD = 20_000
 """Net allocations of objects between collections of the youngest generation."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-log = structlog.get_logger(__name__)
+# `__name__` is that of every program here.
+log = structlog.get_logger("millrace_router")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

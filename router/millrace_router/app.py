@@ -136,7 +136,7 @@ async def describe_errors(request: web.Request, handler: Handler) -> web.StreamR
     except Exception:
         # A defect in one request must not end the process.
         log.exception("request failed")
-        return _in_envelope_of_path(request, RouterError("Internal server error"))
+        return _in_envelope_of_path(request, request.app[SERVICES].defect())
 
 
 def _misdirected(request: web.Request, error: web.HTTPException) -> web.Response:

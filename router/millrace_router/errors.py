@@ -3,6 +3,7 @@
 `api/platforms/errors.py` has the errors of the platform routes.
 
 RouterError
+├── InternalError             500  internal
 ├── ValidationError           422  validation
 │   ├── SizeError             422  validation         (well-formed, but too long)
 │   ├── AdapterInvalid        422  validation         (its files cannot be used with this model)
@@ -75,6 +76,15 @@ class RouterError(Exception):
 
     retry_after_seconds: int | None = None
     """The header `Retry-After`; None: no header."""
+
+
+class InternalError(RouterError):
+    """A defect of the server, which the log describes."""
+
+    failure_label: ClassVar[str] = "internal"
+
+    def __init__(self) -> None:
+        super().__init__("Internal server error")
 
 
 class ValidationError(RouterError):

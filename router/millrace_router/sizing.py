@@ -12,6 +12,9 @@ from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.factory import DEFAULT_PREFILL_TOKENS, budgets_from, spare_slots
 from millrace_router.shards.wire import Capacity, ShardInfo
 
+TGI_COMPUTE_TYPE = "gpu+optimized"
+"""What TGI's router says on every device, unless its launcher found a GPU."""
+
 
 def prefill_tokens(config: RouterConfig, info: ShardInfo, capacity: Capacity | None = None) -> int:
     """Prompt tokens of one step: the flag, or as many of the default as fit; `capacity` is unknown before warm-up."""
@@ -42,6 +45,15 @@ class Deployment:
     config: RouterConfig
     info: ShardInfo
     capacity: Capacity
+
+    @property
+    def compute_type(self) -> str:
+        """Value of the `x-compute-type` header: COMPUTE_TYPE, else the number of shards and their device."""
+        if (given := self.config.compute_type) is not None:
+            return given
+        if self.config.strict_tgi:
+            return TGI_COMPUTE_TYPE
+        return f"{self.info.world_size}-{self.info.device_type}"
 
     def budgets(self) -> Budgets:
         """The limits of one step."""

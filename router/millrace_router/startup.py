@@ -249,7 +249,7 @@ def services_of(  # noqa: PLR0913
         cost=engine.cost,
         late=engine.late,
         loading=engine.adapters,
-        compute_type=config.compute_type,
+        compute_type=deployment.compute_type,
     )
 
 

@@ -27,7 +27,7 @@ async def warm_up(config: RouterConfig, group: ShardGroup) -> Deployment:
         StartupError: the shards cannot serve as the flags require.
 
     """
-    log.info("Connecting to the shards", addresses=",".join(config.shard_addresses))
+    log.debug("Connecting to the shards", addresses=",".join(config.shard_addresses))
     while True:
         try:
             return await _warm_up(config, group)
@@ -59,7 +59,7 @@ async def _warm_up(config: RouterConfig, group: ShardGroup) -> Deployment:
         raise
     except ShardError as error:
         raise StartupError(f"Unable to warmup the Python model shards: {error}") from error
-    log.info("Setting max batch total tokens to %d", capacity.max_batch_total_tokens)
+    log.debug("Setting max batch total tokens to %d", capacity.max_batch_total_tokens)
     check_capacity(config, capacity)
     return Deployment(config=config, info=info, capacity=capacity)
 

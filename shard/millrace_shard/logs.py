@@ -16,7 +16,11 @@ LEVELS = {
     "error": logging.ERROR,
 }
 WORDS = {"WARNING": "WARN", "CRITICAL": "ERROR"}
-NOISY_LIBRARIES = ("transformers", "torch", "huggingface_hub", "asyncio", "filelock")
+NOISY_LIBRARIES = (
+    *("transformers", "torch", "huggingface_hub", "asyncio", "filelock"),
+    # The HTTP clients of the hub's client, by its version.
+    *("httpx", "httpx2", "httpcore", "httpcore2", "urllib3"),
+)
 
 
 def configure(level: str, *, json_output: bool, file: TextIO | None = None) -> None:

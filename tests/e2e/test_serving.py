@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
@@ -87,6 +88,32 @@ def mixed_request(i: int) -> dict[str, Any]:
 
 def tokens_of(events: list[dict[str, Any]]) -> list[tuple[int, float, Any]]:
     return [(e["token"]["id"], e["token"]["logprob"], e.get("top_tokens")) for e in events]
+
+
+LINE = re.compile(
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z +[A-Z]+ (?P<logger>[a-z0-9_.-]+): (?P<text>.*)"
+)
+"""Any line of the log at a start, of whichever process."""
+MOST_LINES = 20
+
+
+def test_what_a_start_says_fits_a_screen(server: Server) -> None:
+    shown = server.log.partition("\n\n")[0].splitlines()
+    found = [LINE.fullmatch(line) for line in shown if "compil" not in line]
+    assert None not in found, server.log
+    lines = [line for line in found if line is not None]
+    assert 0 < len(lines) <= MOST_LINES, server.log
+    assert {line["logger"].partition(".")[0] for line in lines} == {
+        "millrace_launcher",
+        "millrace_shard",
+        "millrace_router",
+    }
+    texts = [line["text"] for line in lines if not line["text"].startswith("Waiting")]
+    assert len(set(texts)) == len(texts), server.log
+
+
+def test_answers_name_what_computes(http: httpx.Client) -> None:
+    assert http.post("/generate", json=STREAM).headers["x-compute-type"] == "1-cpu"
 
 
 async def test_64_mixed_streams_equal_the_same_requests_alone(server: Server) -> None:

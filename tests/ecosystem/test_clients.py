@@ -1,7 +1,7 @@
 """Third-party clients, each in an environment of its own, against a running server.
 
-A client is a script `clients/NAME_client.py` or `clients/js/NAME_client.mjs`. A Python script runs in the environment
-whose name its own begins with.
+A client is a script `clients/FOLDER/NAME_client.py` or `clients/js/NAME_client.mjs`. A Python script runs in the
+environment whose name its own begins with.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ def names(pattern: str) -> list[str]:
     return sorted(path.stem.removesuffix("_client") for path in CLIENTS.glob(pattern))
 
 
+def script(name: str) -> str:
+    """The path of a client's script in Python, from the folder of all clients."""
+    (found,) = CLIENTS.glob(f"*/{name}_client.py")
+    return str(found.relative_to(CLIENTS))
+
+
 def environment_of(name: str) -> str:
     """The longest of the environments' names that the script's begins with."""
     known = (path.stem for path in prepare.REQUIREMENTS.glob("*.txt"))
@@ -56,7 +62,7 @@ def run_quietly(command: Sequence[str], folder: Path) -> str:
         text=True,
         timeout=SECONDS,
         cwd=folder,
-        env={**environment, **QUIET},
+        env={**environment, **QUIET, "PYTHONPATH": str(CLIENTS)},
         check=False,
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
@@ -83,9 +89,9 @@ def node_or_skip() -> str:
     return str(node)
 
 
-@pytest.mark.parametrize("name", names("*_client.py"))
+@pytest.mark.parametrize("name", names("*/*_client.py"))
 def test_python_client(server: RunningServer, name: str) -> None:
-    run_cases([python_or_skip(name), f"{name}_client.py", server.url])
+    run_cases([python_or_skip(name), script(name), server.url])
 
 
 @pytest.mark.parametrize("name", names("js/*_client.mjs"))
@@ -131,10 +137,10 @@ def test_lm_eval_finds_what_it_finds_without_a_server(other_server: RunningServe
     "other_server", [f"--tool-call-parser={name}" for name in FORMATS], indirect=True
 )
 def test_tools_of_every_format(other_server: RunningServer) -> None:
-    run_cases([python_or_skip("openai"), "openai_tools_client.py", other_server.url])
+    run_cases([python_or_skip("openai"), script("openai_tools"), other_server.url])
 
 
 @pytest.mark.parametrize("other_server", ["--strict-tgi"], indirect=True)
 @pytest.mark.parametrize("name", ["huggingface_hub", "text_generation"])
 def test_tgi_s_clients_with_tgi_s_oddities(other_server: RunningServer, name: str) -> None:
-    run_cases([python_or_skip(name), f"{name}_client.py", other_server.url])
+    run_cases([python_or_skip(name), script(name), other_server.url])

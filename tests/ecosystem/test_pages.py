@@ -13,7 +13,7 @@ from tests.ecosystem.test_clients import CLIENTS, run_cases
 pytestmark = pytest.mark.ecosystem
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPTS = ("pages_cases.py", "conversations_cases.py", "docs_cases.py")
+SCRIPTS = ("pages/pages_cases.py", "pages/conversations_cases.py", "pages/docs_cases.py")
 PYTHON = ROOT / ".venvs" / "pages" / "bin" / "python"
 
 
@@ -33,7 +33,7 @@ def test_pages_in_a_browser(server: RunningServer, browser_python: Path, script:
 def test_screenshots_can_be_made_anew(
     server: RunningServer, browser_python: Path, tmp_path: Path
 ) -> None:
-    run_cases([str(browser_python), "screenshots.py", server.url, str(tmp_path)])
+    run_cases([str(browser_python), "pages/screenshots.py", server.url, str(tmp_path)])
     made = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
     kept = {file.name for file in (ROOT / "docs" / "images").glob("*.png")}
     assert kept <= made.keys()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from bench.harness.server import RunningServer, serving
 from tests.ecosystem import prepare
-from tests.ecosystem.test_clients import python_or_skip, run_cases
+from tests.ecosystem.test_clients import python_or_skip, run_cases, script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace_launcher.verify.__main__ import main as verify
@@ -199,7 +199,7 @@ def test_a_response_keeps_its_schema(
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_client_s_cases_pass(server: RunningServer, name: str) -> None:
-    run_cases([python_or_skip(name), f"{name}_client.py", server.url])
+    run_cases([python_or_skip(name), script(name), server.url])
 
 
 def test_an_answer_does_not_depend_on_its_company(

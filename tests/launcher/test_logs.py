@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import logging
+from datetime import UTC, datetime
 from typing import Literal
 
 import pytest
 
 from millrace_launcher import logs
 from millrace_launcher.config import LauncherConfig
+from millrace_router.telemetry import logs as router_logs
+from millrace_shard import logs as shard_logs
 
 Level = Literal["info", "debug", "error"]
 
@@ -34,6 +37,14 @@ LINE = json.dumps(
         "target": "engine",
     }
 )
+
+
+def test_times_have_one_form_in_all_processes() -> None:
+    record = logging.makeLogRecord({"created": 1.0, "msg": "at a whole second"})
+    moment = datetime.fromtimestamp(record.created, tz=UTC).strftime(router_logs.TIME_FORMAT)
+    assert moment == "1970-01-01T00:00:01.000000Z"
+    for formatter in (logs.JsonFormatter(), shard_logs.JsonFormatter()):
+        assert json.loads(formatter.format(record))["timestamp"] == moment
 
 
 def test_json_line_is_re_emitted_at_its_level() -> None:

@@ -125,7 +125,7 @@ class ManagedProcess:
         if self.is_running:
             log.info("Terminating %s", self.name)
             self._signal(signal.SIGTERM)
-            log.info("Waiting for %s to gracefully shutdown", self.name)
+            log.debug("Waiting for %s to gracefully shutdown", self.name)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_seconds):
                     await self.wait()

@@ -134,6 +134,9 @@ class Generation:
         if isinstance(error, RouterError):
             self.error_type = error.error_type
             self._record.failed(error)
+        else:
+            # The route that answers counts it.
+            self._counted = False
         sink, self._sink = self._sink, None
         if sink is not None:
             sink.fail(error)

@@ -11,6 +11,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
+from millrace_router.errors import InternalError
 from millrace_router.pooling.model import GENERATES, PoolingModel
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
@@ -54,6 +55,8 @@ class Services:
     quarantine: Quarantine
     keys: ApiKeys
     """The keys that clients may present."""
+    compute_type: str
+    """Value of the `x-compute-type` header."""
     pooling: PoolingModel = GENERATES
     """What the model yields beside text."""
     adapters: Resolver | None = None
@@ -64,8 +67,6 @@ class Services:
     traces: RequestTraces | None = None
     cost: CostModel | None = None
     late: LatePlanning | None = None
-    compute_type: str = "gpu+optimized"
-    """Value of the `x-compute-type` header."""
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS
     """Silence after which a stream sends a comment."""
 
@@ -73,6 +74,12 @@ class Services:
     def dialect(self) -> Dialect:
         """The dialect of this server."""
         return self.limits.dialect
+
+    def defect(self) -> InternalError:
+        """Count a defect of this server, and make the error that its client gets."""
+        error = InternalError()
+        self.metrics.request_failure.labels(err=error.failure_label).inc()
+        return error
 
 
 SERVICES: web.AppKey[Services] = web.AppKey("services", Services)

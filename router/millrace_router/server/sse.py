@@ -17,6 +17,7 @@ from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.idempotency import Run
 from millrace_router.server.ignored import ignored_header
 from millrace_router.server.recording import Recording, SseOptions
+from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.stream_writer import FrameSink, StreamWriter
 
 KEEP_ALIVE = b":\n\n"
@@ -62,8 +63,8 @@ async def respond(
         _connect(streams, writer)
         return await send(request, writer, options)
     options = replace(options, headers={**options.headers, **ignored_header(request)})
-    on_error = options.on_error
-    recording = Recording(options, lambda error: on_error(_stream_error(error)))
+    on_error, services = options.on_error, request.app[SERVICES]
+    recording = Recording(options, lambda error: on_error(_stream_error(error, services)))
     run.record(recording)
     _connect(streams, recording)
     await recording.wait()
@@ -103,7 +104,7 @@ async def send(
         await connection.write(beginning or KEEP_ALIVE)
     await _pump(writer, connection, keep_alive_seconds)
     if writer.error is not None:
-        await connection.write(options.on_error(_stream_error(writer.error)))
+        await connection.write(options.on_error(_stream_error(writer.error, request.app[SERVICES])))
     await connection.end()
     return response
 
@@ -133,7 +134,7 @@ async def _pump(writer: StreamWriter, connection: _Connection, keep_alive_second
                 await connection.write(KEEP_ALIVE)
 
 
-def _stream_error(error: Exception) -> RouterError:
+def _stream_error(error: Exception, services: Services) -> RouterError:
     """Return the error to send after the first event; raises ConnectionError."""
     if isinstance(error, ConnectionError):
         raise error
@@ -143,7 +144,7 @@ def _stream_error(error: Exception) -> RouterError:
         return error
     # The status has been sent, so the error can only be an event.
     log.error("stream failed", exc_info=error)
-    return RouterError("Internal server error")
+    return services.defect()
 
 
 class _Connection:

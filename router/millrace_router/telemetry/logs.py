@@ -20,6 +20,8 @@ LEVELS = {
     "warning": logging.WARNING,
     "error": logging.ERROR,
 }
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
+"""That of the launcher and the shards: UTC with microseconds, also where they are 0."""
 LEVEL_WORDS = {"warning": "WARN", "critical": "ERROR", "exception": "ERROR"}
 NOISY_LIBRARIES = ("asyncio", "aiohttp.access", "aiohttp.server")
 
@@ -71,7 +73,7 @@ def configure(level: str, *, json_output: bool, file: BinaryIO | None = None) ->
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.TimeStamper(fmt=TIME_FORMAT, utc=True),
             structlog.processors.add_log_level,
             structlog.processors.ExceptionRenderer(_format_exception),
             _add_target,

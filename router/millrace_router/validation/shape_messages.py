@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from pydantic import ValidationError as ShapeError
@@ -43,6 +44,7 @@ SENTENCES: Mapping[str, str] = {
     "value_error": "is not valid: {error}",
 }
 """Sentences by the type of a pydantic error, with its context in gaps."""
+ONE_OF_MANY = re.compile(r"\b1 (item|character)s\b")
 
 
 def shape_error(error: ShapeError, body: object) -> BodyShapeError:
@@ -50,6 +52,7 @@ def shape_error(error: ShapeError, body: object) -> BodyShapeError:
     first = error.errors(include_url=False, include_input=False)[0]
     sentence = SENTENCES.get(first["type"])
     said = first["msg"] if sentence is None else sentence.format_map(first.get("ctx", {}))
+    said = ONE_OF_MANY.sub(r"1 \1", said)
     place = _place(first["loc"], body)
     if first["type"] == "missing":
         place = f"{place}.{first['loc'][-1]}"

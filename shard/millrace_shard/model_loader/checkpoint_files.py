@@ -106,7 +106,8 @@ def _refuse_pickles(names: Iterable[str]) -> None:
     pickles = sorted(name for name in names if _matches(name, PICKLES))
     if pickles:
         raise PickledWeightsError(
-            f"the weights are pickle files ({', '.join(pickles[:3])}), which may run code when read"
+            f"the weights are pickle files ({', '.join(pickles[:3])}), which may run code when read;"
+            " safetensors and GGUF files are read"
         )
 
 

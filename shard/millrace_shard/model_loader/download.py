@@ -74,7 +74,8 @@ def download_snapshot(model_id: str, *, revision: str | None, access: HubAccess)
     weights = weight_files(files, index=index)
     blobs = access.cache / f"models--{model_id.replace('/', '--')}" / "blobs"
     total = sum(file.size for file in weights)
-    log.info("downloading %d weight files, %.0f MiB", len(weights), total / MIB)
+    what = "1 weight file" if len(weights) == 1 else f"{len(weights)} weight files"
+    log.info("downloading %s, %.0f MiB", what, total / MIB)
     # The small files are negligible.
     with DownloadProgress(
         total, lambda: folder_bytes(blobs, "*"), interval=access.progress_seconds

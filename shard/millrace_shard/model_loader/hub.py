@@ -35,7 +35,6 @@ from millrace_shard.model_loader.download import (
     first_line,
 )
 from millrace_shard.model_loader.download_progress import REPORT_SECONDS
-from millrace_shard.model_loader.gguf.folder import prepare_gguf
 from millrace_shard.model_loader.hub_connection import HubUnreachableError
 from millrace_shard.model_loader.published.download import fetch_published
 from millrace_shard.model_loader.published.models import PublishedModel, published_model
@@ -142,6 +141,9 @@ def _from_gguf(path: Path, *, tokenizer: str | None, settings: HubSettings) -> P
     if not path.is_file():
         raise HubError(f"there is no file {path}")
     source = None if tokenizer is None else _tokenizer_folder(tokenizer, settings)
+    # The import brings torch, which takes a second.
+    from millrace_shard.model_loader.gguf.folder import prepare_gguf  # noqa: PLC0415
+
     try:
         return prepare_gguf(path, settings.side_root / "gguf", tokenizer=source)
     except PermissionError:

@@ -135,7 +135,12 @@ def read_any_config(folder: Path) -> PretrainedConfig:
         raise ModelError(f"no config.json in {folder}")
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise UnsupportedModel(f"model_type={kind!r} in {folder / 'config.json'} is not known")
+        from millrace_shard.models.transformers_backend.supported import SUPPORTED  # noqa: PLC0415
+
+        raise UnsupportedModel(
+            f"model_type={kind!r} in {folder / 'config.json'} is not known; these are served:"
+            f" {', '.join((*FAMILIES, *SUPPORTED))}"
+        )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False

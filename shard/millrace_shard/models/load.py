@@ -108,4 +108,4 @@ def check_model(model: ModelDescription, *, allow_unlisted: bool) -> None:
     if model.config is not None:
         from millrace_shard.models.transformers_backend.supported import check_supported  # noqa: PLC0415
 
-        check_supported(model.config, allow_unlisted=allow_unlisted)
+        check_supported(model.config, own=FAMILIES, allow_unlisted=allow_unlisted)

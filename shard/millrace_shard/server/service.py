@@ -180,7 +180,7 @@ class ShardService(pb_grpc.ShardServiceServicer):
                 step = step_from_pb(request)
                 replies.put(self.engine.step(step))
         except grpc.RpcError:
-            logger.info("the router closed a stream of steps")
+            logger.debug("the router closed a stream of steps")
         finally:
             for epoch in epochs:
                 self.engine.end_epoch(epoch)

@@ -149,6 +149,12 @@ CASES = [
     ),
     Case(
         alert="RequestsFailing",
+        name="fires on defects",
+        series=refusals(0.02, "internal"),
+        summary="a:80 fails 2% of its requests.",
+    ),
+    Case(
+        alert="RequestsFailing",
         name="is silent about errors of clients",
         series=refusals(0.5, "validation"),
     ),

@@ -59,7 +59,7 @@ async def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
         await deployment.until(SERVED)
         family = deployment.family()
         deployment.process.send_signal(signal.SIGINT)
-        await deployment.until("Waiting for router")
+        await deployment.until("Terminating router")
         deployment.process.send_signal(signal.SIGINT)
         code, _ = await deployment.end()
         assert code == 0

@@ -22,7 +22,7 @@ TOTALS = tuple(MAX_TOTAL / 100 * step for step in range(1, 101))
 BATCHES = tuple(range(1, 1025))
 GUESSES = tuple(range(9))
 METHODS = ("prefill", "decode")
-CAUSES = ("overloaded", "validation", "generation", "dropped", "incomplete", "template")
+CAUSES = ("overloaded", "validation", "generation", "dropped", "incomplete", "template", "internal")
 REASONS = ("backpressure", "wait_exceeded", "chunking")
 
 

@@ -81,6 +81,8 @@ async def test_a_defect_is_one_answer(
                 edge.batcher.streams[0].token(token_event(events_before + 1, "odd"))
             text = await response.content.read()
         await edge.services.infer.permits.all_free()
+        failures = [line for line in (await edge.exposition()) if "request_failure{" in line]
+    assert failures == ['tgi_request_failure{err="internal"} 1']
     events = text.replace(b":\n\n", b"")
     assert events == (
         b"data: {}\n\n" * events_before + b"data: %b\n\n" % error if started else error

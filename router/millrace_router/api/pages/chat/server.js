@@ -42,8 +42,7 @@ const server = {
     server.isStale = false;
     server.model = info.model_id;
     server.resumes = (info.resume_grace ?? 0) > 0;
-    byId("model").textContent = byId("model").title = info.model_id;
-    document.title = `${info.model_id} · Millrace`;
+    document.title = `${showModel(info.model_id)} · Millrace`;
     showLimits(info);
     showDefaults(info);
     showStarters();

@@ -50,7 +50,8 @@ function limitsOf(schema) {
   ];
   for (const part of alternatives(schema) ?? [schema]) {
     for (const [name, sign] of bounds) {
-      if (name in part) said.push(bound(sign, part[name]));
+      // A bound stays on one line.
+      if (name in part) said.push(bound(sign, part[name]).replaceAll(" ", "\u00a0"));
     }
   }
   if (schema.default !== undefined && schema.default !== null) said.push(`default ${JSON.stringify(schema.default)}`);
@@ -150,13 +151,13 @@ function exampleOf(schema) {
   return Object.fromEntries(names.map((name) => [name, isKnown(name) ? EXAMPLES[name] : valueOf(properties[name])]));
 }
 
-/** Whether a value is of a schema's type, as far as that goes without looking inside. */
+/** Whether a value is of a schema's type, as far as that goes without looking into objects. */
 function takes(schema, value) {
   const several = alternatives(schema);
   if (several) return several.some((part) => takes(part, value));
   if (schema.$ref) return takes(resolve(schema), value);
   if (schema.type === undefined) return true;
-  if (Array.isArray(value)) return schema.type === "array";
+  if (Array.isArray(value)) return schema.type === "array" && value.every((one) => takes(schema.items ?? {}, one));
   if (typeof value === "number") return ["number", "integer"].includes(schema.type);
   return schema.type === typeof value;
 }

@@ -8,6 +8,15 @@ function showDot(name, text) {
   state.setAttribute("aria-label", text);
 }
 
+/** Shows the name of the model, and of a path its last two parts; returns what is shown. */
+function showModel(name) {
+  const model = document.getElementById("model");
+  const shown = name.startsWith("/") ? name.split("/").filter(Boolean).slice(-2).join("/") : name;
+  model.textContent = shown;
+  model.title = name;
+  return shown;
+}
+
 /** Calls `act` at once and then every `seconds()` while the page is seen; returns a function that calls it now. */
 function whileVisible(act, seconds) {
   let timer = null;

@@ -80,9 +80,7 @@ function show(status) {
     note.textContent = figure.note(status);
     if (bar) bar.value = figure.bar(status) ?? 0;
   }
-  const model = document.getElementById("model");
-  model.textContent = model.title = status.model_id;
-  document.title = `Status of ${status.model_id} · Millrace`;
+  document.title = `Status of ${showModel(status.model_id)} · Millrace`;
   showDot(status.ready ? "ready" : "troubled", status.ready ? "The server is ready" : status.reason);
   showTrouble(status.ready ? null : `Not ready: ${status.reason}`);
   document.getElementById("about").textContent =

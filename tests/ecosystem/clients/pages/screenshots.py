@@ -1,7 +1,7 @@
 """Pictures of the pages as the docs show them: `screenshots.py URL FOLDER`; wants a server with the demo model.
 
-`.venvs/pages/bin/python tests/ecosystem/clients/screenshots.py http://127.0.0.1:3000 docs/images` makes those of the
-repository, after `python -m tests.ecosystem.prepare`; with `--all`, every state of all pages in both colours.
+`.venvs/pages/bin/python tests/ecosystem/clients/pages/screenshots.py http://127.0.0.1:3000 docs/images` makes those of
+the repository, after `python -m tests.ecosystem.prepare`; with `--all`, every state of all pages in both colours.
 """
 
 from __future__ import annotations

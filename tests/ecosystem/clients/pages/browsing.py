@@ -22,6 +22,11 @@ PHONE: dict[str, Any] = {
 CHAT_ROUTE = "**/v1/chat/completions"
 
 
+def shown_name(model: str) -> str:
+    """The name of a model in the bar: of a path, its last two parts."""
+    return "/".join(model.split("/")[-2:]) if model.startswith("/") else model
+
+
 @cache
 def browser() -> Browser:
     """One browser for the whole script."""

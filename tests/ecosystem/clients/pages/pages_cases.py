@@ -6,7 +6,7 @@ import json
 import re
 from functools import partial
 
-from browsing import CHAT_ROUTE, eventually, opened, overflow, send, settled
+from browsing import CHAT_ROUTE, eventually, opened, overflow, send, settled, shown_name
 from cases import run
 from chatting import (
     ANSWER,
@@ -40,7 +40,8 @@ MARKDOWN = (
 def page_says_what_is_served(url: str) -> None:
     info = json.loads(get(f"{url}/info"))
     with opened(url) as page:
-        page.get_by_text(info["model_id"], exact=True).wait_for()
+        page.get_by_text(shown_name(info["model_id"]), exact=True).wait_for()
+        assert page.get_attribute("#model", "title") == info["model_id"]
         page.get_by_role("img", name="The server is ready").wait_for()
         assert f"{info['max_total_tokens']:,}" in page.inner_text("#limits")
         links = page.locator("nav a").evaluate_all("(links) => links.map((link) => link.href)")
@@ -182,7 +183,7 @@ SETTINGS = {
 def parameters_are_sent(url: str) -> None:
     with opened(url) as page:
         page.wait_for_function("() => document.querySelector('#max_tokens').max !== ''")
-        model = page.inner_text("#model")
+        model = page.get_attribute("#model", "title")
         plain = asked_of(page, partial(send, page, QUESTION))
         assert plain == {
             "model": model,

@@ -1,0 +1,40 @@
+"""The recorded page is whole: each block is one that the recorder writes, short, and says what it should."""
+
+from __future__ import annotations
+
+import pytest
+from tests.ecosystem.operating.first_hour import BLOCK, MOST_LINES, PAGE, shortened, written
+
+SAYS = {
+    "first-answer": '{"generated_text":',
+    "port": "Error: cannot listen on 0.0.0.0 port 3000",
+    "flag": "--max-batch-prefill-tokens",
+    "offline": "HF_HUB_OFFLINE=1",
+    "folder": "Error: there is no folder ./Qwen3",
+    "kv-memory": "The KV cache needs at least 262144 bytes on each shard",
+    "ctrl-c": "SIGINT received, shutting down",
+}
+BLOCKS = {match[1]: match[3].splitlines() for match in BLOCK.finditer(PAGE.read_text())}
+
+
+def test_the_page_has_all_recordings() -> None:
+    assert BLOCKS.keys() == SAYS.keys()
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_a_recording_is_short_and_to_the_point(name: str) -> None:
+    lines = BLOCKS[name]
+    assert lines[0].startswith("$ ")
+    assert len(lines) <= MOST_LINES
+    assert any(SAYS[name] in line for line in lines)
+
+
+def test_long_outputs_keep_their_beginning_and_their_end() -> None:
+    assert shortened(list("abcdefgh"), first=2, most=5) == ["a", "b", "…", "g", "h"]
+    assert shortened(list("abc"), first=2, most=3) == ["a", "b", "c"]
+
+
+def test_only_the_blocks_are_written() -> None:
+    page = "# A\n<!-- recorded: x -->\n```text\nold\n```\n```text\nmine\n```\n"
+    new = written(page, {"x": ["$ a", "b"]})
+    assert new == page.replace("old\n", "$ a\nb\n")
