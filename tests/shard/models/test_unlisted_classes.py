@@ -285,7 +285,7 @@ def test_what_the_cache_cannot_hold_is_refused_before_weights_are_read(model_typ
 @pytest.mark.parametrize(
     ("flags", "model_type", "text"),
     [
-        ((), "olmo", "model_type 'olmo' is not supported; .*; --allow-unlisted-model tries others"),
+        ((), "olmo", "model_type 'olmo' is not supported; .*; --allow-unlisted-model tries other"),
         (("--allow-unlisted-model",), "camembert", "camembert fails the self-check in .* 0.001"),
     ],
 )
