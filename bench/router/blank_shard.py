@@ -76,7 +76,7 @@ class BlankShard(pb_grpc.ShardServiceServicer):
         )
 
     def End(self, _: pb.EndRequest, context: grpc.ServicerContext) -> pb.EndResponse:  # noqa: N802, ARG002
-        """Go on: nobody would start another."""
+        """Refuse to end: no supervisor restarts this shard."""
         return pb.EndResponse()
 
     def Health(self, _: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802, ARG002

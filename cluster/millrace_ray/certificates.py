@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 VALID = timedelta(days=3650)
-"""Longer than any launch: nobody renews them, and the key of their authority is never written down."""
+"""Certificates are not renewed, so they are valid for longer than a launch lasts."""
 CLOCKS_DIFFER = timedelta(days=1)
 PEM = serialization.Encoding.PEM
 

@@ -1,4 +1,4 @@
-"""What the launcher asks of a cluster, and what it is told, as JSON lines."""
+"""The launcher's request to a cluster, and the answer with the addresses of the shards, as JSON lines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Spec:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What the ranks of a host need of it."""
+        """The CPUs or GPUs that the ranks of one host reserve."""
         if self.on_gpus:
             return {"GPU": self.shards_per_node}
         return {"CPU": self.shards_per_node * self.cpus_per_shard}

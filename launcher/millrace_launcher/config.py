@@ -98,7 +98,7 @@ class LauncherConfig(BaseSettings):
 
 
 class RankConfig(BaseSettings):
-    """What `millrace-launcher shards` has beside the flags of launcher and shard."""
+    """The flags that only `millrace-launcher shards` has."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore", env_ignore_empty=True)
 
