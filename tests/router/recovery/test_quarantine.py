@@ -163,10 +163,10 @@ async def test_the_route_shows_no_text_and_no_ids() -> None:
         before = time.time()
         edge.batcher.quarantine.add(POISON, num_generated=5, reason="hung")
         _, body, _ = await edge.get("/v1/quarantine")
-    assert b"secret" not in body
-    assert b"7000" not in body
     (record,) = orjson.loads(body)["quarantined"]
     assert before <= record.pop("when") <= time.time()
+    assert "secret" not in str(record)
+    assert "7000" not in str(record)
     assert record == {
         "reason": "hung",
         "prompt_sha256": sha256(array("I", POISON.input_ids)).hexdigest(),
