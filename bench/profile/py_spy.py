@@ -26,7 +26,7 @@ PARTS = {
     "garbage collection": ("gc_collect_main",),
     "metrics of a token": ("RequestRecord.token", "Histogram.observe"),
     "token to text": ("IncrementalDetokenizer",),
-    "text to JSON": ("plain_event", "ChunkTemplate.fill", "ChoiceText.push", "stream_json"),
+    "text to JSON": ("plain_frame", "ChunkTemplate.fill", "ChoiceText.push", "stream_json"),
     "frame to transport": ("StreamWriter.token",),
     "token, event, end of generation": ("Entry.accept", "Batcher._deliver"),
     "plan a step": ("Planner.plan",),

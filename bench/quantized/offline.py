@@ -30,14 +30,15 @@ CASES = {
     "32": Case("32 of 128+128", Figure.RATE, ((128, 128),) * 32),
     "first": Case("first of 1024", Figure.FIRST_TOKEN, ((1024, 1),)),
 }
+ACTIVATIONS = ("exact", "int8")
 OPENVINO_WEIGHTS = {
     "int4": ("int4", "--sym", "--group-size=128", "--ratio=1.0"),
     "int8": ("int8",),
 }
 
 
-def engines(model: str) -> list[Offline]:
-    """Ours and OpenVINO's in each format; ours multiplies codes with exact and with int8 activations."""
+def engines(model: str, kinds: Sequence[str] = ACTIVATIONS) -> list[Offline]:
+    """Ours and OpenVINO's in each format; ours multiplies codes with each kind of activations."""
     found = {offline.name: offline for offline in OFFLINE}
     ours, openvino = found[OURS], found["openvino"]
 
@@ -51,11 +52,7 @@ def engines(model: str) -> list[Offline]:
         )
 
     return [
-        *(
-            stored(form, activations)
-            for form in ("int4", "int8")
-            for activations in ("exact", "int8")
-        ),
+        *(stored(form, activations) for form in ("int4", "int8") for activations in kinds),
         *(
             replace(openvino, name=f"openvino {form}", convert=partial(_openvino, weights=weights))
             for form, weights in OPENVINO_WEIGHTS.items()
@@ -92,11 +89,12 @@ def main() -> int:
     parser = run_parser("quantized-offline", __doc__, patience=60.0)
     parser.add_argument("--model", choices=tuple(SHAPES), default="1b")
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
+    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=ACTIVATIONS)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     plan = Plan(
         engines=(OURS,),
-        more_engines=engines(options.model),
+        more_engines=engines(options.model, options.activations),
         repeats=options.repeats,
         threads=usable_cores(),
         quiet=Quiet(patience_seconds=options.patience),

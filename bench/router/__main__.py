@@ -13,124 +13,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import subprocess
 import sys
-import tempfile
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from tokenizers import Tokenizer
-
-from bench.harness.machine import cpu_seconds
 from bench.harness.paths import OUT
-from bench.harness.server import RunningServer, free_port, running
 from bench.profile.py_spy import record_profile, thread_seconds
-from bench.router.blank_shard import Counts
-from bench.router.event_counter import Counted, count_streams, http_request
+from bench.router.event_counter import count_streams
+from bench.router.rig import ROUTES, Rig, measured, request, rig, stream
+from bench.router.variants import journal, parsers, traces
 
-ROUTES = {
-    "generate_stream": "/generate_stream",
-    "chat": "/v1/chat/completions",
-    "completions": "/v1/completions",
-}
-OTHER_EVENTS = {"generate_stream": 0, "chat": 2, "completions": 1}
-"""Events of a stream without a token: a chat's role, and the end."""
-PARTS = ("cost", "hidden", "memory", "profile", "journal")
-JOURNALS: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "schedule": ("--journal=",),
-    "with token ids": ("--journal=", "--journal-tokens"),
-}
+PARTS = ("cost", "hidden", "memory", "profile", "journal", "parsers", "traces")
 FORWARD_MS = (5.0, 17.0)
 HIDDEN_STREAMS = 32
 HIDDEN_SECONDS = 3.0
 QUEUED = 1000
 QUEUED_PROMPT_TOKENS = 256
-PROMPT = "Streams run downhill to the mill and turn its wheel."
 MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Rig:
-    """A running router and its shard."""
-
-    server: RunningServer
-    port: int
-    shard: subprocess.Popen[str]
-
-    def counts(self) -> Counts:
-        """The shard's counts since the last call."""
-        assert self.shard.stdin is not None
-        assert self.shard.stdout is not None
-        self.shard.stdin.write("\n")
-        self.shard.stdin.flush()
-        return Counts(**json.loads(self.shard.stdout.readline()))
-
-    def cpu_seconds(self) -> float:
-        """CPU time that the router has used so far."""
-        return cpu_seconds([self.server.process])
-
-    def memory(self) -> int:
-        """Resident bytes of the router."""
-        resident: int = self.server.process.memory_info().rss
-        return resident
-
-
-@contextmanager
-def rig(
-    options: argparse.Namespace, *, forward_ms: float = 0.0, flags: Sequence[str] = ()
-) -> Iterator[Rig]:
-    """Run both for the length of the block; raises ServerError."""
-    model: Path = options.model
-    vocab_size = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
-        address, port = f"unix:{scratch}/shard", free_port()
-        shard_command = [sys.executable, "-m", "bench.router.blank_shard", address]
-        shard_command += [f"--vocab-size={vocab_size}", f"--forward-ms={forward_ms}"]
-        router_command = [*options.router_prefix.split(), sys.executable, "-m", "millrace_router"]
-        router_command += [f"--model-folder={model}"]
-        router_command += [f"--shard-addresses={address}", f"--port={port}", "--hostname=127.0.0.1"]
-        router_command += ["--max-concurrent-requests=4096", *flags]
-        with (
-            subprocess.Popen(
-                shard_command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            ) as shard,
-            running(router_command, port=port, log=options.log, environment={}) as server,
-        ):
-            yield Rig(server, port, shard)
-
-
-def request(route: str, tokens: int, *, prompt: str = PROMPT) -> bytes:
-    """The HTTP request for one stream of exactly `tokens` tokens."""
-    if route == "generate_stream":
-        body: dict[str, Any] = {
-            "inputs": prompt,
-            "parameters": {"max_new_tokens": tokens, "ignore_eos": True},
-        }
-    else:
-        body = {"model": "tgi", "stream": True, "max_tokens": tokens, "ignore_eos": True}
-        if route == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
-        else:
-            body["prompt"] = prompt
-    return http_request(ROUTES[route], json.dumps(body).encode())
-
-
-def stream(at: Rig, route: str, *, streams: int, tokens: int, rounds: int = 1) -> Counted:
-    """Run a load to its end and check that every token came."""
-    asked = [request(route, tokens)] * streams
-    counted = asyncio.run(count_streams(at.port, asked, rounds=rounds))
-    others = OTHER_EVENTS[route]
-    expected = streams * rounds * (tokens + others)
-    if counted.events != expected:
-        raise SystemExit(f"{route}: {counted.events} events, expected {expected}")
-    return counted
 
 
 def cost(options: argparse.Namespace) -> None:
@@ -145,33 +45,6 @@ def cost(options: argparse.Namespace) -> None:
             middle = median(runs)
             each = " ".join(f"{run:.1f}" for run in runs)
             print(f"| {route} | **{middle:.1f}** ({each}) | {1e6 / middle:,.0f} |", flush=True)
-
-
-def measured(at: Rig, route: str, options: argparse.Namespace) -> float:
-    """CPU microseconds a token of one run."""
-    before = at.cpu_seconds()
-    stream(at, route, streams=options.streams, tokens=options.tokens, rounds=options.rounds)
-    tokens: int = options.streams * options.rounds * options.tokens
-    return 1e6 * (at.cpu_seconds() - before) / tokens
-
-
-def journal(options: argparse.Namespace) -> None:
-    """Print CPU microseconds a token with and without a journal, in turn, and bytes a token on disk."""
-    runs: dict[str, list[float]] = {name: [] for name in JOURNALS}
-    sizes: dict[str, float] = {}
-    for _ in range(options.repeats):
-        for name, flags in JOURNALS.items():
-            with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-                given = [f"{flag}{folder}" if flag.endswith("=") else flag for flag in flags]
-                with rig(options, flags=[f"--max-batch-size={options.streams}", *given]) as at:
-                    stream(at, "generate_stream", streams=options.streams, tokens=32)
-                    runs[name].append(measured(at, "generate_stream", options))
-                size = sum(path.stat().st_size for path in Path(folder).iterdir())
-                sizes[name] = size / options.streams / (options.rounds * options.tokens + 32)
-    print("\n| journal | µs a token (each run) | bytes a token |\n|---|---|--:|")
-    for name, each in runs.items():
-        shown = " ".join(f"{run:.1f}" for run in each)
-        print(f"| {name} | **{median(each):.1f}** ({shown}) | {sizes[name]:.1f} |", flush=True)
 
 
 def hidden(options: argparse.Namespace) -> None:
@@ -282,6 +155,8 @@ def main() -> int:
         "memory": memory,
         "profile": profile,
         "journal": journal,
+        "parsers": parsers,
+        "traces": traces,
     }
     for part in options.parts:
         parts[part](options)

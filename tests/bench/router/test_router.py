@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import grpc
 import pytest
 from bench.profile.py_spy import PARTS, Recorded
-from bench.router.__main__ import request
 from bench.router.blank_shard import BlankShard
 from bench.router.event_counter import (
     Counted,
@@ -22,6 +21,7 @@ from bench.router.event_counter import (
     count_streams,
     http_request,
 )
+from bench.router.rig import request
 
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_router.shards.group import ShardGroup

@@ -71,7 +71,7 @@ async def test_a_defect_is_one_answer(
         if keep_alive_seconds > 1:
             stream.token(token_event(events_before + 1, "odd"))
 
-    monkeypatch.setattr(routes, "plain_event", defective)
+    monkeypatch.setattr(routes, "plain_frame", defective)
     error = b'{"error":"Internal server error","error_type":"internal"}'
     async with serving(script, keep_alive_seconds=keep_alive_seconds) as edge:
         async with edge.client.post(f"{edge.url}/generate_stream", json=ASKED) as response:
@@ -93,11 +93,11 @@ def defective(event: TokenEvent) -> bytes:
     """Render, but for one token."""
     if event.token.text == "odd":
         raise ValueError("odd")
-    return b"{}"
+    return b"data: {}\n\n"
 
 
 async def test_a_late_defect_is_followed_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "plain_event", defective)
+    monkeypatch.setattr(routes, "plain_frame", defective)
     output = io.BytesIO()
     with logging_to(output):
         async with serving(None, keep_alive_seconds=0.01) as edge:

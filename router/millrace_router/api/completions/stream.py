@@ -37,6 +37,7 @@ class CompletionStream(ChoiceStream):
         self._frame = ChunkTemplate(lambda text: chunks.text_chunk(index, text), frame=framed).fill
         self._followers: Sequence[CompletionStream] = ()
         self._has_begun = False
+        self._is_verbatim = False
         self._prompt_ids = generation.valid.input_ids if self._text.has_token_ids else None
 
     def lead(self, followers: Sequence[CompletionStream]) -> None:
@@ -45,6 +46,11 @@ class CompletionStream(ChoiceStream):
 
     def token(self, event: TokenEvent) -> None:
         """Frame what the token adds, after the echo if it is the first."""
+        token = event.token
+        if self._is_verbatim and event.finished is None and not token.special:
+            # Nearly every token comes this way.
+            self._sink.token(self._frame(token.text))
+            return
         if not self._has_begun:
             self._begin()
         delta = self._text.push(event)
@@ -59,6 +65,7 @@ class CompletionStream(ChoiceStream):
     def _begin(self) -> None:
         # A failure until the first token still has a status of its own.
         self._has_begun = True
+        self._is_verbatim = self._text.is_verbatim and not self._chunks.continuous_usage
         opening = self._text.opening(self._first.prompt_logprobs)
         if opening is not None:
             self._send(opening)

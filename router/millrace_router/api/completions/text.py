@@ -39,6 +39,8 @@ class CompletionText(TrimmedText):
     def __init__(self, style: Style, echo: Echo | None = None) -> None:
         super().__init__([] if style.dialect.keeps_stops else style.stop_sequences, style.shown)
         self._style = style
+        if style.only_scores or style.logprobs is not None:
+            self.is_verbatim = False
         self._echo = echo
         start = 0 if echo is None else len(echo.text)
         self._offsets = None if style.logprobs is None else style.logprobs.offsets(start)

@@ -44,12 +44,19 @@ class ChatStream(ChoiceStream):
         self._frame = ChunkTemplate(lambda text: answers.text_chunk(index, text), frame=framed).fill
         self._is_plain = is_plain and not continuous_usage
         self._has_begun = False
+        self._is_verbatim = False
 
     def token(self, event: TokenEvent) -> None:
         """Frame what the token adds, after the role if it is the first."""
+        token = event.token
+        if self._is_verbatim and event.finished is None and not token.special:
+            # Nearly every token comes this way.
+            self._sink.token(self._frame(token.text))
+            return
         delta = self._text.push(event)
         if not self._has_begun:
             self._has_begun = True
+            self._is_verbatim = self._is_plain and self._text.is_verbatim
             ids = self._generation.valid.input_ids if self._text.has_token_ids else None
             opening = self._answers.opening(self._index, ids)
             if opening is not None:

@@ -102,6 +102,8 @@ class TrimmedText:
         self._is_usual = not (shown.special_tokens or shown.stop_token_ids)
         self.has_token_ids = shown.token_ids
         """Whether the deltas have the ids of tokens."""
+        self.is_verbatim = self._is_usual and not (shown.token_ids or any(stop_sequences))
+        """Whether a token that is neither special nor the last one adds its text and nothing else."""
 
     @property
     def stop_sequence(self) -> str | None:
@@ -150,6 +152,8 @@ class ChoiceText(TrimmedText):
         self._has_called = False
         self._splitter = splitter
         self._shows_thought = shows_thought
+        if not (logprobs is None and parser is None and splitter is None):
+            self.is_verbatim = False
         self.reasoning_tokens: int | None = None if splitter is None else 0
         """Tokens of the thought so far, its tags among them; None if no thought is told from the text."""
 

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 from millrace_router.request.events import Finished, PromptLogprobs, Token, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
+from millrace_router.server.sse import event as framed
 
 
 class PrefillTokenJson(TypedDict):
@@ -140,16 +141,16 @@ def sequence_json(
     return sequence
 
 
-_PLAIN_EVENT = (
+_PLAIN_FRAME = framed(
     b'{"index":%d,"token":{"id":%d,"text":%b,"logprob":%b,"special":%b},'
     b'"generated_text":null,"details":null}'
 )
 
 
-def plain_event(event: TokenEvent) -> bytes:
-    """Render `stream_json` as text, for an event with nothing but its token: the usual case, three times as fast."""
+def plain_frame(event: TokenEvent) -> bytes:
+    """Frame `stream_json` of an event with nothing but its token: the usual case, three times as fast."""
     token = event.token
-    return _PLAIN_EVENT % (
+    return _PLAIN_FRAME % (
         event.index,
         token.id,
         orjson.dumps(token.text),

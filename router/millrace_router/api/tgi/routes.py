@@ -16,7 +16,7 @@ from millrace_router.api.tgi.answers import (
     SequenceJson,
     StreamDetailsJson,
     StreamResponse,
-    plain_event,
+    plain_frame,
     prefill_json,
     sequence_json,
     stream_json,
@@ -185,7 +185,7 @@ class GenerateStream(GenerationStream):
         elif event.top_tokens or self._is_lorax:
             self._sink.token(framed(orjson.dumps(self._json(event))))
         else:
-            self._sink.token(framed(plain_event(event)))
+            self._sink.token(plain_frame(event))
 
     def _json(self, event: TokenEvent) -> StreamResponse:
         json = stream_json(event)

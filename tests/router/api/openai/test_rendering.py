@@ -11,7 +11,7 @@ from millrace_router.api.completions.text import CompletionDelta
 from millrace_router.api.openai.answers import AnswerHead, ChunkTemplate
 from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.choice import ChatDelta
-from millrace_router.api.tgi.answers import plain_event, stream_json
+from millrace_router.api.tgi.answers import plain_frame, stream_json
 from millrace_router.engine.usage import Usage
 from millrace_router.request.dialect import dialect_of
 from millrace_router.request.events import Token, TokenEvent
@@ -27,7 +27,7 @@ FLOATS = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1e-45, -1.3242188])
 @example(1, 5, "x", float("nan"), True)
 def test_a_token(index: int, id_: int, text: str, logprob: float, special: bool) -> None:
     token = TokenEvent(index, Token(id_, text, logprob, special))
-    assert plain_event(token) == orjson.dumps(stream_json(token))
+    assert plain_frame(token) == event(orjson.dumps(stream_json(token)))
 
 
 @given(TEXTS.filter(bool), TEXTS, st.integers(0, 3), st.booleans())
