@@ -62,6 +62,8 @@ class Entry(SchedulableRequest):
         self._stop_token_ids = frozenset(request.stop_token_ids)
         self._text = IncrementalDetokenizer(tokenizer, request.input_ids)
         self._stop = StopMatcher(request.stop_sequences) if request.stop_sequences else None
+        self._last_ids = self._eos_token_ids | self._stop_token_ids
+        """Tokens that may end the generation."""
         self._prompt_logprobs = array("f")
         self._prompt_candidates = array("I"), array("f")
         adapter = request.adapter
@@ -111,8 +113,12 @@ class Entry(SchedulableRequest):
         self.generated_ids.append(token_id)
         self.num_generated = count = len(self.generated_ids)
         text = self._text.step(token_id)
-        reason = self._finish_reason(token_id, text)
+        reason: FinishReason | None = None
         finished: Finished | None = None
+        # Runs for every token, so the usual one costs no call.
+        may_end = token_id in self._last_ids or count >= self.max_new_tokens
+        if may_end or self._stop is not None:
+            reason = self._finish_reason(token_id, text)
         if reason is not None:
             text += self._text.flush()
             seed = self.request.sampling.seed if self.request.sampling.samples else None
@@ -127,7 +133,7 @@ class Entry(SchedulableRequest):
         if token_id in self._stop_token_ids:
             return FinishReason.STOP_SEQUENCE
         matched = self._stop is not None and self._stop.push(text) is not None
-        if self.num_generated >= self.request.max_new_tokens:
+        if self.num_generated >= self.max_new_tokens:
             return FinishReason.LENGTH
         if token_id in self._eos_token_ids:
             return FinishReason.LENGTH if self.is_closed else FinishReason.EOS_TOKEN

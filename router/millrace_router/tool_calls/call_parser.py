@@ -56,8 +56,17 @@ class CallParser:
 
     def push(self, text: str) -> Parsed:
         """Parse more text; text that may begin a call is held back."""
+        if not self._rest and self._is_plain(text):
+            self._is_called = False
+            return Parsed(text)
         self._rest += text
         return self._parsed()
+
+    def _is_plain(self, text: str) -> bool:
+        """Whether text can be output at once, if none is held."""
+        if self._step != self._in_text or text[-1:] in _BLANKS:
+            return False
+        return self._begins_marker.search(text) is None
 
     def finish(self) -> Parsed:
         """Parse the held text as the end of the answer."""

@@ -28,7 +28,7 @@ class ChatStream(ChoiceStream):
         is_plain: bool,
         continuous_usage: bool,
     ) -> None:
-        """With `is_plain`, a token that does not end its choice adds nothing but thought and text.
+        """With `is_plain`, a token that does not end its choice adds nothing but thought, text and calls.
 
         With `continuous_usage` every token's chunk has the usage of its choice so far, in which the prompt is
         counted with the first choice alone.
@@ -61,10 +61,10 @@ class ChatStream(ChoiceStream):
             opening = self._answers.opening(self._index, ids)
             if opening is not None:
                 self._send(opening)
-        if self._is_plain and delta.finish_reason is None:
+        if self._is_plain and delta.finish_reason is None and not delta.calls:
             if delta.thought:
                 self._sink.token(self._frame_thought(delta.thought))
-            if delta.text or not delta.thought:
+            if delta.text or not (delta.thought or self._text.may_call):
                 self._sink.token(self._frame(delta.text))
             return
         usage = self._generation.usage(delta.num_tokens, self._text.reasoning_tokens)

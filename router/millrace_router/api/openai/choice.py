@@ -147,6 +147,8 @@ class ChoiceText(TrimmedText):
         super().__init__([] if keeps_stops else stop_sequences, shown)
         self._logprobs = logprobs
         self._parser = parser
+        self.may_call = parser is not None
+        """Whether the choice may have calls, so that text may be held back for long."""
         self._markers = tuple(markers)
         self._keeps_stops = keeps_stops
         self._has_called = False

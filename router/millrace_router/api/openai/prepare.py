@@ -44,8 +44,8 @@ class PreparedChat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a token can become nothing but thought and text."""
-        return self.logprobs is None and not self.tools and not self.shown.token_ids
+        """Whether a token can become nothing but thought, text and calls."""
+        return self.logprobs is None and not self.shown.token_ids
 
     def text(self) -> ChoiceText:
         """Return a new reader of one choice."""
