@@ -9,7 +9,7 @@ from millrace_router.api.chat.shown import DEFAULT_TEXT, ShownText
 from millrace_router.api.completions.echo import Echo
 from millrace_router.api.completions.logprobs import CompletionLogprobs, no_logprobs
 from millrace_router.api.completions.protocol import CompletionLogprobsJson
-from millrace_router.api.openai.choice import ChoiceDelta, TrimmedText
+from millrace_router.api.openai.choice import ChoiceDelta, TrimmedText, text_before_special
 from millrace_router.request.dialect import MILLRACE, Dialect
 from millrace_router.request.events import PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason
@@ -86,7 +86,9 @@ class CompletionText(TrimmedText):
             return ""
         if not token.special or style.shown.special_tokens:
             return token.text
-        return token.text if style.dialect.shows_special_tokens and style.streams else ""
+        if style.dialect.shows_special_tokens and style.streams:
+            return token.text
+        return text_before_special(token)
 
     def _reason(self, reason: FinishReason) -> str:
         if self._style.dialect.has_tgi_reasons and (

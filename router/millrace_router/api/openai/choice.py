@@ -28,6 +28,7 @@ _FINISH_REASONS = {
     FinishReason.EOS_TOKEN: STOP,
     FinishReason.STOP_SEQUENCE: STOP,
 }
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, for which JSON has no number."""
 
@@ -90,6 +91,11 @@ class TokenLogprobs:
             "logprob": LEAST_LOGPROB if logprob is None else logprob,
             "bytes": list(self.bytes_of(token)),
         }
+
+
+def text_before_special(token: Token) -> str:
+    """Return the end of the text before a special token: a character that it has cut short, if there is one."""
+    return token.text[: len(token.text) - len(token.text.lstrip(_REPLACEMENT))]
 
 
 class TrimmedText:
@@ -186,8 +192,9 @@ class ChoiceText(TrimmedText):
         return token.text
 
     def _hidden(self, token: Token) -> str:
-        """Return the part of a special token that the parser needs."""
-        return next((marker for marker in self._markers if token.text.endswith(marker)), "")
+        """Return the text before a special token, and the part of the token that the parser needs."""
+        marker = next((marker for marker in self._markers if token.text.endswith(marker)), "")
+        return text_before_special(token) + marker
 
     def _reason(self, reason: FinishReason) -> str:
         if self._keeps_stops and reason is FinishReason.STOP_SEQUENCE:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from millrace_router.api.completions.echo import Echo, echo_of
 from millrace_router.api.completions.logprobs import CompletionLogprobs
 from millrace_router.api.completions.text import CompletionText, Style
+from millrace_router.api.openai.choice import ChoiceText
 from millrace_router.request.dialect import TGI
 from millrace_router.request.events import PromptLogprobs, Token, TokenEvent
 from millrace_router.request.request import FinishReason
@@ -177,3 +178,11 @@ def test_a_special_token_that_is_shown_begins_after_an_unfinished_character() ->
     piece = text.push(TokenEvent(2, token))
     assert piece.logprobs is not None
     assert piece.logprobs["text_offset"] == [1]
+
+
+@pytest.mark.parametrize("text", [CompletionText(Style()), ChoiceText([])])
+def test_a_character_that_a_special_token_cuts_short_is_shown(
+    text: CompletionText | ChoiceText,
+) -> None:
+    token = Token(id=0, text="\ufffd<|end|>", logprob=-1.0, special=True)
+    assert text.push(TokenEvent(1, token)).text == "\ufffd"
