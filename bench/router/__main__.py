@@ -6,6 +6,7 @@ figures are CPU time of the router's process, which other load hardly changes.
 
     python -m bench.router                      # every part
     python -m bench.router --parts cost --routes generate_stream --streams 128 --tokens 256
+    python -m bench.router --parts parsers traces journal       # with and without a feature, in turn
     python -m bench.router --parts profile      # bench/out/router-128.svg; needs py-spy
 """
 
