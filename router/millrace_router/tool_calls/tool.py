@@ -76,9 +76,12 @@ class CallDelta:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parsed:
-    """Text for the client and pieces of calls. Their order among each other is not kept, as in OpenAI's answers."""
+    """Text for the client and pieces of calls. Their order among each other is not kept, as in OpenAI's answers.
+
+    One is made for every token, and a frozen one would take twice as long; no code changes it.
+    """
 
     text: str = ""
     calls: tuple[CallDelta, ...] = ()

@@ -207,9 +207,10 @@ class ChoiceText(TrimmedText):
         if ended:
             rest = splitter.finish()
             split = Split(split.thought + rest.thought, split.answer + rest.answer)
-        if thought or splitter.thinks or split.thought:
-            assert self.reasoning_tokens is not None
-            self.reasoning_tokens += 1
+        if not (thought or splitter.thinks or split.thought):
+            return split
+        assert self.reasoning_tokens is not None
+        self.reasoning_tokens += 1
         return split if self._shows_thought else Split("", split.answer)
 
     def _parse(self, parser: AnswerParser, text: str, *, ended: bool) -> Parsed:
@@ -217,7 +218,8 @@ class ChoiceText(TrimmedText):
         if ended:
             rest = parser.finish()
             parsed = Parsed(parsed.text + rest.text, parsed.calls + rest.calls)
-        self._has_called = self._has_called or bool(parsed.calls)
+        if parsed.calls:
+            self._has_called = True
         return parsed
 
 
