@@ -95,6 +95,10 @@ class SafetensorFiles:
             self._asked.add(found)
         return found
 
+    def names(self) -> list[str]:
+        """The names in the files of all tensors."""
+        return sorted(self._paths)
+
     def unread(self) -> list[str]:
         """The names in the files of all tensors that no method was asked for."""
         return sorted(self._paths.keys() - self._asked)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,11 +59,9 @@ class Weights:
         self._world_size = group.world_size
         self._views: list[tuple[Tensor, int]] = []
         self._made = quantization if isinstance(quantization, MadeAtLoad) else None
-        self._read_codes: Callable[[str, Cut], QuantizedTensor | None] | None = None
-        if isinstance(self.files, GgufFiles):
-            self._read_codes = self._gguf_codes
-        elif isinstance(quantization, Quantization):
-            self._read_codes = LinearReader(self.files, quantization, self._note).read
+        self._reader: LinearReader | None = None
+        if isinstance(quantization, Quantization) and isinstance(self.files, SafetensorFiles):
+            self._reader = LinearReader(self.files, quantization, self._note)
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
@@ -174,6 +172,10 @@ class Weights:
         out[end - start :] = 0
         return out
 
+    def has_codes(self, name: str) -> bool:
+        """Whether a safetensors file has the weight `name` quantised, in the way that its config says."""
+        return self._reader is not None and self._reader.has_codes(name)
+
     def head(self, name: str, vocab_size: int, hidden_size: int) -> StoredWeight:
         """The same rows for an output head; they may be quantised. Valid until `release`."""
         share, start, end = self._vocabulary_span(vocab_size)
@@ -218,8 +220,7 @@ class Weights:
 
     def _linear(self, name: str, cut: Cut) -> Tensor | QuantizedTensor:
         """A rank's part of a weight [out, in]."""
-        codes = None if self._read_codes is None else self._read_codes(name, cut)
-        if codes is not None:
+        if (codes := self._read_codes(name, cut)) is not None:
             return codes
         self._check(name, (cut.outputs, cut.inputs))
         dim, span = (0, cut.rows) if cut.has_all_inputs else (1, cut.columns)
@@ -236,9 +237,10 @@ class Weights:
             raise WeightsError(f"tensor {name} has values that are not finite numbers")
         return made
 
-    def _gguf_codes(self, name: str, cut: Cut) -> QuantizedTensor | None:
-        """A part of a tensor in a GGUF file; None if its blocks are plain numbers."""
-        assert isinstance(self.files, GgufFiles)
+    def _read_codes(self, name: str, cut: Cut) -> QuantizedTensor | None:
+        """A part of a weight that is quantised in the files; None if it is not."""
+        if not isinstance(self.files, GgufFiles):
+            return None if self._reader is None else self._reader.read(name, cut)
         found = self.files.codes(name, cut)
         if found is not None:
             self._count(self.files.stored_bytes(name))
@@ -246,8 +248,6 @@ class Weights:
 
     def _codes(self, name: str, outputs: int, inputs: int, rows: Span) -> StoredWeight | None:
         """Rows of a weight that is quantised in the files; None if it is not."""
-        if self._read_codes is None:
-            return None
         cut = Cut(outputs=outputs, inputs=inputs, rows=rows, columns=(0, inputs))
         found = self._read_codes(name, cut)
         if found is None:

@@ -14,6 +14,7 @@ from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearW
 from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.layer.rotation import Rotation
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
+from millrace_shard.model_loader.quantized.module_tensors import KINDS
 from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.experts_loader import ExpertsLoader
 from millrace_shard.models.kv_scales import read_kv_scales
@@ -24,6 +25,7 @@ from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
 from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec
 from millrace_shard.models.spec.norm_spec import NormPlaces, NormSpec
 from millrace_shard.models.split import kv_heads_per_rank
+from millrace_shard.models.unread_tensors import check_biases
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,9 @@ class LayerLoader:
         group: ProcessGroup,
         adapters: AdapterTable | None = None,
     ) -> None:
-        """Raise WeightsError if the files have more layers than `spec`."""
+        """Raise WeightsError if the files have more layers or biases than `spec`."""
         weights.check_layers(spec.num_stored_layers)
+        check_biases(weights.files, spec)
         self._spec = spec
         self._ropes = ropes
         self._weights = weights
@@ -57,9 +60,12 @@ class LayerLoader:
     @property
     def has_head(self) -> bool:
         """Whether the model has an output head; only one whose file may lack it has none."""
-        name, parts = self._spec.names.head, ("weight", "qweight", "weight_packed")
         is_there = self._spec.tied_head or not self._spec.may_lack_head
-        return is_there or any(f"{name}.{part}" in self._weights for part in parts)
+        return is_there or self._file_has_head
+
+    @property
+    def _file_has_head(self) -> bool:
+        return any(f"{self._spec.names.head}.{kind}" in self._weights for kind in KINDS)
 
     def head(self, embedding: Tensor) -> Linear:
         """The output head, which is the embedding if the config ties them, or if there is none.
@@ -85,14 +91,19 @@ class LayerLoader:
     def _is_tied(self) -> bool:
         if not self._spec.tied_head:
             return False
+        if not self._file_has_head:
+            return True
         names, weights = self._spec.names, self._weights
         embedding, head = f"{names.embedding}.weight", f"{names.head}.weight"
-        if head not in weights or not weights.files.differ(embedding, head):
-            return True
-        logger.warning(
-            "config.json ties the output head to the embedding, and the file has another head: it is used"
-        )
-        return False
+        is_used = weights.has_codes(head) or weights.files.differ(embedding, head)
+        if is_used or not weights.files.is_plain(head):
+            logger.warning(
+                "config.json ties the output head to the embedding, and the file has another head: it is %s",
+                "used"
+                if is_used
+                else "not used, since config.json does not say how it is quantised",
+            )
+        return not is_used
 
     def last_norm(self) -> NormWeights:
         """The norm before the head."""

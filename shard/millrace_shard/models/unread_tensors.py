@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from millrace_shard.errors import WeightsError
 from millrace_shard.model_loader.gguf.files import GgufFiles
 from millrace_shard.model_loader.safetensor_files import LAYER, SafetensorFiles
-from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
+from millrace_shard.models.spec.feed_forward_spec import GatedSpec
+from millrace_shard.models.spec.weight_names import LayerNames
 
 WITHOUT_EFFECT = (
     ".inv_freq",
@@ -23,27 +26,32 @@ WITHOUT_EFFECT = (
 """Ends of the names of tensors that other fields tell, or by which activations and caches are quantised."""
 OF_INPUTS = ".pre_quant_scale"
 """Ends the names of factors by which the inputs of linears are multiplied."""
+BIAS = "bias"
+"""Ends the names of biases."""
 NAMED = 3
 """Tensors that a warning names."""
 
 logger = logging.getLogger(__name__)
 
 
-def check_unread(files: SafetensorFiles | GgufFiles, spec: DecoderSpec) -> None:
-    """Raise WeightsError for a bias that is not 0 or a scale of inputs that was not read; log other tensors of layers.
+def check_biases(files: SafetensorFiles | GgufFiles, spec: DecoderSpec) -> None:
+    """Raise WeightsError for a bias that is not 0 and that `spec` does not have, before other tensors are read.
 
     Tools write zeros as biases of linears that have none. transformers leaves biases out that its class lacks.
     """
+    if not isinstance(files, GgufFiles):
+        outside = (f"{name}.bias" for name in (spec.names.norm, spec.names.head))
+        of_layers = (name for name in files.names() if _is_denied(name, spec))
+        _refuse_biases(files, (*of_layers, *(name for name in outside if name in files)))
+
+
+def check_unread(files: SafetensorFiles | GgufFiles, spec: DecoderSpec) -> None:
+    """Raise WeightsError for a bias or a scale of inputs that was not read; log other tensors of layers."""
     if isinstance(files, GgufFiles):
         return
     unread = [name for name in files.unread() if _is_of_layers(name, len(spec.layers))]
-    outside = (f"{name}.bias" for name in (spec.names.norm, spec.names.head))
-    biases = [name for name in unread if name.endswith("bias")]
-    for name in (*biases, *(name for name in outside if name in files)):
-        if files.is_plain(name) and files.whole(name).count_nonzero():
-            raise WeightsError(
-                f"tensor {name} in {files.file_name(name)} is a bias, and by its config the model has none there"
-            )
+    biases = [name for name in unread if name.endswith(BIAS)]
+    _refuse_biases(files, biases)
     scaled = next((name for name in unread if name.endswith(OF_INPUTS)), None)
     if scaled is not None:
         raise WeightsError(
@@ -57,6 +65,43 @@ def check_unread(files: SafetensorFiles | GgufFiles, spec: DecoderSpec) -> None:
             ", ".join(others[:NAMED]),
             ", …" if len(others) > NAMED else "",
         )
+
+
+def _refuse_biases(files: SafetensorFiles, names: Iterable[str]) -> None:
+    for name in names:
+        if files.is_plain(name) and files.whole(name).count_nonzero():
+            raise WeightsError(
+                f"tensor {name} in {files.file_name(name)} is a bias, and by its config the model has none there"
+            )
+
+
+def _is_denied(name: str, spec: DecoderSpec) -> bool:
+    """Whether the tensor is a bias of a layer, and the layer has none there."""
+    found = LAYER.match(name)
+    if found is None or not name.endswith(BIAS) or int(found[1]) >= len(spec.layers):
+        return False
+    given = _biases(spec.layers[int(found[1])], spec.names.layer)
+    return not name[found.end() :].startswith(given)
+
+
+def _biases(layer: LayerSpec, names: LayerNames) -> tuple[str, ...]:
+    """How the names of all biases of a layer begin, relative to the layer."""
+    attention, half = layer.attention, layer.feed_forward
+    found = list[str]()
+    if attention.qkv_bias:
+        qkv = (names.query, names.key, names.value) if names.qkv is None else (names.qkv,)
+        found += [f"{name}." for name in qkv]
+    if attention.out_bias:
+        found.append(f"{names.out}.")
+    if isinstance(half, GatedSpec):
+        gate_up = (names.gate, names.up) if names.gate_up is None else (names.gate_up,)
+        found += [f"{name}." for name in (*gate_up, names.down) if half.bias]
+        return tuple(found)
+    for each in names.experts:
+        found += [f"{each.experts}."] * half.bias
+        found += [f"{each.router}.bias"] * half.router.bias
+        found += [f"{each.router}.e_score_correction_bias"] * half.router.correction
+    return tuple(found)
 
 
 def _is_of_layers(name: str, count: int) -> bool:

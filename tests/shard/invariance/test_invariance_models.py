@@ -79,7 +79,8 @@ CASES = [(name, kernels) for name in VARIATIONS for kernels in EVERYWHERE] + [
     for name in ("llama-odd", "mistral-window", "gpt2-odd", "gemma2-caps", "qwen2_moe-odd")
     for kernels in FALLBACKS
 ]
-CASES += [(name, kernels) for name in ("mixtral", "gpt_oss") for kernels in CODES]
+CASES += [(name, kernels) for name in ("mixtral", "gpt_oss", "qwen3_moe") for kernels in CODES]
+CASES += [("glm4_moe", CODES[1])]
 
 
 def loader_of(kernels: str, folder: Path) -> Loader:

@@ -75,11 +75,18 @@ def test_variants_of_a_family(name: str, tmp_path: Path) -> None:
 
 def test_ranks_share_the_blocks_of_a_row(tmp_path: Path) -> None:
     # Four ranks hold 64 of the 256 inputs of o_proj each: a quarter of a block of Q6_K.
-    jobs = {"llama": ("Q4_1", 2), "mistral": ("F16", 2), "qwen2": ("Q6_K", 4), "qwen3": ("Q4_K", 4)}
-    for family, (kind, world_size) in jobs.items():
-        tiny = TinyGguf(family, kind, seed=2)
-        path = tiny.write(tmp_path / f"{family}.gguf")
-        folder = prepare_gguf(path, tmp_path / "cache", tokenizer=None)
-        by_rank = run_ranks(tmp_path, world_size, generate_on_a_rank, [folder])
-        for runs in by_rank:
-            assert_same_as_transformers(tiny, runs[0])
+    jobs = {
+        2: {"llama": "Q4_1", "mistral": "F16"},
+        4: {"qwen2": "Q6_K", "qwen3": "Q4_K"},
+    }
+    for world_size, kinds in jobs.items():
+        files = [TinyGguf(family, kind, seed=2) for family, kind in kinds.items()]
+        folders = [
+            prepare_gguf(
+                tiny.write(tmp_path / f"{family}.gguf"), tmp_path / "cache", tokenizer=None
+            )
+            for family, tiny in zip(kinds, files, strict=True)
+        ]
+        for runs in run_ranks(tmp_path, world_size, generate_on_a_rank, folders):
+            for tiny, run in zip(files, runs, strict=True):
+                assert_same_as_transformers(tiny, run)

@@ -15,8 +15,11 @@ from transformers import AutoModelForCausalLM
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import load_model
-from millrace_testing.models.models import CPU, VOCAB, Driver, prompt_of, save_tiny
+from millrace_shard.models.quantized.code_formats import code_formats
+from millrace_testing.models.models import CPU, VOCAB, Driver, edit_json, prompt_of, save_tiny
+from millrace_testing.quantized.linears import FORMATS
 
 HIDDEN = 64
 LAYER = "model.layers.1."
@@ -56,14 +59,15 @@ def of_transformers(folder: Path) -> Tensor:
         ("qwen3_moe", f"{LAYER}mlp.gate.e_score_correction_bias"),
     ],
 )
-def test_a_bias_that_the_config_denies_is_refused_unless_it_is_0(
+def test_a_bias_that_the_config_denies_is_refused_before_weights_are_read_unless_it_is_0(
     family: str, name: str, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, family)
     plain = logits(tmp_path)
     change(tmp_path, {name: torch.zeros(HIDDEN)})
     assert torch.equal(logits(tmp_path), plain)
-    change(tmp_path, {name: torch.eye(HIDDEN)[3]})
+    wrong = {"model.embed_tokens.weight": torch.zeros(1, 1)}
+    change(tmp_path, {name: torch.eye(HIDDEN)[3], **wrong})
     with pytest.raises(WeightsError) as refusal:
         logits(tmp_path)
     assert str(refusal.value) == (
@@ -128,3 +132,41 @@ def test_a_tied_head_that_the_file_has_in_another_form_is_used_as_in_transformer
         found = logits(tmp_path)
     assert any("another head" in record.message for record in caplog.records) is is_told
     torch.testing.assert_close(found, of_transformers(tmp_path), atol=1e-4, rtol=0)
+
+
+QUANTIZED_HEADS = {
+    "int-quantized": "it is used",
+    "float-quantized": "it is used",
+    "pack-quantized": "it is used",
+    "ignored": "it is not used, since config.json does not say how it is quantised",
+}
+
+
+@pytest.mark.parametrize("method", QUANTIZED_HEADS)
+def test_a_quantised_head_beside_a_tied_embedding_is_told_of(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers uses one in int8 and fails on the others; it is asked for a head of the same numbers."""
+    save_tiny(tmp_path, "llama", tie_word_embeddings=True)
+    is_used = method != "ignored"
+    head = FORMATS[method if is_used else "pack-quantized"]
+    packed, values = head.pack(VOCAB, HIDDEN, torch.Generator().manual_seed(3))
+    if is_used:
+        change(tmp_path, {"lm_head.weight": values})
+    expected = of_transformers(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    tensors |= {f"lm_head.{kind}": tensor for kind, tensor in packed.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    groups = {"group_0": head.config["config_groups"]["group_0"] | {"targets": ["re:.*lm_head"]}}
+    config = {**head.config, "config_groups": groups, "ignore": [] if is_used else ["lm_head"]}
+    edit_json(tmp_path / "config.json", quantization_config=config)
+    with caplog.at_level(logging.WARNING, "millrace_shard"):
+        found = logits(tmp_path)
+    (message,) = (record.message for record in caplog.records if "another head" in record.message)
+    assert message.endswith(f"the file has another head: {QUANTIZED_HEADS[method]}")
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    spec = ModelDescription.read(tmp_path).spec
+    assert spec is not None
+    formats = code_formats(tmp_path, spec, quantize=None, rank=0, world_size=1)
+    assert len(formats) == is_used

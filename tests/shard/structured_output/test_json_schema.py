@@ -55,8 +55,17 @@ def matcher(described: object) -> Matcher:
 
 def accepts(described: object, text: str, rng: random.Random | None = None) -> bool:
     """Whether `text` is complete JSON of the schema, split into tokens in one of the ways."""
-    found = matcher(described)
-    return found.consume_all([*WORDS.split(text.encode(), rng), WORDS.eos[0]]) and found.has_ended
+    return takes(matcher(described), tokens_of(text, rng))
+
+
+def tokens_of(text: str, rng: random.Random | None = None) -> list[int]:
+    """A whole answer."""
+    return [*WORDS.split(text.encode(), rng), WORDS.eos[0]]
+
+
+def takes(found: Matcher, tokens: list[int]) -> bool:
+    """Whether a matcher that is at its start takes a whole answer."""
+    return found.consume_all(tokens) and found.has_ended
 
 
 def compact(value: object) -> str:
@@ -398,8 +407,8 @@ def test_control_characters_that_are_asked_for_can_be_written(control: str) -> N
 
 
 def test_a_number_is_never_at_a_bound_that_is_excluded() -> None:
-    bounds = [-2, -1.5, -1, -0.5, 0, 0.25, 0.5, 1, 1.5, 2, 3]
-    written = [
+    bounds = [-2, -1, -0.5, 0, 0.25, 0.5, 1, 1.5, 3]
+    texts = [
         "-2",
         "-1.5",
         "-1",
@@ -417,6 +426,7 @@ def test_a_number_is_never_at_a_bound_that_is_excluded() -> None:
         "2",
         "3",
     ]
+    written = {text: tokens_of(text) for text in texts}
     for low, high in product(bounds, bounds):
         if low >= high:
             continue
@@ -425,11 +435,12 @@ def test_a_number_is_never_at_a_bound_that_is_excluded() -> None:
         ):
             both = {"type": "number", least: low, most: high}
             apart = {"allOf": [{"type": "number", least: low}, {most: high}]}
-            for described, text in product((both, apart), written):
-                if accepts(described, text):
-                    assert problem(text, described) is None, (described, text)
-            inside = (low + high) / 2
-            assert accepts(both, compact(inside)), both
+            for described in (both, apart):
+                start = matcher(described)
+                for text, tokens in written.items():
+                    if takes(start.copy(), tokens):
+                        assert problem(text, described) is None, (described, text)
+                assert takes(start, tokens_of(compact((low + high) / 2))), described
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.model_loader.quantized.cut import Cut
-from millrace_shard.model_loader.quantized.module_tensors import ModuleTensors
+from millrace_shard.model_loader.quantized.module_tensors import KINDS, ModuleTensors
 from millrace_shard.model_loader.quantized.quantization import Quantization
 from millrace_shard.model_loader.safetensor_files import SafetensorFiles
 
@@ -30,6 +30,12 @@ class LinearReader:
         self._files = files
         self._quantization = quantization
         self._on_read = on_read
+
+    def has_codes(self, name: str) -> bool:
+        """Whether the file has the weight `name`, which ends in `.weight`, in a format that the config gives it."""
+        tensors = ModuleTensors(self._files, name.removesuffix(WEIGHT), self._on_read)
+        is_there = any(kind in tensors for kind in KINDS) and not self._files.is_plain(name)
+        return is_there and self._quantization.format_of(tensors.names()) is not None
 
     def read(self, name: str, cut: Cut) -> QuantizedTensor | None:
         """A part of the tensor `name`, which ends in `.weight`; None if the file has it as plain numbers.

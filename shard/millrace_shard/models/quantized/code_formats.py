@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,7 +35,10 @@ def code_formats(
     quantization, linears = read_quantization(folder, quantize), named_linears(spec)
     cuts = [(each, _cut(each, rank, world_size)) for each in linears]
     made = None if quantization is not None else made_at_load(quantize)
-    found = _read(folder, quantization, cuts) if made is None else _made(made, cuts)
+    if made is None:
+        found = _read(folder, quantization, cuts, spec.names.head if spec.tied_head else None)
+    else:
+        found = _made(made, cuts)
     return tuple(dict.fromkeys(map(CodeFormat.of, found)))
 
 
@@ -57,7 +61,10 @@ def _made(made: MadeAtLoad, cuts: Cuts) -> Iterator[QuantizedTensor]:
         yield made.head(torch.zeros(1, cuts[-1][0].inputs))
 
 
-def _read(folder: Path, quantization: Quantization | None, cuts: Cuts) -> Iterator[QuantizedTensor]:
+def _read(
+    folder: Path, quantization: Quantization | None, cuts: Cuts, other_head: str | None
+) -> Iterator[QuantizedTensor]:
+    """The codes of `cuts`, and of the head `other_head`, which takes the place of a tied one if the file has it."""
     with closing(open_files(folder)) as files:
         read: Callable[[str, Cut], QuantizedTensor | None]
         kind: Callable[[str], object]
@@ -65,7 +72,11 @@ def _read(folder: Path, quantization: Quantization | None, cuts: Cuts) -> Iterat
             read, kind = files.codes, files.format
         elif quantization is not None:
             format_of = quantization.format_of
-            read = LinearReader(files, quantization, lambda *_: None).read
+            reader = LinearReader(files, quantization, lambda *_: None)
+            read = reader.read
+            if other_head is not None and reader.has_codes(f"{other_head}.weight"):
+                linear, cut = cuts[-1]
+                cuts = [*cuts[:-1], (replace(linear, module=other_head), cut)]
             kind = lambda name: format_of((name.removesuffix(".weight"),))  # noqa: E731
         else:
             return

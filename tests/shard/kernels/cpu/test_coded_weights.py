@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.cpu import coded_weight
-from millrace_shard.kernels.cpu.coded_weight import packed_codes
+from millrace_shard.kernels.cpu.coded_weight import has_integer_products, packed_codes
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.layer.layer_weights import LinearWeights
@@ -170,6 +172,34 @@ def test_integer_products_with_offsets_in_another_order(table: str) -> None:
     whole = linear(x)
     check(whole, weight, x, integer=True)
     check_rows(linear, x, whole)
+
+
+NUM_RANDOM = int(os.environ.get("RANDOM_FORMS", "30"))
+
+
+@pytest.mark.parametrize("integer", [False, True])
+def test_weights_of_any_form(integer: bool) -> None:
+    """Inputs, outputs and rows that are no multiples of tiles, scales and rows that are 0 or tiny."""
+    rng = random.Random(4)
+    for number in range(NUM_RANDOM):
+        inputs, group = rng.randint(1, 400), rng.choice((16, 32, 48, 64, 96, 160, WHOLE))
+        table, outputs = rng.choice([*TABLES]), rng.choice((1, 15, 17, 33, rng.randint(1, 90)))
+        has_offsets, has_order = rng.random() < 0.3, rng.random() < 0.2
+        weight = random_weight(
+            table, inputs, group, outputs=outputs, offsets=has_offsets, order=has_order
+        )
+        weight.scales[:, rng.randrange(weight.scales.shape[1])] *= rng.choice((0.0, 1e-38, 1.0))
+        rows = rng.choice((1, 2, 3, 9, 17, 31, 33, 65))
+        x = torch.randn(rows, inputs).to(BF16)
+        x[rng.randrange(rows)] *= rng.choice((0.0, 1e-35, 1.0, 1e30))
+        linear = linear_of(weight, integer=integer)
+        y = linear(x)
+        is_rounded = integer and has_integer_products(weight)
+        expected = PlainQuantizedLinear(weight, None, integer=is_rounded)(x)
+        size = x.double().abs() @ parts_of(weight).T
+        assert bool(((y.double() - expected).abs() <= 1e-5 * size + 1e-36).all()), number
+        own = slice(rng.randrange(rows), rows)
+        assert torch.equal(linear(x[own]), y[own]), number
 
 
 def test_values_that_are_no_integers_are_multiplied_exactly() -> None:
