@@ -26,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 WITH_INDEX := $(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL="$(TORCH_INDEX) $$PIP_EXTRA_INDEX_URL")
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install serve test test-ecosystem test-cluster test-residency test-json-schema fuzz-adapters fuzz-checkpoints check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
+.PHONY: help install serve test test-ecosystem test-cluster test-residency test-kv-events test-json-schema fuzz-adapters fuzz-checkpoints check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make test-cluster     a model over several hosts, which are network namespaces; needs root"
 	@echo "make test-json-schema the official JSON-Schema-Test-Suite, from the package index"
 	@echo "make test-residency   a hundred thousand random histories of adapters in the shards' memory"
+	@echo "make test-kv-events   a hundred thousand random operations, followed by their KV-cache events"
 	@echo "make fuzz-adapters    mutate the files of LoRA adapters a hundred thousand times; some minutes"
 	@echo "make fuzz-checkpoints mutate quantised checkpoints and GGUF files ten thousand times; some minutes"
 	@echo "make verify           output does not depend on the batch composition: demo model, every architecture"
@@ -90,6 +91,10 @@ test-cluster: install
 # A hundred thousand random histories of adapters in the shards' memory, where `make test` runs some hundreds.
 test-residency: install
 	MILLRACE_RESIDENCY_HISTORIES=100000 $(BIN)/python -m pytest tests/router/adapters/test_residency.py $(ARGS)
+
+# A hundred thousand random operations on the prefix cache, where `make test` runs three thousand.
+test-kv-events: install
+	MILLRACE_KV_EVENT_OPERATIONS=100000 $(BIN)/python -m pytest tests/router/kv_events $(ARGS)
 
 fuzz-adapters: install
 	PYTHONPATH=tests/support $(BIN)/python -m millrace_testing.adapters.fuzz_files 100000

@@ -49,7 +49,10 @@ class Counts:
 class BlankShard(pb_grpc.ShardServiceServicer):
     """One reader and one engine thread for each stream, as in the real shard."""
 
-    def __init__(self, *, vocab_size: int, forward_seconds: float) -> None:
+    def __init__(
+        self, *, vocab_size: int, forward_seconds: float, num_blocks: int = NUM_BLOCKS
+    ) -> None:
+        self._num_blocks = num_blocks
         self._vocab_size = vocab_size
         self._forward_seconds = forward_seconds
         generator = random.Random(0)
@@ -84,10 +87,10 @@ class BlankShard(pb_grpc.ShardServiceServicer):
         return pb.HealthResponse(warmed_up=True)
 
     def Warmup(self, _: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:  # noqa: N802, ARG002
-        """Report a large KV cache."""
+        """Report the KV cache, a large one by default."""
         return pb.WarmupResponse(
-            num_blocks=NUM_BLOCKS,
-            max_batch_total_tokens=(NUM_BLOCKS - 1) * BLOCK_SIZE,
+            num_blocks=self._num_blocks,
+            max_batch_total_tokens=(self._num_blocks - 1) * BLOCK_SIZE,
             max_total_tokens=MAX_TOKENS,
             max_input_tokens=MAX_TOKENS - 1,
         )
@@ -199,8 +202,13 @@ def main() -> int:
     parser.add_argument("address", help="gRPC target, such as unix:/tmp/x")
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--forward-ms", type=float, default=0.0)
+    parser.add_argument("--num-blocks", type=int, default=NUM_BLOCKS)
     options = parser.parse_args()
-    shard = BlankShard(vocab_size=options.vocab_size, forward_seconds=options.forward_ms / 1e3)
+    shard = BlankShard(
+        vocab_size=options.vocab_size,
+        forward_seconds=options.forward_ms / 1e3,
+        num_blocks=options.num_blocks,
+    )
     server = grpc.server(ThreadPoolExecutor(8))
     pb_grpc.add_ShardServiceServicer_to_server(shard, server)
     server.add_insecure_port(options.address)

@@ -192,6 +192,10 @@ async def _serve_http(
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({stopping, running.batcher_task}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
+        if not running.batcher_task.done() and config.drain_delay:
+            running.services.infer.leave()
+            log.info("Leaving", seconds=config.drain_delay)
+            await asyncio.wait({running.batcher_task}, timeout=config.drain_delay)
         if not running.batcher_task.done():
             runner.app[RUNS].drain()
             await drain(running.services.infer, config.graceful_termination_timeout)

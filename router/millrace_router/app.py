@@ -45,6 +45,8 @@ from millrace_router.server.ignored import prepare_app
 from millrace_router.server.keys import KEY_NAME, ApiKeys
 from millrace_router.server.request_start import counting_refusals
 from millrace_router.server.services import SERVICES, Services
+from millrace_router.sizing import batch_size
+from millrace_router.telemetry.load_report import FORMAT_HEADER, REPORT_HEADER, LoadReport
 from millrace_router.validation.rules import check_task
 
 OPEN_PATHS = frozenset(operation.path for operation in OPERATIONS if operation.is_open)
@@ -85,6 +87,7 @@ def create_app(services: Services) -> web.Application:
     app[RUNS] = Runs(config.resume_grace)
     app.on_cleanup.append(end_runs)
     app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(report_load(LoadReport(services.metrics, batch_size(config))))
     prepare_app(app)
     app.on_response_prepare.append(allow_origins(config.cors_allow_origin))
     tgi_routes.register(app)
@@ -220,6 +223,19 @@ def allow_origins(
             response.headers["access-control-allow-origin"] = "*"
         elif origin in origins:
             response.headers["access-control-allow-origin"] = origin
+
+    return hook
+
+
+def report_load(
+    load: LoadReport,
+) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Make the hook that adds ORCA's report to the answers of requests that ask for it."""
+
+    async def hook(request: web.Request, response: web.StreamResponse) -> None:
+        form = request.headers.get(FORMAT_HEADER)
+        if form is not None and (report := load.render(form)) is not None:
+            response.headers[REPORT_HEADER] = report
 
     return hook
 

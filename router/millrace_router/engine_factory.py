@@ -9,11 +9,13 @@ from itertools import count
 
 from millrace_router.adapters.admission import AdapterAdmission
 from millrace_router.adapters.residency import Residency
+from millrace_router.config import RouterConfig
 from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
 from millrace_router.engine.in_flight import InFlight
 from millrace_router.engine.predictor import LatencyPredictor
+from millrace_router.kv_events.recorder import EventRecorder
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.epochs import EpochManager
@@ -30,6 +32,7 @@ from millrace_router.scheduler.factory import (
     planner_from,
     queue_from,
 )
+from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.sizing import Deployment
@@ -57,17 +60,13 @@ def new_engine(
     *,
     cost: CostModel,
     launcher: LauncherChannel,
+    events: EventRecorder | None = None,
 ) -> Engine:
-    """An engine over `channel` that learns with `cost`."""
+    """An engine over `channel` that learns with `cost`, and records its KV-cache events if asked to."""
     config, info, capacity = deployment.config, deployment.info, deployment.capacity
     late = late_planning_from(config, cost)
     status, quarantine = ShardStatus(config.recovery_grace), Quarantine()
-    in_flight = InFlight(
-        channel,
-        late,
-        depth=config.steps_in_flight,
-        on_router_seconds=cost.overhead.add_answer,
-    )
+    in_flight = _in_flight(config, channel, late, cost)
     forecaster = forecaster_from(
         config,
         deployment.budgets(),
@@ -89,23 +88,48 @@ def new_engine(
             oldest=in_flight.oldest,
             step_seconds=config.step_timeout,
         ),
-        RecoveryPolicy(_planners(deployment, cost), quarantine),
+        RecoveryPolicy(_planners(deployment, cost, events), quarantine),
         waiting=waiting,
         predictor=LatencyPredictor(cost, forecaster, metrics, max_queue_size=config.max_queue_size),
-        new_entry=entries_of(tokenizer, info.eos_token_ids, block_size=info.block_size),
+        new_entry=entries_of(
+            tokenizer,
+            info.eos_token_ids,
+            block_size=info.block_size,
+            keeps_content=events is not None,
+        ),
         metrics=BatchMetrics(metrics),
         adapters=adapters,
     )
     return Engine(batcher, status, quarantine, cost, late, adapters)
 
 
+def _in_flight(
+    config: RouterConfig, channel: StepChannel, late: LatePlanning, cost: CostModel
+) -> InFlight:
+    return InFlight(
+        channel,
+        late,
+        depth=config.steps_in_flight,
+        on_router_seconds=cost.overhead.add_answer,
+    )
+
+
 def entries_of(
-    tokenizer: Tokenizer, eos_token_ids: frozenset[int], *, block_size: int
+    tokenizer: Tokenizer,
+    eos_token_ids: frozenset[int],
+    *,
+    block_size: int,
+    keeps_content: bool = False,
 ) -> Callable[[ValidRequest], Entry]:
     """A function that makes entries with the ids 0, 1, 2, …"""
     ids = count()
     return lambda request: Entry(
-        next(ids), request, tokenizer, eos_token_ids, block_size=block_size
+        next(ids),
+        request,
+        tokenizer,
+        eos_token_ids,
+        block_size=block_size,
+        keeps_content=keeps_content,
     )
 
 
@@ -130,7 +154,9 @@ def _adapters(
     return AdapterLoading(admission, channel, metrics)
 
 
-def _planners(deployment: Deployment, cost: CostModel) -> PlannerFactory:
+def _planners(
+    deployment: Deployment, cost: CostModel, events: EventRecorder | None
+) -> PlannerFactory:
     budgets, max_draft_tokens = deployment.budgets(), deployment.info.max_draft_tokens
     drafts = None
     if max_draft_tokens:
@@ -143,4 +169,5 @@ def _planners(deployment: Deployment, cost: CostModel) -> PlannerFactory:
         block_size=deployment.info.block_size,
         prefix_caching=deployment.config.prefix_caching == "on",
         drafts=drafts,
+        new_cache=PrefixCache if events is None else events.new_cache,
     )

@@ -10,6 +10,7 @@ from millrace_router.journal.journal import Journal
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.server.services import Services
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.version import VERSION
 
 SETTINGS = (
@@ -62,3 +63,14 @@ def open_journal(folder: JournalFolder, services: Services, warmup: dict[str, in
 def _settings(services: Services) -> dict[str, Setting]:
     settings: dict[str, Setting] = {name: getattr(services.config, name) for name in SETTINGS}
     return settings | {"max_batch_prefill_tokens": services.max_batch_prefill_tokens}
+
+
+def record_steps(
+    folder: JournalFolder | None, services: Services, channel: StepChannel
+) -> Journal | None:
+    """Let a journal observe the steps, if there is a folder for it."""
+    if folder is None:
+        return None
+    journal = open_journal(folder, services, channel.group.warmup_fields)
+    channel.observer = journal
+    return journal

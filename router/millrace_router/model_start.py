@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -13,6 +14,7 @@ from millrace_router.journal_start import journal_folder
 from millrace_router.pooling.model import PoolingModel, pooling_of
 from millrace_router.telemetry.request_file import RequestFile
 from millrace_router.text.chat_template import ChatTemplate
+from millrace_router.text.hub_cache import find_snapshot
 from millrace_router.text.model_files import ModelFiles, ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.call_format import CallFormat
@@ -82,3 +84,12 @@ def tool_format(config: RouterConfig, template: ChatTemplate, tokenizer: Tokeniz
             " --tool-call-parser names the form",
         )
     return format_of(template.tool_source, asked, special_ids=tokenizer.special_ids)
+
+
+def with_model_folder(config: RouterConfig) -> RouterConfig:
+    """Look up a --tokenizer-name that is no folder in the hub's cache. Raises ModelFilesError."""
+    name = config.tokenizer_name
+    if name is None or Path(name) != config.model_folder or config.model_folder.is_dir():
+        return config
+    folder = find_snapshot(name, revision=config.revision, cache=config.hub_cache)
+    return config.model_copy(update={"model_folder": folder, "revision": folder.name})

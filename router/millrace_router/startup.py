@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import structlog
 
@@ -19,9 +18,9 @@ from millrace_router.engine.infer import Infer
 from millrace_router.engine_factory import Engine, new_engine
 from millrace_router.journal.errors import JournalError
 from millrace_router.journal.journal import Journal
-from millrace_router.journal.rotation import JournalFolder
-from millrace_router.journal_start import open_journal
-from millrace_router.model_start import open_files, tool_format
+from millrace_router.journal_start import record_steps
+from millrace_router.kv_events_start import KvEvents, check_kv_events, open_kv_events
+from millrace_router.model_start import open_files, tool_format, with_model_folder
 from millrace_router.pooling.model import GENERATES, PoolingModel
 from millrace_router.prediction.cost import CostModel
 from millrace_router.reasoning.formats import reasoning_of_model
@@ -32,13 +31,11 @@ from millrace_router.server.services import Services
 from millrace_router.shards.channels import TlsError, is_exposed, tls_from
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.shards.wire import Capacity
 from millrace_router.sizing import Deployment, batch_size
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_file import RequestFile
 from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
-from millrace_router.text.hub_cache import find_snapshot
 from millrace_router.text.model_files import ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.trace_start import check_traces, open_traces
@@ -61,6 +58,7 @@ class Running:
     launcher_task: asyncio.Task[None]
     journal: Journal | None
     adapters: OpenAdapters | None
+    kv_events: KvEvents | None
 
     async def stop_batcher(self) -> None:
         """Stop the batcher, which ends every open stream."""
@@ -76,6 +74,8 @@ class Running:
         if self.journal is not None:
             await self.journal.close()
         await self.channel.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
         self.services.tokenizer.close()
         if self.services.request_log is not None:
             await asyncio.to_thread(self.services.request_log.close)
@@ -85,12 +85,10 @@ class Running:
 
 async def start(config: RouterConfig, keys: ApiKeys | None = None) -> Running:
     """Start everything except the HTTP port, with `keys` or those of the flags; raises StartupError."""
-    check_arguments(config)
-    check_traces(config)
-    _warn(config)
+    _check(config)
     try:
         keys = keys or ApiKeys.of(config)
-        config = _with_model_folder(config)
+        config = with_model_folder(config)
         files = open_files(config)
         channel = StepChannel(_group(config))
     except (ModelFilesError, TokenizerError, TlsError, JournalError, KeyFileError) as error:
@@ -100,13 +98,15 @@ async def start(config: RouterConfig, keys: ApiKeys | None = None) -> Running:
         check_head(files.pooling.tasks, deployment.info)
         metrics = metrics_of(deployment)
         adapters = await open_adapters(deployment, metrics)
+        kv_events = open_kv_events(config, block_size=deployment.info.block_size)
     except StartupError:
         await channel.close()
         raise
-    cost, launcher = CostModel(), LauncherChannel(config.supervisor_fd)
+    launcher = LauncherChannel(config.supervisor_fd)
     launcher_task = asyncio.create_task(launcher.run())
-    await measure_steps(deployment, channel, files.tokenizer, cost=cost, launcher=launcher)
-    engine = new_engine(deployment, channel, files.tokenizer, metrics, cost=cost, launcher=launcher)
+    engine = await _measured_engine(
+        deployment, channel, files.tokenizer, metrics, launcher=launcher, kv_events=kv_events
+    )
     services = services_of(
         deployment,
         engine,
@@ -122,33 +122,44 @@ async def start(config: RouterConfig, keys: ApiKeys | None = None) -> Running:
     )
     if adapters is not None:
         adapters.in_use = services.infer.adapters_in_use
-    journal = _open_journal(files.journal, services, channel)
     return Running(
         services=services,
         batcher_task=asyncio.create_task(engine.batcher.run()),
         channel=channel,
         launcher=launcher,
         launcher_task=launcher_task,
-        journal=journal,
+        journal=record_steps(files.journal, services, channel),
         adapters=adapters,
+        kv_events=kv_events,
     )
 
 
-def _warn(config: RouterConfig) -> None:
+async def _measured_engine(
+    deployment: Deployment,
+    channel: StepChannel,
+    tokenizer: Tokenizer,
+    metrics: Metrics,
+    *,
+    launcher: LauncherChannel,
+    kv_events: KvEvents | None,
+) -> Engine:
+    cost, events = CostModel(), None if kv_events is None else kv_events.recorder
+    await measure_steps(deployment, channel, tokenizer, cost=cost, launcher=launcher)
+    return new_engine(
+        deployment, channel, tokenizer, metrics, cost=cost, launcher=launcher, events=events
+    )
+
+
+def _check(config: RouterConfig) -> None:
+    """Check the flags; raises StartupError."""
+    check_arguments(config)
+    check_traces(config)
+    check_kv_events(config)
     if config.batching_policy != "continuous":
         log.warning(
             "--batching-policy is an experiment: requests wait for whole batches",
             policy=config.batching_policy,
         )
-
-
-def _with_model_folder(config: RouterConfig) -> RouterConfig:
-    """Look up a --tokenizer-name that is no folder in the hub's cache. Raises ModelFilesError."""
-    name = config.tokenizer_name
-    if name is None or Path(name) != config.model_folder or config.model_folder.is_dir():
-        return config
-    folder = find_snapshot(name, revision=config.revision, cache=config.hub_cache)
-    return config.model_copy(update={"model_folder": folder, "revision": folder.name})
 
 
 def _group(config: RouterConfig) -> ShardGroup:
@@ -158,17 +169,6 @@ def _group(config: RouterConfig) -> ShardGroup:
         if is_exposed(address, tls):
             log.warning("Prompts go to the shard without TLS", address=address)
     return ShardGroup(config.shard_addresses, tls, silence_seconds=config.step_timeout)
-
-
-def _open_journal(
-    folder: JournalFolder | None, services: Services, channel: StepChannel
-) -> Journal | None:
-    """Let the journal observe the steps, if there is a folder for it."""
-    if folder is None:
-        return None
-    journal = open_journal(folder, services, channel.group.warmup_fields)
-    channel.observer = journal
-    return journal
 
 
 async def measure_steps(
@@ -204,7 +204,12 @@ def metrics_of(deployment: Deployment) -> Metrics:
     metrics = Metrics(
         max_input_tokens=capacity.max_input_tokens, max_total_tokens=capacity.max_total_tokens
     )
-    _show(metrics, capacity)
+    num_blocks = capacity.num_blocks - 1
+    metrics.batch_max_total_tokens.set(capacity.max_batch_total_tokens)
+    metrics.kv_blocks.set(num_blocks)
+    labels = {"block_size": str(deployment.info.block_size), "num_gpu_blocks": str(num_blocks)}
+    metrics.cache_config_info.labels(**labels).set(1)
+    metrics.show_recoveries()
     return metrics
 
 
@@ -251,13 +256,6 @@ def services_of(  # noqa: PLR0913
         loading=engine.adapters,
         compute_type=deployment.compute_type,
     )
-
-
-def _show(metrics: Metrics, capacity: Capacity) -> None:
-    """Show what is known before the first request."""
-    metrics.batch_max_total_tokens.set(capacity.max_batch_total_tokens)
-    metrics.kv_blocks.set(capacity.num_blocks - 1)
-    metrics.show_recoveries()
 
 
 def _request_log(file: RequestFile | None, metrics: Metrics) -> RequestLog | None:

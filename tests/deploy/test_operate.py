@@ -72,6 +72,14 @@ def test_the_page_quotes_every_file() -> None:
     assert quoted == {name: (ROOT / name).read_text() for name in FILES}
 
 
+def test_the_page_of_gateways_quotes_envoys_file() -> None:
+    page = (ROOT / "docs" / "gateways.md").read_text()
+    (quoted,) = re.findall(
+        r"^`deploy/envoy/envoy.yaml`:\n\n```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE
+    )
+    assert quoted == (DEPLOY / "envoy" / "envoy.yaml").read_text()
+
+
 def test_gpus_are_resources_of_a_container() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "gpu.md").read_text(), re.DOTALL)
     (container,) = pod()["containers"]

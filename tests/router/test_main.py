@@ -171,6 +171,34 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests(
         assert router.end() == 0
 
 
+def test_a_leaving_server_accepts_what_load_balancers_still_send(
+    folder: Path, shard: FakeShard
+) -> None:
+    with routing(folder, shard, "--drain-delay=600") as (router, url):
+        assert HTTP.get(f"{url}/readyz").status_code == 200
+        router.process.send_signal(signal.SIGTERM)
+        router.wait_for("Leaving")
+        assert HTTP.get(f"{url}/readyz").status_code == 503
+        assert HTTP.post(f"{url}/generate", json=ASKED).status_code == 200
+        router.process.send_signal(signal.SIGTERM)
+        assert router.end() == -signal.SIGTERM
+
+
+def test_a_leaving_server_drains_after_the_delay(folder: Path, shard: FakeShard) -> None:
+    flags = ("--drain-delay=0.1", "--graceful-termination-timeout=600")
+    with (
+        routing(folder, shard, *flags) as (router, url),
+        held_stream(url, shard) as (gate, answer),
+    ):
+        router.process.send_signal(signal.SIGTERM)
+        router.wait_for("Leaving")
+        router.wait_for("Draining")
+        assert HTTP.post(f"{url}/generate", json=ASKED).status_code == 503
+        gate.set()
+        assert answer.result(SECONDS).text.count("data: ") == 3
+        assert router.end() == 0
+
+
 def test_the_second_signal_ends_it_at_once(folder: Path, shard: FakeShard) -> None:
     with routing(folder, shard) as (router, url), held_stream(url, shard) as (_, answer):
         router.process.send_signal(signal.SIGTERM)

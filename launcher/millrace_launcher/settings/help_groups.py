@@ -22,7 +22,8 @@ NAMES: dict[str, str] = {
     " max_queue_size max_queue_wait max_best_of max_n max_stop_sequences max_top_n_tokens max_client_batch_size"
     " payload_limit grammar_timeout max_grammar_bytes",
     "Scheduling": "max_batch_size max_batch_prefill_tokens max_batch_total_tokens prefill_chunking prefill_order"
-    " prefix_caching kv_reservation target_inter_token_latency fairness priority_ageing waiting_served_ratio"
+    " prefix_caching kv_events kv_events_replay kv_events_topic"
+    " kv_events_any_host kv_reservation target_inter_token_latency fairness priority_ageing waiting_served_ratio"
     " max_waiting_tokens batching_policy steps_in_flight late_planning",
     "API": "hostname port root_path served_model_name tool_call_parser reasoning_parser generation_config strict_fields"
     " strict_tgi disable_grammar_support enable_prefill_logprobs watermark_gamma watermark_delta responses_store"
@@ -33,7 +34,8 @@ NAMES: dict[str, str] = {
     " max_loras_per_batch max_active_adapters max_lora_rank adapter_cycle_time_s unknown_model",
     "Security": "api_key api_key_file admin_key ssl_certfile ssl_keyfile ssl_ca_certs shard_tls_cert"
     " shard_tls_key shard_tls_ca allow_insecure_tcp",
-    "Failures and replay": "step_timeout recovery_grace resume_grace max_restarts graceful_termination_timeout journal"
+    "Failures and replay": "step_timeout recovery_grace resume_grace max_restarts drain_delay"
+    " graceful_termination_timeout journal"
     " journal_tokens journal_max_bytes",
     "Logs, metrics and traces": "log_level json_output log_colorize log_requests log_requests_max_bytes otlp_endpoint"
     " otlp_protocol otlp_service_name",

@@ -38,7 +38,8 @@ class Launcher:
         self._children = Children()
         self._webserver = Webserver(commands, self._children, self._announce)
         self._shards = self._new_shards()
-        self._grace = self._settings.router.graceful_termination_timeout + EXIT_MARGIN_SECONDS
+        router = self._settings.router
+        self._grace = router.drain_delay + router.graceful_termination_timeout + EXIT_MARGIN_SECONDS
         self._stop = asyncio.Event()
         self._is_announced = False
         self._had_terminal = has_terminal()

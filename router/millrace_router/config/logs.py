@@ -18,6 +18,13 @@ class LogFlags(BaseModel):
     graceful_termination_timeout: int = Field(
         default=90, ge=0, description="Seconds that running requests get after SIGTERM."
     )
+    drain_delay: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds after SIGTERM in which new requests are still served while /readyz says 503, so that load"
+        " balancers learn of it; then the server drains.",
+    )
     json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
     log_level: LogLevel = Field(default="info", description="Least severity that is logged.")
     log_requests: Path | None = Field(

@@ -42,6 +42,21 @@ class SchedulingFlags(BaseModel):
     prefix_caching: OnOff = Field(
         default="on", description="Keep computed KV blocks for requests that begin alike."
     )
+    kv_events: str | None = Field(
+        default=None,
+        description="Address to publish what the prefix cache has at, in vLLM's ZeroMQ format, such as"
+        " tcp://127.0.0.1:5557; the events contain prompts.",
+    )
+    kv_events_replay: str | None = Field(
+        default=None,
+        description="Address at which subscribers ask for events that they missed, such as tcp://127.0.0.1:5558.",
+    )
+    kv_events_topic: str = Field(
+        default="", description="Topic of the events; llm-d expects kv@ADDRESS@MODEL."
+    )
+    kv_events_any_host: bool = Field(
+        default=False, description="Allow these addresses to be others than loopback."
+    )
     kv_reservation: Literal["grow", "full"] = Field(
         default="grow",
         description="Give a request KV blocks as it grows, preempting when they run out (grow), or "

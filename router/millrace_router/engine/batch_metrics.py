@@ -32,16 +32,25 @@ class BatchMetrics:
         self._metrics = metrics
         self._steps = {method: _StepMetrics(metrics, method) for method in METHODS}
 
-    def show(self, planner: Callable[[], Planner], waiting: Sized) -> None:
-        """Read queue, batch and KV cache at every scrape."""
+    def show(
+        self,
+        planner: Callable[[], Planner],
+        waiting: Sized,
+        wait_seconds: Callable[[], float],
+    ) -> None:
+        """Read queue, batch, KV cache and the predicted wait at every scrape."""
         metrics = self._metrics
         for gauge in (metrics.queue_size, metrics.requests_waiting):
             gauge.follow(lambda: len(waiting))
         for gauge in (metrics.requests_running, metrics.batch_current_size):
             gauge.follow(lambda: len(planner().rows))
+        metrics.wait_seconds.follow(wait_seconds)
         metrics.requests_paused.follow(lambda: planner().num_paused)
         metrics.batch_current_max_tokens.follow(lambda: planner().blocks.num_reserved_tokens)
         metrics.kv_blocks_in_use.follow(lambda: planner().blocks.num_owned)
+        metrics.kv_cache_usage_ratio.follow(
+            lambda: planner().blocks.num_owned / planner().blocks.num_blocks
+        )
         metrics.kv_blocks_cached.follow(lambda: planner().blocks.num_cached)
 
     def sent(self, plan: StepPlan) -> None:

@@ -73,7 +73,6 @@ class Batcher:
         self._predictor = predictor
         self._new_entry = new_entry
         self._metrics = metrics
-        metrics.show(lambda: recovery.planner, waiting)
         self._wake = asyncio.Event()
         self._stopped = False
         self._adapters = adapters or NoAdapters()
@@ -87,6 +86,7 @@ class Batcher:
         self._forecasts = Forecasts(
             predictor, in_flight, recovery, waiting=waiting, adapters=self._adapters
         )
+        metrics.show(lambda: recovery.planner, waiting, self._forecasts.wait_seconds)
 
     @property
     def _planner(self) -> Planner:

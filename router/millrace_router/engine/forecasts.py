@@ -52,6 +52,10 @@ class Forecasts:
         """Predict the seconds until one more request fits."""
         return self._predictor.drain_seconds(self._state(SchedulingParameters()))
 
+    def wait_seconds(self) -> float:
+        """Predict the seconds that a mean request would wait in the queue if it arrived now."""
+        return self._predictor.wait_seconds(self._state(SchedulingParameters()))
+
     @property
     def _num_waiting(self) -> int:
         return len(self._waiting) + self._adapters.num_waiting

@@ -80,6 +80,7 @@ class Infer:
         self._on_failure = on_failure
         self._on_token = on_token
         self._on_entry = on_entry
+        self._leaving = False
         self._draining = False
         self._digests: Counter[str] = Counter()
         self.permits = Permits(validator.limits.max_concurrent_requests, batcher.drain_seconds)
@@ -88,14 +89,18 @@ class Infer:
         """Return the digests of the adapters of all requests that are not closed."""
         return frozenset(self._digests)
 
+    def leave(self) -> None:
+        """Let the probes say from now on that the server goes away; new requests are still accepted."""
+        self._leaving = True
+
     def drain(self) -> None:
         """Refuse new requests from now on; running ones continue."""
         self._draining = True
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused."""
-        return self._draining
+        """Whether new requests are refused, or soon will be."""
+        return self._leaving or self._draining
 
     @contextmanager
     def permit(self) -> Iterator[None]:

@@ -85,6 +85,24 @@ class LatencyPredictor:
         )
         return self._mean_queue_seconds if predicted is None else predicted
 
+    def wait_seconds(self, snapshot: SchedulerSnapshot) -> float:
+        """Predict the seconds that a mean request waits behind all that are ahead.
+
+        Without a prediction this is the mean of the observed queue times while requests wait, and 0 otherwise.
+        """
+        num_prompt_tokens, max_new_tokens = self._forecaster.mean_request(snapshot.rows)
+        prediction = self._forecaster.predict(
+            snapshot.rows,
+            ahead=snapshot.ahead,
+            num_prompt_tokens=num_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            now_in_step=snapshot.now_in_step,
+            in_flight=snapshot.in_flight,
+        )
+        if prediction is not None:
+            return prediction.queue_seconds
+        return self._mean_queue_seconds if snapshot.num_waiting else 0.0
+
     def accept(self, entry: Entry, snapshot: SchedulerSnapshot, *, num_cached: int) -> None:
         """Predict the latencies of `entry`, and keep the prediction.
 

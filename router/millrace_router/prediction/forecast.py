@@ -154,9 +154,7 @@ class Forecaster:
         if num_leaving > num_waiting:
             return 0.0
         running, mean = list(rows), num_tokens // num_waiting
-        limit = round(
-            self._traffic.mean_length(max((row.max_tokens for row in running), default=1))
-        )
+        _, limit = self.mean_request(running)
         prediction = self.predict(
             running,
             ahead=(num_leaving - 1, mean * (num_leaving - 1)),
@@ -165,6 +163,12 @@ class Forecaster:
             now_in_step=now_in_step,
         )
         return None if prediction is None else prediction.queue_seconds
+
+    def mean_request(self, rows: Iterable[RunningRow]) -> tuple[int, int]:
+        """Prompt tokens and new tokens of a request like the mean of the last ones."""
+        longest = max((row.max_tokens for row in rows), default=1)
+        traffic = self._traffic
+        return max(1, round(traffic.mean_prompt)), max(1, round(traffic.mean_length(longest)))
 
     def _survey(self, rows: Iterable[RunningRow]) -> Batch:
         running = list(rows)

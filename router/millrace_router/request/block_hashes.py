@@ -23,16 +23,37 @@ def child_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return sha256(b"block" + parent + array("I", token_ids).tobytes()).digest()
 
 
+class ContentKey(bytes):
+    """A key that knows its block's content, for those that tell others what is cached."""
+
+    parent: bytes | None
+    """Key of the block before; None for a first block."""
+    token_ids: array[int]
+    adapter: str | None
+    """Name of the LoRA adapter that computes the KV."""
+
+
 class BlockHashes:
     """The keys of the full blocks of one growing sequence, each computed once."""
 
     def __init__(
-        self, block_size: int, adapter: str | None = None, salt: Sequence[str] = ()
+        self,
+        block_size: int,
+        adapter: str | None = None,
+        salt: Sequence[str] = (),
+        *,
+        keeps_content: bool = False,
+        adapter_name: str | None = None,
     ) -> None:
-        """`adapter` is the digest of the adapter that computes the KV; blocks are shared only with the same `salt`."""
+        """`adapter` is the digest of the adapter that computes the KV; blocks are shared only with the same `salt`.
+
+        With `keeps_content` and without a salt the keys are `ContentKey`s.
+        """
         self._block_size = block_size
         self._last = root_key(adapter, salt)
         self._keys: list[bytes] = []
+        self._keeps_content = keeps_content and not salt
+        self._adapter_name = adapter_name
 
     def first(self, count: int, prompt: Sequence[int], generated: Sequence[int]) -> Sequence[bytes]:
         """Return the keys of the first `count` full blocks of `prompt` + `generated`.
@@ -50,5 +71,13 @@ class BlockHashes:
                 first = max(0, start - len(prompt))
                 ids += generated[first : first + size - len(ids)]
             self._last = child_key(self._last, ids)
-            self._keys.append(self._last)
+            self._keys.append(self._with_content(ids) if self._keeps_content else self._last)
         return self._keys[:count]
+
+    def _with_content(self, ids: Sequence[int]) -> ContentKey:
+        """The key of a new last block."""
+        key = ContentKey(self._last)
+        key.parent = self._keys[-1] if self._keys else None
+        key.token_ids = array("I", ids)
+        key.adapter = self._adapter_name
+        return key

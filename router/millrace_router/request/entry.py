@@ -39,7 +39,9 @@ class Entry(SchedulableRequest):
         eos_token_ids: frozenset[int],
         *,
         block_size: int,
+        keeps_content: bool = False,
     ) -> None:
+        """With `keeps_content` the keys of its blocks know their tokens."""
         self.stream = TokenStream()
         super().__init__(
             request_id=request_id,
@@ -67,8 +69,13 @@ class Entry(SchedulableRequest):
         self._prompt_logprobs = array("f")
         self._prompt_candidates = array("I"), array("f")
         adapter = request.adapter
-        digest = None if adapter is None else adapter.digest
-        self._block_keys = BlockHashes(block_size, digest, request.cache_salt)
+        self._block_keys = BlockHashes(
+            block_size,
+            None if adapter is None else adapter.digest,
+            request.cache_salt,
+            keeps_content=keeps_content,
+            adapter_name=None if adapter is None else adapter.name,
+        )
 
     @property
     def closed(self) -> bool:

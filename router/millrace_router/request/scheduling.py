@@ -13,6 +13,8 @@ API_KEY_HEADER = "x-api-key"
 """Anthropic's clients put the API key here; all others send it as a bearer token."""
 PRIORITY_HEADER = "x-priority"
 TENANT_HEADER = "x-tenant"
+FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
+"""The tenant's header of Kubernetes' Gateway API inference extension."""
 MAX_QUEUE_HEADER = "x-max-queue-ms"
 MAX_PRIORITY = 10
 """Priorities are from -10 to 10."""
@@ -48,14 +50,19 @@ def scheduling_from(
 
 
 def tenant_of(headers: Mapping[str, str]) -> str:
-    """Return the client's name, else a digest of its API key, so that the key itself is not kept."""
-    name = headers.get(TENANT_HEADER)
+    """Return the name that a header gives, else a digest of the API key, so that the key itself is not kept."""
+    name = named_tenant(headers)
     if name:
         return name
     key = presented_key(headers)
     if not key:
         return ""
     return blake2b(key.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def named_tenant(headers: Mapping[str, str]) -> str:
+    """Return the tenant that `x-tenant` names, else the one that a gateway names; "" for none."""
+    return headers.get(TENANT_HEADER) or headers.get(FAIRNESS_HEADER, "")
 
 
 def presented_key(headers: Mapping[str, str]) -> str:

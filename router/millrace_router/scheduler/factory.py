@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from millrace_router.config import RouterConfig
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
@@ -65,9 +67,10 @@ def planner_from(
     block_size: int,
     prefix_caching: bool,
     drafts: DraftPolicy | None = None,
+    new_cache: Callable[[], PrefixCache] = PrefixCache,
 ) -> Planner:
     """A planner without rows; block 0 is one of `num_blocks`."""
-    cache = PrefixCache() if prefix_caching else None
+    cache = new_cache() if prefix_caching else None
     return Planner(budgets, BlockManager(num_blocks, block_size, cache), cost, drafts)
 
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from millrace_router.engine.generation import Collected, Generation
-from millrace_router.request.scheduling import TENANT_HEADER
+from millrace_router.request.scheduling import named_tenant
 from millrace_router.server.bodies import ERROR_TYPE
 from millrace_router.server.headers import sum_of_times
 from millrace_router.server.keys import KEY_NAME
@@ -160,7 +160,7 @@ def _counts_of(generations: Sequence[Generation | Collected]) -> Line:
 def _tenant(request: web.Request, generation: Generation | Collected) -> str:
     """Name the tenant, if tenants count: by the name that was given, or by a hash of the key that a restart changes."""
     tenant = generation.valid.scheduling.tenant
-    if not tenant or tenant in (request.get(KEY_NAME), request.headers.get(TENANT_HEADER)):
+    if not tenant or tenant in (request.get(KEY_NAME), named_tenant(request.headers)):
         # JSON has no place for bytes that are not UTF-8.
         return tenant[:MAX_TENANT_LENGTH].encode(errors="backslashreplace").decode()
     return blake2b(tenant.encode(), key=_SALT, digest_size=8).hexdigest()

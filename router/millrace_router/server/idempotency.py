@@ -23,7 +23,7 @@ import structlog
 
 from millrace_router.errors import RouterError, ShuttingDown, ValidationError
 from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
-from millrace_router.request.scheduling import presented_key
+from millrace_router.request.scheduling import named_tenant, presented_key
 from millrace_router.server.recording import Recording
 
 KEY_HEADER = "idempotency-key"
@@ -66,7 +66,7 @@ def owned_key(headers: Mapping[str, str], key: str) -> bytes:
         )
     return digest_of(
         presented_key(headers),
-        headers.get("x-tenant", ""),
+        named_tenant(headers),
         headers.get(ADAPTER_TOKEN_HEADER, ""),
         key,
     )

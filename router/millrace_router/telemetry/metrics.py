@@ -35,6 +35,7 @@ class Metrics:
         self._requests(inputs=length_buckets(max_input_tokens), generated=generated)
         self._batches()
         self._additions()
+        self._kv_cache()
         self._recoveries()
         self._adapters()
 
@@ -116,11 +117,6 @@ class Metrics:
         self.inter_token_latency_seconds = duration(
             "millrace_inter_token_latency_seconds", "Time between tokens of one request"
         )
-        self.kv_blocks_in_use = gauge("millrace_kv_blocks_in_use", "KV blocks owned by sequences")
-        self.kv_blocks = gauge("millrace_kv_blocks", "KV blocks in all")
-        self.kv_blocks_cached = gauge(
-            "millrace_kv_blocks_cached", "KV blocks kept for a later prefix hit, free on demand"
-        )
         self.prefill_tokens = self._counter(
             "millrace_prefill_tokens_total", "Prompt tokens that were computed"
         )
@@ -158,6 +154,28 @@ class Metrics:
         self.requests_paused = gauge("millrace_requests_paused", "Requests that were preempted")
         self.requests_running = gauge("millrace_requests_running", "Requests in the batch")
         self.requests_waiting = gauge("millrace_requests_waiting", "Requests in the queue")
+        self.wait_seconds = gauge(
+            "millrace_wait_seconds",
+            "Predicted time in the queue of a mean request that arrives now, in seconds",
+        )
+
+    def _kv_cache(self) -> None:
+        gauge = self._gauge
+        self.kv_blocks_in_use = gauge("millrace_kv_blocks_in_use", "KV blocks owned by sequences")
+        self.kv_blocks = gauge("millrace_kv_blocks", "KV blocks in all")
+        self.kv_cache_usage_ratio = gauge(
+            "millrace_kv_cache_usage_ratio", "Share of the KV blocks that sequences own, 0 to 1"
+        )
+        self.cache_config_info = self._family(
+            "millrace_cache_config_info",
+            "Positions in a KV block, and KV blocks in all, as labels",
+            Gauge,
+            "block_size",
+            "num_gpu_blocks",
+        )
+        self.kv_blocks_cached = gauge(
+            "millrace_kv_blocks_cached", "KV blocks kept for a later prefix hit, free on demand"
+        )
 
     def _recoveries(self) -> None:
         self.recoveries = self._family(

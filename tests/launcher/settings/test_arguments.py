@@ -67,6 +67,7 @@ TGI_FLAGS = [
     ("--payload-limit", "1000", "router", 1000),
     ("--enable-prefill-logprobs", "", "shard", True),
     ("--graceful-termination-timeout", "5", "router", 5),
+    ("--drain-delay", "2.5", "router", 2.5),
     ("--max-image-fetch-size", "10", "router", 10),
 ]
 PATH_FLAGS = [
@@ -132,6 +133,10 @@ OURS = [
     ("--generation-config", "off", "router", "off"),
     ("--max-restarts", "0", "launcher", 0),
     ("--step-timeout", "1.5", "router", 1.5),
+    ("--kv-events", "tcp://127.0.0.1:5557", "router", "tcp://127.0.0.1:5557"),
+    ("--kv-events-replay", "ipc:///tmp/replay", "router", "ipc:///tmp/replay"),
+    ("--kv-events-topic", "kv@a@b", "router", "kv@a@b"),
+    ("--kv-events-any-host", "", "router", True),
     ("--recovery-grace", "60", "router", 60.0),
     ("--responses-store", "64", "router", 64),
     ("--responses-store-seconds", "60", "router", 60.0),

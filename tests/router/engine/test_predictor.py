@@ -57,3 +57,14 @@ def test_a_refused_request_may_come_again_after_the_mean_of_the_observed_waits()
     with pytest.raises(QueueFull) as refused:
         predictor.accept(entry(200), FULL, num_cached=0)
     assert refused.value.retry_after_seconds == 7
+
+
+def test_the_wait_of_a_mean_request_is_that_of_the_last_ones_while_some_wait() -> None:
+    predictor = predictor_without_chunks()
+    for number in range(200):
+        one = entry(number)
+        one.stream.batched_at = one.queued_at + 7.0
+        predictor.admitted(one)
+    assert predictor.wait_seconds(FULL) == pytest.approx(7.0, rel=0.01)
+    idle = SchedulerSnapshot(rows=(), num_waiting=0, ahead=(0, 0), now_in_step=0.0)
+    assert predictor.wait_seconds(idle) == 0.0

@@ -127,3 +127,13 @@ def test_a_refusal_says_how_long_even_where_that_is_short(
 ) -> None:
     error = QueueTooLong(predicted_seconds=predicted, allowed_seconds=allowed)
     assert str(error).endswith(said)
+
+
+def test_a_gateway_names_the_tenant_after_the_client_and_before_the_key() -> None:
+    gateway = {"x-gateway-inference-fairness-id": "team"}
+    key = {"authorization": "Bearer secret"}
+    assert tenant_of(gateway) == tenant_of(gateway | key) == "team"
+    assert tenant_of(gateway | {"x-tenant": "other"}) == "other"
+    assert tenant_of({"x-gateway-inference-fairness-id": ""} | key) == tenant_of(key)
+    named = scheduling_from(gateway, None, by_tenant=True, key_name="key")
+    assert named.tenant == "key"

@@ -27,6 +27,7 @@ from millrace_router.api.tgi.info import ErrorResponseJson
 from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
 from millrace_router.request.scheduling import (
     API_KEY_HEADER,
+    FAIRNESS_HEADER,
     MAX_PRIORITY,
     MAX_QUEUE_HEADER,
     MAX_QUEUE_MS,
@@ -77,6 +78,10 @@ HEADERS: dict[str, dict[str, object]] = {
     },
     TENANT_HEADER: {
         "description": "Tenant, for servers that share tokens between tenants",
+        "schema": {"type": "string"},
+    },
+    FAIRNESS_HEADER: {
+        "description": f"As `{TENANT_HEADER}`, which takes precedence: the tenant as gateways name it",
         "schema": {"type": "string"},
     },
     MAX_QUEUE_HEADER: {

@@ -7,7 +7,12 @@ from http import HTTPStatus
 from typing import Any
 
 from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
-from millrace_router.request.scheduling import MAX_QUEUE_HEADER, PRIORITY_HEADER, TENANT_HEADER
+from millrace_router.request.scheduling import (
+    FAIRNESS_HEADER,
+    MAX_QUEUE_HEADER,
+    PRIORITY_HEADER,
+    TENANT_HEADER,
+)
 from millrace_router.server.idempotency import KEY_HEADER, LAST_EVENT_HEADER
 
 PLAIN = "text/plain"
@@ -43,7 +48,7 @@ MESSAGING = (
 )
 """`ADMITTING` in the statuses of Anthropic's API."""
 
-SCHEDULING = (PRIORITY_HEADER, TENANT_HEADER, MAX_QUEUE_HEADER)
+SCHEDULING = (PRIORITY_HEADER, TENANT_HEADER, FAIRNESS_HEADER, MAX_QUEUE_HEADER)
 """Headers of the scheduling parameters."""
 IDEMPOTENT = (*SCHEDULING, ADAPTER_TOKEN_HEADER, KEY_HEADER, LAST_EVENT_HEADER)
 """Headers of generating routes: of the scheduling parameters, of adapters and of idempotency."""

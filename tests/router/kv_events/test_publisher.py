@@ -1,0 +1,173 @@
+"""Events over real sockets: a reference subscriber, a gap, a late subscriber, and none that listens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from millrace_router.kv_events.recorder import EventRecorder
+from millrace_testing.kv_events.cache_life import BLOCK_SIZE, CacheLife
+from millrace_testing.kv_events.index import BlockIndex
+
+zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
+msgpack = pytest.importorskip("msgpack", reason="msgpack is not installed")
+
+from millrace_router.kv_events.publisher import EventPublisher, Replays  # noqa: E402
+
+SECONDS = 20
+ANY_PORT = "tcp://127.0.0.1:*"
+END = b"\xff" * 8
+
+
+@contextmanager
+def publishing() -> Iterator[EventPublisher]:
+    publisher = EventPublisher(ANY_PORT, replay_address=ANY_PORT, topic="kv@here@model")
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+class Subscriber:
+    """A SUB socket, and a DEALER socket for what it missed."""
+
+    def __init__(self, publisher: EventPublisher, topic: bytes = b"") -> None:
+        self._context = zmq.Context()
+        self._replay = self._context.socket(zmq.DEALER)
+        self._replay.connect(publisher.replay_address)
+        self._sub = self._context.socket(zmq.SUB)
+        for one in (self._replay, self._sub):
+            one.setsockopt(zmq.RCVTIMEO, SECONDS * 1000)
+        self._sub.subscribe(topic)
+        self._sub.connect(publisher.address)
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    def next(self) -> tuple[bytes, int, Any]:
+        """Wait for a message: topic, number, batch."""
+        topic, number, payload = self._sub.recv_multipart()
+        return topic, int.from_bytes(number, "big"), msgpack.unpackb(payload)
+
+    def replay(self, since: int) -> list[tuple[int, Any]]:
+        """Ask for the batches from a number on."""
+        self._replay.send_multipart([b"", since.to_bytes(8, "big")])
+        answers: list[tuple[int, Any]] = []
+        while True:
+            empty, number, payload = self._replay.recv_multipart()
+            assert empty == b""
+            if number == END:
+                assert payload == b""
+                return answers
+            answers.append((int.from_bytes(number, "big"), msgpack.unpackb(payload)))
+
+
+def connected(publisher: EventPublisher, subscriber: Subscriber) -> int:
+    """Publish empty batches until one arrives; its number."""
+    subscriber._sub.setsockopt(zmq.RCVTIMEO, 50)
+    for _ in range(SECONDS * 20):
+        publisher.publish([0.0, [], 0])
+        try:
+            found = subscriber.next()[1]
+        except zmq.Again:
+            continue
+        subscriber._sub.setsockopt(zmq.RCVTIMEO, SECONDS * 1000)
+        return found
+    pytest.fail("no message arrived")
+
+
+def test_messages_have_a_topic_a_number_and_a_batch() -> None:
+    with publishing() as publisher, Subscriber(publisher, b"kv@") as subscriber:
+        number = connected(publisher, subscriber)
+        batch = [1.5, [["BlockRemoved", [2**64 - 1], "GPU"], ["AllBlocksCleared"]], 0]
+        publisher.publish(batch)
+        topic, found, received = subscriber.next()
+        while found == number or not received[1]:
+            topic, found, received = subscriber.next()
+        assert topic == b"kv@here@model"
+        assert received == batch
+
+
+def test_an_index_over_the_wire_knows_the_cache_after_a_gap_and_a_late_start() -> None:
+    recorder = EventRecorder(BLOCK_SIZE)
+    life = CacheLife(recorder, seed=2)
+
+    def live(steps: int) -> None:
+        for _ in range(steps):
+            life.step()
+            batch = recorder.take()
+            if batch is not None:
+                publisher.publish(batch)
+
+    with publishing() as publisher:
+        live(300)
+        with Subscriber(publisher) as subscriber:
+            index, expected = BlockIndex(BLOCK_SIZE), 0
+            number = connected(publisher, subscriber)
+            live(300)
+            # The end of what was published so far.
+            publisher.publish([1.0, [], 0])
+            while subscriber.next()[2] != [1.0, [], 0]:
+                pass
+            # What came before it subscribed is a gap, which a replay fills.
+            for found, batch in subscriber.replay(expected):
+                assert found == expected
+                index.apply(batch[1])
+                expected = found + 1
+            assert expected > number
+            assert index.contents() == life.contents()
+            life.begin_epoch()
+            live(100)
+            publisher.publish([0.0, [], 0])
+            while True:
+                _, found, batch = subscriber.next()
+                if found < expected:
+                    continue
+                assert found == expected
+                index.apply(batch[1])
+                expected += 1
+                if not batch[1]:
+                    break
+            assert index.contents() == life.contents()
+
+
+def test_nobody_who_reads_slowly_delays_the_publisher() -> None:
+    with publishing() as publisher, Subscriber(publisher) as subscriber:
+        connected(publisher, subscriber)
+        payload = [0.0, [["BlockRemoved", list(range(1000)), "GPU"]], 0]
+        for _ in range(2000):
+            publisher.publish(payload)
+        # The thread has taken them all, though the subscriber has read none.
+        while len(subscriber.replay(0)) < 2000:
+            pass
+
+
+def test_malformed_questions_are_ignored() -> None:
+    with publishing() as publisher, Subscriber(publisher) as subscriber:
+        publisher.publish([0.0, [], 0])
+        for frames in ([b""], [b"", b"short"], [b"x", b"\0" * 8], [b"", b"\0" * 8, b"more"]):
+            subscriber._replay.send_multipart(frames)
+        assert [number for number, _ in subscriber.replay(0)] == [0]
+
+
+def test_replays_are_bounded_in_number_and_in_bytes() -> None:
+    few = Replays(max_batches=3)
+    for number in range(5):
+        few.add(number, b"x")
+    assert few.since(0) == [(2, b"x"), (3, b"x"), (4, b"x")]
+    assert few.since(4) == [(4, b"x")]
+    small = Replays(max_bytes=10)
+    for number in range(5):
+        small.add(number, b"xxxx")
+    assert [number for number, _ in small.since(0)] == [3, 4]
+
+
+def test_an_address_in_use_is_an_error() -> None:
+    with publishing() as publisher, pytest.raises(zmq.ZMQError):
+        EventPublisher(publisher.address)

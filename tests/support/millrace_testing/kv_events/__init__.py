@@ -1,0 +1,1 @@
+"""Subscribers of KV-cache events, and random lives of a prefix cache."""
