@@ -50,11 +50,17 @@ class BlankShard(pb_grpc.ShardServiceServicer):
     """One reader and one engine thread for each stream, as in the real shard."""
 
     def __init__(
-        self, *, vocab_size: int, forward_seconds: float, num_blocks: int = NUM_BLOCKS
+        self,
+        *,
+        vocab_size: int,
+        forward_seconds: float,
+        num_blocks: int = NUM_BLOCKS,
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
-        self._num_blocks = num_blocks
         self._vocab_size = vocab_size
         self._forward_seconds = forward_seconds
+        self._num_blocks = num_blocks
+        self._max_tokens = max_tokens
         generator = random.Random(0)
         single = Struct("<f")
         ids = generator.choices(
@@ -72,7 +78,7 @@ class BlankShard(pb_grpc.ShardServiceServicer):
             dtype="float32",
             device_type="cpu",
             vocab_size=self._vocab_size,
-            max_position_embeddings=MAX_TOKENS,
+            max_position_embeddings=self._max_tokens,
             block_size=BLOCK_SIZE,
             world_size=1,
             attention="none",
@@ -87,12 +93,12 @@ class BlankShard(pb_grpc.ShardServiceServicer):
         return pb.HealthResponse(warmed_up=True)
 
     def Warmup(self, _: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:  # noqa: N802, ARG002
-        """Report the KV cache, a large one by default."""
+        """Report the KV cache, which is large by default."""
         return pb.WarmupResponse(
             num_blocks=self._num_blocks,
             max_batch_total_tokens=(self._num_blocks - 1) * BLOCK_SIZE,
-            max_total_tokens=MAX_TOKENS,
-            max_input_tokens=MAX_TOKENS - 1,
+            max_total_tokens=self._max_tokens,
+            max_input_tokens=self._max_tokens - 1,
         )
 
     def CompileGrammar(  # noqa: N802
@@ -140,11 +146,15 @@ class BlankShard(pb_grpc.ShardServiceServicer):
             answer = pb.StepResponse(epoch=request.epoch, number=request.number)
             slots = _rows(request, left)
             if slots is not None:
-                if self._forward_seconds:
-                    time.sleep(self._forward_seconds)
+                if seconds := self.seconds(request):
+                    time.sleep(seconds)
                 self._fill(answer, slots)
             answers.put(answer)
         answers.put(None)
+
+    def seconds(self, request: pb.StepRequest) -> float:  # noqa: ARG002
+        """What the forward pass of a step takes."""
+        return self._forward_seconds
 
     def _next(self, steps: StepQueue, *, counted: bool) -> pb.StepRequest | None:
         try:

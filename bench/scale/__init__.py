@@ -1,1 +1,5 @@
-"""Many replicas: what the ingress costs and what routing by prefixes brings. `python -m bench.scale COMMAND`."""
+"""`python -m bench.scale`: many replicas.
+
+Entry point: `__main__.main`.
+May import: what bench may.
+"""

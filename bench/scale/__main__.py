@@ -1,21 +1,32 @@
-"""`python -m bench.scale COMMAND`: many replicas. Each command has its own `--help`."""
+"""`python -m bench.scale COMMAND`: many replicas, real and simulated."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from importlib import import_module
+from collections.abc import Callable, Mapping, Sequence
 
-COMMANDS = {"ingress": "bench.scale.ingress"}
-"""Command and the module whose `main` takes its arguments."""
+from bench.scale import compare, ingress, validate
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "ingress": ingress.main,
+    "validate": validate.main,
+    "compare": compare.main,
+}
 
 
 def main() -> int:
-    """Run one command."""
-    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-        sys.stderr.write(f"usage: python -m bench.scale {{{','.join(COMMANDS)}}} …\n")
+    """Run a command with the rest of the line; return its exit code."""
+    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    if asked in COMMANDS:
+        return COMMANDS[asked](sys.argv[2:])
+    print(f"usage: python -m bench.scale {{{','.join(COMMANDS)}}} ...")
+    if asked not in ("-h", "--help"):
         return 2
-    status: int = import_module(COMMANDS[sys.argv[1]]).main(sys.argv[2:])
-    return status
+    for command in COMMANDS.values():
+        with contextlib.suppress(SystemExit):
+            command(["--help"])
+    return 0
 
 
 if __name__ == "__main__":

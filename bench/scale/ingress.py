@@ -22,7 +22,7 @@ from statistics import mean, median
 
 from tokenizers import Tokenizer
 
-from bench.scale.load import Outcome, ask, closed_loop, replay, session
+from bench.scale.clients import Outcome, ask, closed_loop, replay, session
 from bench.scale.mooncake import Arrival, read_trace
 from bench.scale.proxies import program, proxying
 from bench.scale.replicas import Replica, cpu_seconds, replicas

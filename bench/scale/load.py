@@ -1,75 +1,63 @@
-"""Clients that stream: the time to the first token, and whether the stream was whole."""
+"""A trace for small machines, and its requests as prompts of token ids."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from random import Random
 
-import aiohttp
+from millrace_router.simulator.simulated_request import Arrival
+from millrace_router.simulator.traces.reader import read_trace
 
-from bench.scale.mooncake import Arrival
-
-JSON = {"content-type": "application/json"}
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What clients saw."""
-
-    first_token_seconds: list[float] = field(default_factory=list)
-    num_done: int = 0
-    failures: list[str] = field(default_factory=list)
-
-    def p99(self) -> float:
-        """The time to the first token that one request in a hundred exceeds."""
-        times = sorted(self.first_token_seconds)
-        return times[int(0.99 * (len(times) - 1))]
+FIRST_ID = 320
+"""Lower ids are control tokens and single bytes."""
 
 
-async def ask(client: aiohttp.ClientSession, url: str, body: bytes, outcome: Outcome) -> None:
-    """Stream one completion."""
-    began = time.perf_counter()
-    try:
-        async with client.post(f"{url}/v1/completions", data=body, headers=JSON) as answer:
-            parts = [await answer.content.readany()]
-            outcome.first_token_seconds.append(time.perf_counter() - began)
-            parts += [part async for part in answer.content.iter_any()]
-        if answer.status != 200 or not b"".join(parts[-2:]).endswith(b"data: [DONE]\n\n"):
-            outcome.failures.append(f"{answer.status} {parts[-1][-200:]!r}")
-    except aiohttp.ClientError as error:
-        outcome.failures.append(repr(error))
-    outcome.num_done += 1
-
-
-def session() -> aiohttp.ClientSession:
-    """A client without limits."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+def shortened(arrival: Arrival, divisor: int) -> Arrival:
+    """The request with prompt, answer and each part of its chain so many times shorter; raises ValueError."""
+    if arrival.chain_tokens % divisor and arrival.chain:
+        raise ValueError(
+            f"parts of {arrival.chain_tokens} tokens cannot be {divisor} times shorter"
+        )
+    output = max(1, round(arrival.output_tokens / divisor))
+    return arrival._replace(
+        prompt_tokens=-(-arrival.prompt_tokens // divisor),
+        output_tokens=output,
+        max_new_tokens=output,
+        chain_tokens=arrival.chain_tokens // divisor if arrival.chain else 1,
     )
 
 
-async def closed_loop(url: str, body: bytes, *, clients: int, rounds: int) -> Outcome:
-    """Have `clients` ask `rounds` times each, one after another."""
-    outcome = Outcome()
+def load(path: Path, *, skip: int, requests: int, divisor: int, speedup: float) -> list[Arrival]:
+    """Requests of a trace after the first `skip`, so many times shorter and faster, from second 0 on.
 
-    async def one() -> None:
-        for _ in range(rounds):
-            await ask(client, url, body, outcome)
+    Raises:
+        TraceError: the trace is invalid.
+        ValueError: it is too short, or its parts cannot be made shorter.
 
-    async with session() as client:
-        await asyncio.gather(*(one() for _ in range(clients)))
-    return outcome
+    """
+    taken: list[Arrival] = list(islice(read_trace(path), skip, skip + requests))
+    if len(taken) < requests:
+        raise ValueError(f"{path} has no {skip + requests} requests")
+    begin = taken[0].arrived_at
+    return [
+        shortened(arrival._replace(arrived_at=(arrival.arrived_at - begin) / speedup), divisor)
+        for arrival in taken
+    ]
 
 
-async def replay(url: str, arrivals: Sequence[Arrival], *, speed: float) -> Outcome:
-    """Send each request at its time, `speed` times as fast as the trace."""
-    outcome, began = Outcome(), time.perf_counter()
-    async with session() as client, asyncio.TaskGroup() as group:
-        for arrival in arrivals:
-            delay = arrival.at / speed - (time.perf_counter() - began)
-            if delay > 0:
-                await asyncio.sleep(delay)
-            group.create_task(ask(client, url, arrival.body, outcome))
-    return outcome
+def prompt_ids(arrival: Arrival, number: int, vocab_size: int) -> list[int]:
+    """Token ids that are equal where the chains of two requests are; without one they are the request's own."""
+    ids = range(vocab_size)[FIRST_ID:] or range(vocab_size)
+    if not arrival.chain:
+        return Random(f"request {number}").choices(ids, k=arrival.prompt_tokens)
+    tokens: list[int] = []
+    for part in arrival.chain:
+        tokens += Random(part).choices(ids, k=arrival.chain_tokens)
+    return tokens[: arrival.prompt_tokens]
+
+
+def num_output_tokens(arrivals: Sequence[Arrival]) -> int:
+    """Tokens of all answers."""
+    return sum(arrival.output_tokens for arrival in arrivals)

@@ -33,7 +33,7 @@ def simulate(url: str, requests: Sequence[Request], *, folder: Path) -> Mapping[
     trace, results = folder / "trace.csv", folder / "simulated.json"
     write_trace(requests, trace)
     command = [sys.executable, "-m", "millrace_router.simulator", f"--server={url}"]
-    command += [f"--trace={trace}", f"--json={results}", "--cores=1"]
+    command += [f"--trace={trace}", f"--json={results}", "--processes=1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SimulationFailed(done.stderr.strip()[-500:])

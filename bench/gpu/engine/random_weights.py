@@ -13,6 +13,7 @@ from bench.harness.checkpoints import INITIALIZER_RANGE, Shape, describe
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.staged_copies import copy_directly
 from millrace_shard.errors import WeightsError
+from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.model_loader.quantized.cut import Cut
 from millrace_shard.model_loader.weights import Weights
 
@@ -65,13 +66,17 @@ class RandomWeights(Weights):
         self._world_size = group.world_size
         self._views = []
         self._made = None
-        self._read_codes = None
+        self._reader = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
 
     def close(self) -> None:
         """Do nothing."""
+
+    def _read_codes(self, name: str, cut: Cut) -> QuantizedTensor | None:
+        """Nothing is quantised."""
+        del name, cut
 
     def check_layers(self, count: int) -> None:
         """Do nothing: the layers are those of the config."""

@@ -40,14 +40,17 @@ class BlockManager:
         self.block_size = block_size
         self.num_blocks = num_blocks - 1
         self.cache = cache
-        self._free = list(range(num_blocks - 1, 0, -1))
+        self._free: list[int] = []
+        """Blocks that were handed out and are free again; the last is handed out next."""
+        self._num_fresh = self.num_blocks
+        """Blocks that were never handed out, which are the last ones; they come in order, after those in `_free`."""
         self._holdings: dict[int, _Holding] = {}
         self._num_promised = 0
 
     @property
     def num_free(self) -> int:
         """Blocks without content."""
-        return len(self._free)
+        return len(self._free) + self._num_fresh
 
     @property
     def num_cached(self) -> int:
@@ -73,7 +76,7 @@ class BlockManager:
     def num_available(self) -> int:
         """Blocks that are neither owned nor promised."""
         # Runs in every step, so it does not call `num_reserved`.
-        return len(self._free) + self.num_cached - self._num_promised
+        return len(self._free) + self._num_fresh + self.num_cached - self._num_promised
 
     def count(self, num_tokens: int) -> int:
         """The number of blocks for `num_tokens` positions."""
@@ -181,9 +184,13 @@ class BlockManager:
             self._free.extend(self.cache.unpin(holding.pins))
 
     def _take(self) -> int:
-        if not self._free and self.cache is not None:
-            return self.cache.evict()
-        return self._free.pop()
+        if self._free:
+            return self._free.pop()
+        if self._num_fresh:
+            self._num_fresh -= 1
+            return self.num_blocks - self._num_fresh
+        assert self.cache is not None, "no block is free"
+        return self.cache.evict()
 
 
 def grow(row: Row, blocks: BlockManager, grown: list[tuple[int, int]]) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from millrace_router.simulator.config import ConfigError, Plan, plan_from_args
 from millrace_router.simulator.fleet import simulate
 from millrace_router.simulator.report import as_json, plot, table
-from millrace_router.simulator.trace import TraceError
+from millrace_router.simulator.traces.lines import TraceError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(plan: Plan) -> None:
     if plan.save_config is not None:
         _write(plan.save_config, plan.deployment.model_dump_json(indent=2) + "\n")
-    results = simulate(plan.fleets, cores=plan.cores)
+    results = simulate(plan.fleets, processes=plan.processes)
     sys.stdout.write(table(plan.sweeps, results))
     if plan.json_file is not None:
         _write(plan.json_file, as_json(plan.sweeps, results))

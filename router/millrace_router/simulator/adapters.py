@@ -38,10 +38,14 @@ class SimulatedAdapters:
         """When each load or unload ends, the soonest first."""
         self._due = math.inf
         """When a cycle is over."""
+        self._is_used = False
+        """Whether any request has had an adapter."""
 
     @property
     def next_event(self) -> float:
         """When a load ends, a cycle is over or a wait has lasted too long; infinity if nothing is due."""
+        if not self._is_used:
+            return math.inf
         deadline = self._admission.waiting.next_deadline
         called = self._calls[0][0] if self._calls else math.inf
         return min(called, self._due, math.inf if deadline is None else deadline)
@@ -68,6 +72,7 @@ class SimulatedAdapters:
 
     def submit(self, request: SchedulableRequest, now: float) -> None:
         """Queue a request once its adapter is resident."""
+        self._is_used |= request.adapter is not None
         if not self._admission.submit(request, now):
             self.go_on(now)
 

@@ -8,14 +8,23 @@ import os
 from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, get_args, get_origin
 from urllib.request import urlopen
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticUndefined
 
+from millrace_router.simulator.cells.failures import Failure
+from millrace_router.simulator.cells.wiring import Routing
 from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.fleet import Fleet, Routing, Sweep
+from millrace_router.simulator.fleet import Fleet, Sweep
 from millrace_router.simulator.workload import Workload
 
 SERVER_TIMEOUT_SECONDS = 10.0
@@ -43,6 +52,10 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+def _failure(value: object) -> object:
+    return Failure.parse(value) if isinstance(value, str) else value
+
+
 class Scope(BaseModel):
     """The size of the simulation."""
 
@@ -57,13 +70,36 @@ class Scope(BaseModel):
         description="Replicas to simulate in place of all; counts are scaled up.",
     )
     routing: Routing = Field(
-        default="round-robin", description="`prefix` sends each prefix group to one replica."
+        default="round-robin",
+        description="How gateways choose: in turn, by requests in flight, by a hash of the prompt's"
+        " beginning, or by what replicas have cached.",
     )
-    cores: int = Field(
+    balance_factor: float = Field(
+        default=1.25,
+        ge=1.0,
+        description="`prefix` and `kv` give no replica more than so many times the mean load.",
+    )
+    gateways: int = Field(
+        default=1, ge=1, description="Gateways of a cell; each knows its own requests only."
+    )
+    cell_size: int = Field(
+        default=256, ge=1, description="Most replicas that the same gateways send requests to."
+    )
+    fail: Annotated[Failure | None, BeforeValidator(_failure)] = Field(
+        default=None,
+        description="AT:COUNT:FOR: at this second so many replicas fail for so many seconds.",
+    )
+    processes: int = Field(
         default_factory=lambda: os.cpu_count() or 1,
         ge=1,
-        description="Processes that simulate; all cores when absent.",
+        description="Processes that simulate the cells; all cores when absent.",
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.fail is not None and self.fail.count > self.replicas:
+            raise ValueError("--fail: there are not so many replicas")
+        return self
 
 
 class Plan(BaseModel):
@@ -74,7 +110,7 @@ class Plan(BaseModel):
     sweeps: tuple[Sweep, ...]
     fleets: tuple[Fleet, ...]
     """One for each point of the sweeps."""
-    cores: int
+    processes: int
     deployment: Deployment
     """The deployment without the changes of the sweeps."""
     plot: Path | None
@@ -111,7 +147,7 @@ def plan_from_args(argv: Sequence[str]) -> Plan:
     return Plan(
         sweeps=sweeps,
         fleets=tuple(map(_fleet, points)),
-        cores=_model(Scope, base).cores,
+        processes=_model(Scope, base).processes,
         deployment=_model(Deployment, points[0] | base),
         **files,
     )
@@ -125,6 +161,10 @@ def _fleet(values: Mapping[str, Any]) -> Fleet:
         replicas=scope.replicas,
         sample=min(scope.sample or scope.replicas, scope.replicas),
         routing=scope.routing,
+        cell_size=scope.cell_size,
+        gateways=scope.gateways,
+        balance_factor=scope.balance_factor,
+        failures=() if scope.fail is None else (scope.fail,),
     )
 
 
@@ -150,7 +190,7 @@ def _sweeps(texts: Sequence[str]) -> tuple[Sweep, ...]:
         raise ConfigError("--sweep: two flags at most can be swept")
     known = {*Deployment.model_fields, *Workload.model_fields, *Scope.model_fields}
     for sweep in sweeps:
-        if sweep.field not in known - {*READ_ONLY, "cores"}:
+        if sweep.field not in known - {*READ_ONLY, "processes"}:
             raise ConfigError(f"--sweep: there is no flag --{sweep.flag} to sweep")
     return sweeps
 

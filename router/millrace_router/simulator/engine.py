@@ -6,6 +6,7 @@ import math
 from itertools import count
 
 from millrace_router.prediction.cost import CostModel
+from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.factory import late_planning_from
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
@@ -45,7 +46,7 @@ class Engine:
     of its tokens.
     """
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, prefixes: PrefixNames | None = None) -> None:
         self.metrics = SimulationMetrics(replicas=1)
         self.now = 0.0
         self._deployment = deployment
@@ -62,7 +63,7 @@ class Engine:
             late=late,
         )
         self._adapters = SimulatedAdapters(deployment, self._waiting)
-        self._prefixes = PrefixNames()
+        self._prefixes = PrefixNames() if prefixes is None else prefixes
         self._inter_token = InterTokenLatencies(self.metrics.between_tokens)
         self._decoded_at = 0.0
         """When the last step that decoded was answered."""
@@ -92,8 +93,8 @@ class Engine:
             if not self.fast_forward(time):
                 self.step()
 
-    def arrive(self, arrival: Arrival) -> bool:
-        """Accept a request at its time, which is no earlier than `now`; False if it is refused."""
+    def arrive(self, arrival: Arrival) -> SimulatedRequest | None:
+        """Accept a request at its time, which is no earlier than `now`; None if it is refused."""
         self.now = arrival.arrived_at
         self.metrics.offered += 1
         self.metrics.started_at = min(self.metrics.started_at, self.now)
@@ -107,11 +108,11 @@ class Engine:
         )
         if reason is not None:
             self.metrics.rejected[reason] += 1
-            return False
+            return None
         self._num_present += 1
         self._may_expire |= request.scheduling.max_queue_seconds is not None
         self._adapters.submit(request, self.now)
-        return True
+        return request
 
     def step(self) -> int:
         """Let the clock run to `next_event`, answer or plan a step; return the number of requests that left.
@@ -181,6 +182,7 @@ class Engine:
             self.metrics.rejected["waited too long"] += 1
             self._waiting.served(request, 0)
             self._num_present -= 1
+            self._left(request)
 
     def _plan(self) -> None:
         pipeline = self._pipeline
@@ -263,7 +265,7 @@ class Engine:
         if request.last_token_at is not None:
             self.metrics.between_tokens.add(self.now - request.last_token_at)
         else:
-            seconds = self.now - request.queued_at + self._deployment.entry_seconds
+            seconds = self.now - request.asked_at + self._deployment.entry_seconds
             self.metrics.began(request, seconds)
         request.last_token_at = self.now
 
@@ -276,12 +278,16 @@ class Engine:
         self._num_present -= 1
         metrics.finished += 1
         metrics.output_tokens += request.output_tokens
-        metrics.latency.add(self.now - request.queued_at + self._deployment.entry_seconds)
+        metrics.latency.add(self.now - request.asked_at + self._deployment.entry_seconds)
         metrics.ended_at = self.now
         self._waiting.served(request, request.output_tokens)
         self._admission.ended(request, num_cached=row.num_cached)
         self._adapters.ended(request, self.now)
         metrics.adapter_loads = self._adapters.num_loads
+        self._left(request)
+
+    def _left(self, request: SchedulableRequest) -> None:
+        """A request has ended, or has waited for too long."""
 
     def _count_preempted(self, preempted: list[Row]) -> None:
         """Count all tokens of preempted rows, once no step in flight names them."""

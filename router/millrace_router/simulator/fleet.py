@@ -1,122 +1,162 @@
-"""Identical replicas under one workload: each request goes to one replica, and replicas share nothing."""
+"""Identical replicas under one workload: each request goes to one cell of them, and cells share nothing."""
 
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from itertools import product
 from multiprocessing import get_context
-from typing import Literal, Self
-from zlib import crc32
+from typing import Self
 
+from millrace_router.simulator.cells.cell import Cell
+from millrace_router.simulator.cells.division import (
+    CellsByPrefix,
+    CellsInTurn,
+    Division,
+    share,
+)
+from millrace_router.simulator.cells.failures import Failure
+from millrace_router.simulator.cells.sources import ClosedLoop, OpenLoop, Source
+from millrace_router.simulator.cells.wiring import CellParts, Routing
 from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.engine import Engine
 from millrace_router.simulator.metrics import SimulationMetrics, total
+from millrace_router.simulator.simulated_request import Arrival
 from millrace_router.simulator.workload import Workload
-
-WAVE = 256
-"""Most replicas that one process simulates at a time; their planners must fit into its memory."""
-
-Routing = Literal["round-robin", "prefix"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """A workload that is divided among `replicas`, of which the first `sample` are simulated."""
+    """A workload that is divided among `replicas`, of which about `sample` are simulated, in whole cells."""
 
     deployment: Deployment
     workload: Workload
     replicas: int = 1
     sample: int = 1
     routing: Routing = "round-robin"
-    """`prefix` sends the requests of one group to one replica."""
+    cell_size: int = 256
+    """Most replicas of a cell."""
+    gateways: int = 1
+    """Of each cell; they share nothing."""
+    balance_factor: float = 1.25
+    """`prefix` and `kv` give a replica no more than so many times the mean load."""
+    failures: tuple[Failure, ...] = ()
+
+    @property
+    def division(self) -> Division:
+        """Its cells. If each replica alone decides what becomes of its requests, a sample has cells of one replica."""
+        is_alone = self.routing == "round-robin" and self.gateways == 1 and not self.failures
+        is_sample = self.sample < self.replicas
+        return Division(self.replicas, 1 if is_alone and is_sample else self.cell_size)
+
+    @property
+    def num_simulated_cells(self) -> int:
+        """As many as have `sample` replicas."""
+        division = self.division
+        return -(-self.sample * division.num_cells // self.replicas)
 
 
-def simulate(fleets: Sequence[Fleet], *, cores: int = 1) -> list[SimulationMetrics]:
-    """Simulate each fleet, on `cores` processes.
+def simulate(fleets: Sequence[Fleet], *, processes: int = 1) -> list[SimulationMetrics]:
+    """Simulate each fleet; the cells are divided among `processes`.
 
     Raises:
         TraceError: a trace is invalid.
         StuckError: the scheduler has a defect.
 
     """
-    jobs = [(index, wave) for index, fleet in enumerate(fleets) for wave in _waves(fleet, cores)]
-    if cores == 1 or len(jobs) == 1:
-        waves = [_simulate_wave(fleets[index], wave) for index, wave in jobs]
+    jobs = [
+        (index, part) for index, fleet in enumerate(fleets) for part in _parts(fleet, processes)
+    ]
+    chosen, parts = [fleets[index] for index, _ in jobs], [part for _, part in jobs]
+    if processes == 1 or len(jobs) == 1:
+        done = list(map(_simulate_cells, chosen, parts))
     else:
-        with ProcessPoolExecutor(min(cores, len(jobs)), get_context("spawn")) as pool:
-            chosen = [fleets[index] for index, _ in jobs]
-            waves = list(pool.map(_simulate_wave, chosen, [wave for _, wave in jobs]))
+        with ProcessPoolExecutor(min(processes, len(jobs)), get_context("spawn")) as pool:
+            done = list(pool.map(_simulate_cells, chosen, parts))
     results = []
     for index, fleet in enumerate(fleets):
-        result = total([each for each, job in zip(waves, jobs, strict=True) if job[0] == index])
-        result.scale(fleet.replicas / fleet.sample)
+        result = total([each for each, job in zip(done, jobs, strict=True) if job[0] == index])
+        result.scale(fleet.replicas / result.replicas)
         results.append(result)
     return results
 
 
-def _waves(fleet: Fleet, cores: int) -> Iterator[range]:
-    size = min(WAVE, math.ceil(fleet.sample / cores))
-    for start in range(0, fleet.sample, size):
-        yield range(start, min(start + size, fleet.sample))
+def _parts(fleet: Fleet, processes: int) -> Iterator[range]:
+    count = fleet.num_simulated_cells
+    for first in range(min(processes, count)):
+        yield range(first, count, processes)
 
 
-def _simulate_wave(fleet: Fleet, numbers: range) -> SimulationMetrics:
-    """Simulate the replicas of these numbers."""
+def _simulate_cells(fleet: Fleet, cells: range) -> SimulationMetrics:
+    """Simulate these cells, one after the other."""
     # The engines make many objects, but no cycles.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        if fleet.workload.clients is not None:
-            return total([_closed_loop(fleet, number) for number in numbers])
-        return _open_loop(fleet, numbers)
+        return total(
+            [_simulate_cell(fleet, cell, source) for cell, source in _sources(fleet, cells)]
+        )
     finally:
         if was_enabled:
             gc.enable()
 
 
-def _open_loop(fleet: Fleet, numbers: range) -> SimulationMetrics:
-    engines = {number: Engine(fleet.deployment) for number in numbers}
-    by_prefix = fleet.routing == "prefix"
-    for index, arrival in enumerate(fleet.workload.arrivals()):
-        key = crc32(arrival.group.encode()) if by_prefix and arrival.group else index
-        engine = engines.get(key % fleet.replicas)
-        if engine is not None:
-            engine.run_until(arrival.arrived_at)
-            engine.arrive(arrival)
-    for engine in engines.values():
-        engine.run_until(math.inf)
-    return total([engine.metrics for engine in engines.values()])
+def _simulate_cell(fleet: Fleet, cell: int, source: Source) -> SimulationMetrics:
+    division = fleet.division
+    failures = [
+        Failure(failure.at, share(failure.count, cell, division.num_cells), failure.seconds)
+        for failure in fleet.failures
+    ]
+    parts = CellParts(
+        fleet.deployment,
+        num_replicas=division.size(cell),
+        num_gateways=fleet.gateways,
+        routing=fleet.routing,
+        balance_factor=fleet.balance_factor,
+    )
+    return Cell(parts, source, failures).run()
 
 
-def _closed_loop(fleet: Fleet, number: int) -> SimulationMetrics:
-    """Simulate one replica with its share of the clients; a refused client goes on with its next request."""
-    workload, engine = fleet.workload, Engine(fleet.deployment)
-    draw = workload.requester(f"replica {number}")
-    num_left = _share(workload.requests, number, fleet.replicas)
-    ready = [0.0] * _share(workload.clients or 0, number, fleet.replicas)
-    heapify(ready)
-    while True:
-        arrives_at = ready[0] if ready and num_left else math.inf
-        if arrives_at <= engine.next_event:
-            if arrives_at == math.inf:
-                return engine.metrics
-            heappop(ready)
-            num_left -= 1
-            if not engine.arrive(draw.request(arrives_at)):
-                heappush(ready, arrives_at + workload.think_seconds)
-        elif not engine.fast_forward(arrives_at):
-            for _ in range(engine.step()):
-                heappush(ready, engine.now + workload.think_seconds)
+def _sources(fleet: Fleet, cells: range) -> Iterator[tuple[int, Source]]:
+    """The requests of each of these cells."""
+    workload, division = fleet.workload, fleet.division
+    if workload.clients is not None:
+        for cell in cells:
+            yield cell, _closed_loop(workload, division, cell)
+    elif division.num_cells == 1:
+        yield 0, OpenLoop(workload.arrivals())
+    else:
+        arrivals = _divided(fleet, cells)
+        for cell in cells:
+            yield cell, OpenLoop(iter(arrivals.pop(cell)))
 
 
-def _share(number: int, index: int, of: int) -> int:
-    """The share of part `index`, if `number` is divided into so many parts."""
-    return number // of + (index < number % of)
+def _divided(fleet: Fleet, cells: range) -> dict[int, list[Arrival]]:
+    division = fleet.division
+    by_prefix = fleet.routing in ("prefix", "kv")
+    cells_of = CellsByPrefix(division, fleet.balance_factor) if by_prefix else CellsInTurn(division)
+    arrivals: dict[int, list[Arrival]] = {cell: [] for cell in cells}
+    for number, arrival in enumerate(fleet.workload.arrivals()):
+        mine = arrivals.get(cells_of.choose(number, arrival))
+        if mine is not None:
+            mine.append(arrival)
+    return arrivals
+
+
+def _closed_loop(workload: Workload, division: Division, cell: int) -> ClosedLoop:
+    """A cell has its replicas' shares of requests and clients."""
+    replicas = range(cell, division.replicas, division.num_cells)
+
+    def part(number: int) -> int:
+        return sum(share(number, replica, division.replicas) for replica in replicas)
+
+    return ClosedLoop(
+        workload.requester(f"replica {cell}"),
+        requests=part(workload.requests),
+        clients=part(workload.clients or 0),
+        think_seconds=workload.think_seconds,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,9 +130,15 @@ class SimulationMetrics:
     adapter_loads: int = 0
     cached_tokens: int = 0
     """Input tokens found in the prefix cache."""
+    recomputed_tokens: int = 0
+    """Input tokens computed, though a replica of the cell had computed them before."""
     prefill_tokens: int = 0
     """Input tokens computed, those computed again after a preemption included."""
     output_tokens: int = 0
+    resent: int = 0
+    """Requests whose replica failed, and which their clients sent again."""
+    broken: int = 0
+    """Those of them that had begun to stream."""
     steps: int = 0
     started_at: float = math.inf
     """First arrival."""
@@ -146,6 +152,8 @@ class SimulationMetrics:
     """Sum over steps of duration times the share of KV blocks that sequences hold."""
     kv_max: float = 0.0
     """Largest such share."""
+    load_max: int = 0
+    """Tokens, cached ones included, of the replica that has most of them."""
     queue: Distribution = field(default_factory=Distribution)
     """From arrival to admission."""
     first_token: Distribution = field(default_factory=Distribution)
@@ -161,6 +169,11 @@ class SimulationMetrics:
         self.first_token.add(seconds)
         if request.tenant:
             self.first_token_of.setdefault(request.tenant, Distribution()).add(seconds)
+
+    @property
+    def load(self) -> int:
+        """Tokens of prompts and answers, cached ones included."""
+        return self.cached_tokens + self.prefill_tokens + self.output_tokens
 
     def took(self, seconds: float, load: StepLoad, kv_use: float) -> None:
         """Count a step of `seconds`; sequences held the share `kv_use` of the KV blocks."""
@@ -201,14 +214,17 @@ def total(results: Sequence[SimulationMetrics]) -> SimulationMetrics:
     return result
 
 
-_EXTREMES = {"started_at": min, "ended_at": max, "kv_max": max}
+_EXTREMES = {"started_at": min, "ended_at": max, "kv_max": max, "load_max": max}
 _COUNTS = (
     "replicas",
     "offered",
     "finished",
     "preemptions",
     "cached_tokens",
+    "recomputed_tokens",
     "prefill_tokens",
     "output_tokens",
+    "resent",
+    "broken",
     "steps",
 )

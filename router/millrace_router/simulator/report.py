@@ -52,9 +52,15 @@ FIGURES = (
     Figure("kv_use_max", "KV use, max", lambda t: t.kv_max),
     Figure("busy", "busy share", lambda t: t.busy_seconds / _seconds(t) / max(1, t.replicas)),
     Figure("cache_hit_share", "cache hits, share", _hit_share),
+    Figure("load_max_mean", "load, max/mean", lambda t: t.load_max * t.replicas / max(1, t.load)),
     Figure("prefill_tokens", "prefill tokens", lambda t: float(t.prefill_tokens)),
+    Figure(
+        "recomputed_tokens", "prompt tokens computed twice", lambda t: float(t.recomputed_tokens)
+    ),
     Figure("preemptions", "preemptions", lambda t: float(t.preemptions)),
     Figure("adapter_loads", "adapter loads", lambda t: float(t.adapter_loads)),
+    Figure("resent", "sent again after failures", lambda t: float(t.resent)),
+    Figure("broken", "streams broken", lambda t: float(t.broken)),
     Figure("finished", "finished", lambda t: float(t.finished)),
     Figure("rejected", "rejected", lambda t: float(sum(t.rejected.values()))),
 )

@@ -29,16 +29,28 @@ class PrefixNames:
             names += [b"%b/%d" % (prefix, index) for index in range(len(names), count)]
         return names[:count]
 
+    @staticmethod
+    def chained(ids: Sequence[int], tokens_of_id: int, size: int, places: range) -> list[bytes]:
+        """The names of blocks of `size` tokens at `places`, if each of `ids` stands for so many tokens.
+
+        An id stands for the tokens before its own, too.
+        """
+        return [
+            b"/%d/%d" % (ids[((place + 1) * size - 1) // tokens_of_id], place) for place in places
+        ]
+
 
 class SimulatedRequest(SchedulableRequest):
     """A request in the simulated router. Its client never leaves."""
 
     __slots__ = (
+        "_block_size",
         "_group",
         "_keys",
         "_num_shared",
         "_prefixes",
         "arrival",
+        "asked_at",
         "last_token_at",
         "output_tokens",
     )
@@ -67,13 +79,17 @@ class SimulatedRequest(SchedulableRequest):
             adapter=_version_of(arrival),
         )
         self.arrival = arrival
+        self.asked_at = arrival.arrived_at
+        """When its client sent it first; earlier than `queued_at` if a replica failed meanwhile."""
         self.output_tokens = min(arrival.output_tokens, max_new_tokens)
         self.last_token_at: float | None = None
         """When its first token since its admission came; after a preemption, when its last token came."""
         self._prefixes = prefixes
         # Adapters share no blocks; a slash is in no name of theirs that is left as it is.
         self._group = f"{arrival.adapter}/{arrival.group}" if arrival.adapter else arrival.group
-        self._num_shared = arrival.prefix_tokens // block_size
+        shared = arrival.prompt_tokens if arrival.chain else arrival.prefix_tokens
+        self._num_shared = shared // block_size
+        self._block_size = block_size
         self._keys: list[bytes] = []
 
     @property
@@ -86,17 +102,27 @@ class SimulatedRequest(SchedulableRequest):
         """Whether it may compute a block that is cached already: its group's, or its own after a preemption."""
         return self.num_preemptions > 0 or self.arrival.prefix_tokens >= self.arrival.prompt_tokens
 
+    def shared_keys(self) -> Sequence[bytes]:
+        """Names of the full blocks of its prompt that other requests may have, too."""
+        return self.block_keys(min(self._num_shared, self.num_prompt_tokens // self._block_size))
+
     def block_keys(self, count: int) -> Sequence[bytes]:
         """Names of its first `count` blocks: those of its group first, then its own."""
         keys = self._keys
         if len(keys) < count:
             if len(keys) < self._num_shared:
-                shared = self._prefixes.first(self._group, min(count, self._num_shared))
-                keys += shared[len(keys) :]
+                keys += self._shared(len(keys), min(count, self._num_shared))
             own = b"%d." % self.request_id
             keys += [own + index for index in _NUMBERS[len(keys) : count]]
             keys += [own + b"%d" % index for index in range(len(keys), count)]
         return keys[:count]
+
+    def _shared(self, first: int, end: int) -> Sequence[bytes]:
+        arrival = self.arrival
+        if not arrival.chain:
+            return self._prefixes.first(self._group, end)[first:]
+        places = range(first, end)
+        return PrefixNames.chained(arrival.chain, arrival.chain_tokens, self._block_size, places)
 
 
 class Arrival(NamedTuple):
@@ -120,6 +146,10 @@ class Arrival(NamedTuple):
     """The name of its LoRA adapter; empty for the base model."""
     adapter_pages: int = 1
     """Pages of 64 KiB of that adapter."""
+    chain: tuple[int, ...] = ()
+    """Numbers of its prompt's parts; equal ones are equal tokens after equal beginnings. It excludes a group."""
+    chain_tokens: int = 1
+    """Tokens of each part but the last."""
 
 
 def _version_of(arrival: Arrival) -> AdapterVersion | None:

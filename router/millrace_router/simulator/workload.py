@@ -12,7 +12,8 @@ from typing import Annotated, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from millrace_router.simulator.simulated_request import Arrival
-from millrace_router.simulator.trace import read_trace
+from millrace_router.simulator.traces.copies import copied
+from millrace_router.simulator.traces.reader import read_trace
 
 KINDS = {"fixed": 1, "uniform": 2, "exponential": 1, "lognormal": 2, "pareto": 2}
 """Kinds of distribution, and the number of parameters of each before the optional maximum."""
@@ -112,6 +113,11 @@ class Workload(BaseModel):
         default=None, description="Requests from a .csv or .jsonl file, with a line for each."
     )
     speedup: float = Field(default=1.0, gt=0, description="How much faster the trace is replayed.")
+    copies: int = Field(
+        default=1,
+        ge=1,
+        description="Copies of the trace side by side, each with prompts of its own, at other times.",
+    )
     rate: float | None = Field(
         default=None, gt=0, description="Requests per second, as a Poisson process."
     )
@@ -159,6 +165,8 @@ class Workload(BaseModel):
             raise ValueError("--burst-size goes with --rate")
         if self.speedup != 1.0 and self.trace is None:
             raise ValueError("--speedup goes with --trace")
+        if self.copies > 1 and self.trace is None:
+            raise ValueError("--copies goes with --trace")
         if any(weight <= 0 for weight in self.tenant_weights):
             raise ValueError("--tenant-weights are above 0")
         return self
@@ -171,7 +179,7 @@ class Workload(BaseModel):
 
         """
         if self.trace is not None:
-            for arrival in read_trace(self.trace):
+            for arrival in copied(read_trace(self.trace), self.copies):
                 yield arrival._replace(arrived_at=arrival.arrived_at / self.speedup)
             return
         draw, random = self.requester("open"), Random(f"{self.seed} arrivals")  # noqa: S311

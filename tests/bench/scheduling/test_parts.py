@@ -32,7 +32,7 @@ from bench.scheduling.simulated import write_trace
 
 from millrace_router.scheduler.queue.tenants import RequestQueue, TenantQueue
 from millrace_router.scheduler.queue.waiting import WaitingQueue
-from millrace_router.simulator.trace import read_trace
+from millrace_router.simulator.traces.reader import read_trace
 
 MANY = 8192
 

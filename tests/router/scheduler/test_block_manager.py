@@ -219,3 +219,13 @@ def test_an_equal_block_that_is_held_is_not_held_twice() -> None:
     assert table.num_owned == 3
     table.enter(1, two)
     assert len(table.find(two)) == 2, "once the other has gone, it is"
+
+
+def test_blocks_that_were_never_handed_out_take_no_memory_and_come_in_order() -> None:
+    table = BlockManager(1 << 40, 16)
+    assert table.admit(0, 32) == []
+    assert table.grow(0, 32) == [1, 2]
+    table.release(0)
+    table.admit(1, 48)
+    assert table.grow(1, 48) == [1, 2, 3]
+    assert table.num_free == (1 << 40) - 1 - 3

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace_router.prediction.cost import COEFFICIENTS
+from millrace_router.simulator.cells.failures import Failure
 from millrace_router.simulator.config import ConfigError, plan_from_args
 
 COST = dict.fromkeys(COEFFICIENTS, 0.001)
@@ -96,6 +97,18 @@ def test_a_sweep_makes_a_fleet_of_each_combination(cost: str) -> None:
     assert {(fleet.replicas, fleet.sample) for fleet in plan.fleets} == {(4, 2)}
 
 
+def test_cells_and_gateways_have_flags(cost: str) -> None:
+    flags = ["--replicas", "10000", "--cell-size", "256", "--processes", "2", "--gateways", "3"]
+    flags += ["--routing", "kv", "--balance-factor", "1.5", "--fail", "60:3:120"]
+    plan = plan_from_args(["--cost", cost, *SIZES, "--rate", "1", *flags])
+    (fleet,) = plan.fleets
+    assert plan.processes == 2
+    assert (fleet.replicas, fleet.cell_size, fleet.gateways) == (10_000, 256, 3)
+    assert (fleet.routing, fleet.balance_factor) == ("kv", 1.5)
+    assert fleet.failures == (Failure(60.0, 3, 120.0),)
+    assert fleet.num_simulated_cells == fleet.division.num_cells == 40
+
+
 def test_sizes_themselves_can_be_swept(cost: str) -> None:
     sweeps = ["--sweep", "num-blocks=100,200", "--sweep", "replicas=1,2"]
     plan = plan_from_args(["--cost", cost, *SIZES[2:], "--clients", "3", *sweeps])
@@ -118,13 +131,18 @@ def test_sizes_themselves_can_be_swept(cost: str) -> None:
         (["--rate", "1", "--prompt-tokens", "long"], "--prompt-tokens: 'long' is no length"),
         (["--rate", "1", "--kv-reservation", "half"], "--kv-reservation: "),
         (["--rate", "1", "--num-blocks", "3"], "max_total_tokens is beyond the KV blocks"),
-        (["--rate", "1", "--cores", "0"], "--cores: "),
+        (["--rate", "1", "--processes", "0"], "--processes: "),
         (["--rate", "1", "--colour"], "unrecognized arguments: --colour"),
         (["--rate", "1", "--sweep", "colour=1"], "there is no flag --colour to sweep"),
         (["--rate", "1", "--sweep", "rate"], "'rate' is no sweep: give FLAG=VALUE,VALUE"),
         (["--sweep", "rate=1,"], "is no sweep"),
         (["--rate", "1", "--sweep", "max-batch-size=1,x"], "--max-batch-size: "),
-        (["--sweep", "rate=1", "--sweep", "seed=1", "--sweep", "cores=1"], "two flags at most"),
+        (["--sweep", "rate=1", "--sweep", "seed=1", "--sweep", "processes=1"], "two flags at most"),
+        (["--rate", "1", "--fail", "60:3"], "--fail: '60:3' is no failure: give AT:COUNT:FOR"),
+        (["--rate", "1", "--fail", "60:3:120"], "--fail: there are not so many replicas"),
+        (["--rate", "1", "--balance-factor", "0.9"], "--balance-factor: "),
+        (["--rate", "1", "--routing", "fastest"], "--routing: "),
+        (["--rate", "1", "--copies", "2"], "--copies goes with --trace"),
         (["--rate", "1", "--plot", "x.svg"], "--plot draws figures over a --sweep"),
     ],
 )

@@ -100,7 +100,7 @@ def test_one_group_goes_to_one_replica_if_routed_by_prefix() -> None:
 
 def test_processes_change_nothing() -> None:
     fleets = [fleet(rate=20.0, requests=30, replicas=2), fleet(clients=2, requests=30)]
-    alone, together = simulate(fleets), simulate(fleets, cores=2)
+    alone, together = simulate(fleets), simulate(fleets, processes=2)
     for one, other in zip(alone, together, strict=True):
         assert figures(one) == pytest.approx(figures(other))
 

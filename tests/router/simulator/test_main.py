@@ -18,7 +18,7 @@ def flags(tmp_path: Path) -> list[str]:
     path = tmp_path / "cost.json"
     path.write_text(json.dumps(dict.fromkeys(COEFFICIENTS, 0.001)), encoding="utf-8")
     sizes = ["--num-blocks", "101", "--block-size", "16", "--max-total-tokens", "900"]
-    return ["--cost", str(path), *sizes, "--rate", "5", "--requests", "20", "--cores", "1"]
+    return ["--cost", str(path), *sizes, "--rate", "5", "--requests", "20", "--processes", "1"]
 
 
 def rows(output: str) -> dict[str, list[str]]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from millrace_router.simulator.simulated_request import Arrival, PrefixNames, SimulatedRequest
 
 
@@ -62,3 +64,21 @@ def test_the_answer_is_cut_at_what_may_be_generated() -> None:
         prefixes=PrefixNames(),
     )
     assert cut.output_tokens == 50
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64])
+def test_blocks_of_a_chain_are_equal_where_all_their_parts_are(block_size: int) -> None:
+    def keys(chain: tuple[int, ...], number: int) -> list[bytes]:
+        arrival = Arrival(0.0, 1500, 100, chain=chain, chain_tokens=512)
+        request = SimulatedRequest(
+            number, arrival, max_new_tokens=100, block_size=block_size, prefixes=PrefixNames()
+        )
+        return list(request.block_keys(1600 // block_size))
+
+    one, other = keys((0, 1, 2), 1), keys((0, 1, 3), 2)
+    equal = [a == b for a, b in zip(one, other, strict=True)]
+    assert equal == [(place + 1) * block_size <= 1024 for place in range(len(one))]
+    again = keys((0, 1, 2), 3)
+    equal = [a == b for a, b in zip(one, again, strict=True)]
+    assert equal == [(place + 1) * block_size <= 1500 for place in range(len(one))]
+    assert len(set(one)) == len(one)

@@ -345,13 +345,15 @@ def check_blocks(blocks: BlockManager) -> None:
     held = {block for holding in blocks._holdings.values() for block in holding.blocks}
     pinned = {pin.block for holding in blocks._holdings.values() for pin in holding.pins}
     owned = held | pinned
-    everything = [*blocks._free, *idle, *owned]
+    fresh = range(blocks.num_blocks - blocks._num_fresh + 1, blocks.num_blocks + 1)
+    free = [*blocks._free, *fresh]
+    everything = [*free, *idle, *owned]
     assert sorted(everything) == list(range(1, blocks.num_blocks + 1)), "a block is lost or doubled"
-    assert blocks.num_free == len(blocks._free)
+    assert blocks.num_free == len(free)
     assert blocks.num_cached == len(idle)
     assert blocks.num_owned == len(owned)
     assert blocks.num_available >= 0, "blocks are promised that are not there"
     if cache is not None:
         findable = [cached.block for cached in cache._blocks.values()]
         assert len(findable) == len(set(findable)), "a block has two keys"
-        assert not set(findable) & set(blocks._free), "a free block is findable"
+        assert not set(findable) & set(free), "a free block is findable"

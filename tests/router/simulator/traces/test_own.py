@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from millrace_router.simulator.simulated_request import Arrival
-from millrace_router.simulator.trace import TraceError, read_trace
+from millrace_router.simulator.traces.lines import TraceError
+from millrace_router.simulator.traces.reader import read_trace
 
 
 def written(tmp_path: Path, name: str, text: str) -> Path:

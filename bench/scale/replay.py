@@ -1,0 +1,114 @@
+"""Sends a load to real routers through one of the simulator's gateways, and takes the times."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from bench.harness.scrape import parse
+from bench.scale.load import num_output_tokens, prompt_ids
+from millrace.load.measurement import quantile
+from millrace_router.simulator.cells.gateway import Gateway
+from millrace_router.simulator.cells.ticket import Ticket
+from millrace_router.simulator.simulated_request import Arrival
+
+HITS = "millrace_prefix_cache_hit_tokens_total"
+COMPUTED = "millrace_prefill_tokens_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What becomes of a load."""
+
+    hit_share: float
+    tokens_per_second: float
+    ttft_p50: float
+    """Seconds."""
+    ttft_p90: float
+
+
+class ReplayError(Exception):
+    """A router refused a request or broke its answer."""
+
+
+@dataclass(slots=True)
+class Replay:
+    """One run of a load."""
+
+    urls: Sequence[str]
+    gateway: Gateway
+    vocab_size: int
+    first_tokens: list[float] = field(default_factory=list)
+    """Seconds from when a request was due."""
+
+    async def run(self, arrivals: Sequence[Arrival]) -> Outcome:
+        """Send every request when it is due; raises ReplayError."""
+        timeout = aiohttp.ClientTimeout(total=600)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            before = await self._cached(session)
+            start = time.perf_counter()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for number, arrival in enumerate(arrivals):
+                        due = start + arrival.arrived_at
+                        body = self._body(arrival, number)
+                        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                        ticket = Ticket(arrival, number, arrival.arrived_at)
+                        ticket.replica = self.gateway.choose(ticket)
+                        self.gateway.sent(ticket)
+                        tasks.create_task(self._send(session, ticket, body, due))
+            except* (ReplayError, aiohttp.ClientError, TimeoutError) as errors:
+                raise ReplayError(str(errors.exceptions[0])) from errors
+            seconds = time.perf_counter() - start - arrivals[0].arrived_at
+            hits, computed = (
+                after - earlier
+                for after, earlier in zip(await self._cached(session), before, strict=True)
+            )
+        ordered = sorted(self.first_tokens)
+        return Outcome(
+            hits / (hits + computed),
+            num_output_tokens(arrivals) / seconds,
+            quantile(ordered, 0.5),
+            quantile(ordered, 0.9),
+        )
+
+    async def _cached(self, session: aiohttp.ClientSession) -> tuple[float, float]:
+        """Prompt tokens that all routers have found in their caches, and computed."""
+        hits = computed = 0.0
+        for url in self.urls:
+            async with session.get(f"{url}/metrics") as response:
+                samples = parse(await response.text())
+            hits += samples.get(HITS, 0.0)
+            computed += samples.get(COMPUTED, 0.0)
+        return hits, computed
+
+    def _body(self, arrival: Arrival, number: int) -> dict[str, object]:
+        return {
+            "model": "tgi",
+            "prompt": prompt_ids(arrival, number, self.vocab_size),
+            "max_tokens": arrival.output_tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
+
+    async def _send(
+        self, session: aiohttp.ClientSession, ticket: Ticket, body: dict[str, object], due: float
+    ) -> None:
+        url = f"{self.urls[ticket.replica]}/v1/completions"
+        async with session.post(url, json=body) as response:
+            if response.status != 200:
+                raise ReplayError(f"status {response.status}: {(await response.text())[:200]}")
+            text = b""
+            async for chunk in response.content.iter_any():
+                if not text:
+                    self.first_tokens.append(time.perf_counter() - due)
+                    self.gateway.began(ticket)
+                text += chunk
+        self.gateway.left(ticket)
+        if not text.rstrip().endswith(b"data: [DONE]"):
+            raise ReplayError(f"the answer of request {ticket.number} broke: {text[-200:]!r}")

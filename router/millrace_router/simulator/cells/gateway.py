@@ -1,0 +1,161 @@
+"""Gateways: each chooses a replica for every request it gets, by what it knows itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+
+from millrace_router.simulator.cells.cache_index import CacheIndex
+from millrace_router.simulator.cells.ring import Ring
+from millrace_router.simulator.cells.ticket import Ticket, beginning
+
+DOWN = 1 << 40
+"""Added to the load of a replica that has failed."""
+
+
+class Gateway(ABC):
+    """Knows the requests that it has sent itself, and which replicas are up, and nothing of other gateways."""
+
+    needs_loads = True
+    """Whether its choice depends on what replicas have done so far."""
+
+    def __init__(self, num_replicas: int, *, first: int = 0) -> None:
+        """`first` is the replica that a request would go to if all are alike."""
+        self._loads = [0] * num_replicas
+        """Requests in flight by replica."""
+        self._num_up = num_replicas
+        self._num_sent = 0
+        self._next = first % num_replicas
+
+    @abstractmethod
+    def choose(self, ticket: Ticket) -> int:
+        """The replica for a request; at least one is up."""
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any replica is up."""
+        return self._num_up > 0
+
+    def sent(self, ticket: Ticket) -> None:
+        """The replica that was chosen has accepted the request."""
+        self._loads[ticket.replica] += 1
+        self._num_sent += 1
+
+    def began(self, ticket: Ticket) -> None:
+        """The first token has come."""
+        ticket.num_uncached = 0
+
+    def left(self, ticket: Ticket) -> None:
+        """The request has ended, or broken."""
+        self._loads[ticket.replica] -= 1
+        self._num_sent -= 1
+
+    def set_up(self, replica: int, *, is_up: bool) -> None:
+        """A replica has failed or is back; whoever checks its health learns so at once."""
+        self._loads[replica] += -DOWN if is_up else DOWN
+        self._num_up += 1 if is_up else -1
+
+    def _has_room(self, replica: int, balance_factor: float) -> bool:
+        """Whether one more request leaves the replica within so many times the mean load."""
+        mean = (self._num_sent + 1) / self._num_up
+        return self._loads[replica] < balance_factor * mean
+
+
+class RoundRobin(Gateway):
+    """Sends requests to all replicas in turn."""
+
+    needs_loads = False
+
+    def choose(self, ticket: Ticket) -> int:  # noqa: ARG002
+        """The next replica that is up."""
+        loads = self._loads
+        while loads[self._next] >= DOWN:
+            self._next = (self._next + 1) % len(loads)
+        chosen = self._next
+        self._next = (chosen + 1) % len(loads)
+        return chosen
+
+
+class LeastLoaded(Gateway):
+    """Sends a request where the fewest are in flight; where several are alike, to these in turn."""
+
+    def choose(self, ticket: Ticket) -> int:  # noqa: ARG002
+        """The replica with the fewest requests."""
+        loads = self._loads
+        least = min(loads)
+        try:
+            chosen = loads.index(least, self._next)
+        except ValueError:
+            chosen = loads.index(least)
+        self._next = (chosen + 1) % len(loads)
+        return chosen
+
+
+class PrefixHash(Gateway):
+    """Hashes the beginning of the prompt, and passes over replicas whose load is beyond the bound."""
+
+    def __init__(self, num_replicas: int, *, ring: Ring, balance_factor: float) -> None:
+        super().__init__(num_replicas)
+        self._ring = ring
+        self._balance_factor = balance_factor
+
+    def choose(self, ticket: Ticket) -> int:
+        """The first replica on the ring, from the hash on, that has room."""
+        walk = self._ring.walk(beginning(ticket.arrival, ticket.number))
+        return next(replica for replica in walk if self._has_room(replica, self._balance_factor))
+
+
+class KvAware(Gateway):
+    """Knows what every replica has cached, and sends a request where its first token comes soonest.
+
+    That is where the fewest prompt tokens are to be computed before: those of the request that are not cached, and
+    those of requests that this gateway has sent and that have not begun. Replicas beyond the bound are passed over.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        index: CacheIndex,
+        keys_of: Callable[[Ticket], Iterable[bytes]],
+        block_size: int,
+        balance_factor: float,
+        first: int = 0,
+    ) -> None:
+        super().__init__(num_replicas, first=first)
+        self._index = index
+        self._keys_of = keys_of
+        self._block_size = block_size
+        self._balance_factor = balance_factor
+        self._pending = [0] * num_replicas
+        """Prompt tokens to compute before the first tokens that have not come."""
+
+    def choose(self, ticket: Ticket) -> int:
+        """The replica with the fewest prompt tokens to compute; of several, the one with the fewest requests."""
+        loads, pending = self._loads, self._pending
+        held = self._index.num_held(self._keys_of(ticket), len(loads))
+        most = self._balance_factor * (self._num_sent + 1) / self._num_up
+        size, start = self._block_size, self._next
+        _, _, _, chosen = min(
+            (pending[replica] - size * held[replica], loads[replica], replica < start, replica)
+            for replica in range(len(loads))
+            if loads[replica] < most
+        )
+        self._next = (chosen + 1) % len(loads)
+        ticket.num_uncached = ticket.arrival.prompt_tokens - size * held[chosen]
+        return chosen
+
+    def sent(self, ticket: Ticket) -> None:
+        """Its prompt is to be computed."""
+        super().sent(ticket)
+        self._pending[ticket.replica] += ticket.num_uncached
+
+    def began(self, ticket: Ticket) -> None:
+        """Its prompt is computed."""
+        self._pending[ticket.replica] -= ticket.num_uncached
+        super().began(ticket)
+
+    def left(self, ticket: Ticket) -> None:
+        """Nothing of it is to be computed."""
+        super().left(ticket)
+        self.began(ticket)

@@ -1,0 +1,107 @@
+"""The lines of a trace: rows of a CSV with a header, or JSON objects; and the values of their fields."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+Field = tuple[Callable[[Any], Any], Callable[[Any], bool], str]
+"""How a value is converted, whether it is valid then, and what it has to be."""
+
+
+class TraceError(Exception):
+    """A trace is invalid; the message names file and line."""
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the number of each line and its fields; empty fields and null are left out.
+
+    Raises:
+        TraceError: a line is no row, or the file is of another kind.
+        OSError, UnicodeDecodeError, csv.Error: the file cannot be read.
+
+    """
+    readers = {".csv": _csv_rows, ".jsonl": _json_rows, ".ndjson": _json_rows}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise TraceError(f"{path}: a trace is a .csv or a .jsonl file")
+    return reader(path)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        for row in reader:
+            if None in row or None in row.values():
+                raise TraceError(f"{path}:{reader.line_num}: not as many fields as the header has")
+            yield reader.line_num, {name: text for name, text in row.items() if text != ""}
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise TraceError(f"{path}:{number}: {error}") from error
+            if not isinstance(row, dict):
+                raise TraceError(f"{path}:{number}: not a JSON object")
+            yield number, {name: value for name, value in row.items() if value is not None}
+
+
+def values_of(
+    row: Row, fields: Mapping[str, Field], required: tuple[str, ...], where: str
+) -> dict[str, Any]:
+    """The converted values of a row; raises TraceError at `where` if it has others, lacks some or one is invalid."""
+    for name in row:
+        if name not in fields:
+            raise TraceError(f"{where}: unknown field {name!r}; there are {', '.join(fields)}")
+    values: dict[str, Any] = {}
+    for name in fields:
+        if name in row:
+            values[name] = _value(name, row[name], fields[name], where)
+        elif name in required:
+            raise TraceError(f"{where}: {name} is missing")
+    return values
+
+
+def _value(name: str, given: object, field: Field, where: str) -> object:
+    convert, is_valid, meaning = field
+    try:
+        value = convert(given)
+        if is_valid(value):
+            return value
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TraceError(f"{where}: {name} is {_short(given)}, not {meaning}")
+
+
+def _short(given: object) -> str:
+    text = repr(given)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def to_integer(given: object) -> int:
+    """A whole number; raises TypeError or ValueError for other values."""
+    if isinstance(given, bool) or (isinstance(given, float) and not given.is_integer()):
+        raise TypeError("no integer")
+    return int(given)  # type: ignore[call-overload, no-any-return]
+
+
+def to_number(given: object) -> float:
+    """A number; raises TypeError or ValueError for other values."""
+    if isinstance(given, bool):
+        raise TypeError("no number")
+    return float(given)  # type: ignore[arg-type]
+
+
+TIME: Field = (to_number, lambda value: 0.0 <= value < math.inf, "a number of seconds")
+COUNT: Field = (to_integer, lambda value: value >= 1, "a number of tokens, 1 or more")
+NAME: Field = (str, lambda _: True, "a name")

@@ -1,0 +1,42 @@
+"""Copies of a trace are as much load as so many traces, and share nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from millrace_router.simulator.simulated_request import Arrival
+from millrace_router.simulator.traces.copies import copied
+
+TRACE = [
+    Arrival(0.0, 600, 1, chain=(0, 1), chain_tokens=512),
+    Arrival(3.0, 700, 2, group="a", prefix_tokens=5),
+    Arrival(3.0, 1500, 3, chain=(0, 2, 3), chain_tokens=512),
+    Arrival(6.0, 40, 4),
+]
+SPAN = 7.5
+
+
+def test_one_copy_is_the_trace() -> None:
+    assert list(copied(iter(TRACE), 1)) == TRACE
+    assert list(copied(iter([]), 3)) == []
+
+
+def test_copies_come_in_order_within_the_time_of_the_trace() -> None:
+    found = list(copied(iter(TRACE), 3))
+    assert all(one.arrived_at <= other.arrived_at for one, other in pairwise(found))
+    assert 0 <= found[0].arrived_at < found[-1].arrived_at < SPAN
+    assert Counter(arrival.output_tokens for arrival in found) == dict.fromkeys((1, 2, 3, 4), 3)
+    times = sorted(arrival.arrived_at for arrival in found if arrival.output_tokens == 4)
+    assert times == pytest.approx([1.0, 3.5, 6.0])
+
+
+def test_copies_share_with_themselves_what_the_trace_shares() -> None:
+    found = list(copied(iter(TRACE), 3))
+    firsts = Counter(arrival.chain[0] for arrival in found if arrival.chain)
+    assert sorted(firsts.values()) == [2, 2, 2]
+    others = [number for arrival in found for number in arrival.chain[1:]]
+    assert len(set(others)) == len(others) == 9
+    assert len({arrival.group for arrival in found if arrival.group}) == 3
