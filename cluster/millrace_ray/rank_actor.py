@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +16,7 @@ import ray
 
 from millrace_proto.version import VERSION
 from millrace_ray.certificates import Pem
+from millrace_ray.ports import free_ports
 
 STOP_SECONDS = 10.0
 
@@ -51,7 +51,7 @@ class RankActor:
     def host(self, num_ports: int) -> Host:
         """Where this actor is, and what is installed there."""
         versions = (("millrace", VERSION), ("torch", metadata.version("torch")))
-        return Host(ray.util.get_node_ip_address(), _free_ports(num_ports), versions)
+        return Host(ray.util.get_node_ip_address(), free_ports(num_ports), versions)
 
     def start(self, argv: Sequence[str], pem: Pem) -> None:
         """Run the ranks; those that run already end first."""
@@ -87,18 +87,3 @@ class RankActor:
             process.wait(STOP_SECONDS)
         process.kill()
         process.wait()
-
-
-def _free_ports(count: int) -> tuple[int, ...]:
-    """Consecutive ports that nothing listens on."""
-    while True:
-        with ExitStack() as held:
-            first = held.enter_context(socket.socket())
-            first.bind(("", 0))
-            port = int(first.getsockname()[1])
-            try:
-                for following in range(port + 1, port + count):
-                    held.enter_context(socket.socket()).bind(("", following))
-            except (OSError, OverflowError):
-                continue
-            return tuple(range(port, port + count))

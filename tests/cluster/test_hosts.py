@@ -15,7 +15,7 @@ from millrace_testing.launcher.e2e import END_SECONDS, until, wait_for
 
 pytestmark = pytest.mark.cluster
 
-STREAMS = mixed_bodies(20, longest=150)
+STREAMS = mixed_bodies(12, longest=100)
 MIDDLE = 20
 PORT, MEETING, RANK_PORT = 3000, 29500, 9000
 

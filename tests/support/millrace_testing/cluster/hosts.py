@@ -71,6 +71,8 @@ class Host:
         """End what runs on it, and remove it."""
         self.kill()
         ip("netns", "delete", self.name, check=False)
+        # Its last connections may keep the namespace for a while.
+        ip("link", "delete", self._link, check=False)
 
     def cut(self) -> None:
         """Cut its link: nobody on it is told."""
