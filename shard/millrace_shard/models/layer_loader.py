@@ -25,7 +25,6 @@ from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
 from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec
 from millrace_shard.models.spec.norm_spec import NormPlaces, NormSpec
 from millrace_shard.models.split import kv_heads_per_rank
-from millrace_shard.models.unread_tensors import check_biases
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +41,8 @@ class LayerLoader:
         group: ProcessGroup,
         adapters: AdapterTable | None = None,
     ) -> None:
-        """Raise WeightsError if the files have more layers or biases than `spec`."""
+        """Raise WeightsError if the files have more layers than `spec`."""
         weights.check_layers(spec.num_stored_layers)
-        check_biases(weights.files, spec)
         self._spec = spec
         self._ropes = ropes
         self._weights = weights

@@ -26,7 +26,7 @@ from millrace_shard.models.quantized.quantization import quantization_of
 from millrace_shard.models.rope_override import RopeOverride
 from millrace_shard.models.rope_tables import RopeTables
 from millrace_shard.models.split import check_split
-from millrace_shard.models.unread_tensors import check_unread
+from millrace_shard.models.unread_tensors import check_biases, check_unread
 
 
 def load_model(  # noqa: PLR0913
@@ -58,6 +58,7 @@ def load_model(  # noqa: PLR0913
         weights = Weights(folder, dtype=dtype, device=device, group=group, quantization=found)
         ropes = RopeTables(max_total_tokens, device)
         with closing(weights):
+            check_biases(weights.files, model.spec)
             loader = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
             return _checked(Decoder(model.spec, info, loader, kernels, group, adapters), weights)
     _check_class(model, quantize, allow_unlisted=allow_unlisted)

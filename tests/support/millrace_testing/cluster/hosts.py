@@ -22,7 +22,15 @@ def missing() -> str:
     """What this machine lacks for such hosts; empty if nothing."""
     if shutil.which("ip") is None:
         return "no program `ip`"
-    return "" if os.geteuid() == 0 else "not root"
+    if os.geteuid() != 0:
+        return "not root"
+    # Containers have a root that may make none.
+    probe = f"millrace-{os.getpid()}"
+    made = subprocess.run(
+        ["ip", "netns", "add", probe], check=False, capture_output=True, text=True
+    )
+    subprocess.run(["ip", "netns", "del", probe], check=False, capture_output=True)
+    return "" if made.returncode == 0 else made.stderr.strip()
 
 
 def ip(*arguments: str, check: bool = True) -> None:
