@@ -23,6 +23,7 @@ from tests.ecosystem.operating.proxies import (
 from tests.router.api.openapi.test_openapi import BODIES, STREAM, STREAMS
 
 from millrace_router.api.openapi.operations import OPERATIONS
+from millrace_testing.launcher.ports import kept_port
 from millrace_testing.router.edge import echo, finished, token_event
 
 pytestmark = pytest.mark.ecosystem
@@ -253,6 +254,35 @@ async def test_a_reload_of_haproxy_under_load_loses_nothing(tmp_path: Path) -> N
         finally:
             process.terminate()
             process.wait(20)
+
+
+async def test_no_request_fails_when_haproxy_has_not_seen_yet_that_a_server_is_dead(
+    tmp_path: Path,
+) -> None:
+    (proxy,) = (one for one in BALANCERS if one.name == "haproxy")
+    async with fronting(proxy, tmp_path, num_edges=2, script=echo) as front:
+        with kept_port() as dead:
+            text, port = (tmp_path / "haproxy.cfg").read_text(), front.port + 1
+            changes = {
+                f"bind :{front.port}": f"bind :{port}",
+                f"server b {front.edges[1].url.removeprefix('http://')}": f"server b 127.0.0.1:{dead}",
+                "inter 50ms": "inter 1h",
+            }
+            for old, new in changes.items():
+                assert old in text
+                text = text.replace(old, new)
+            (tmp_path / "dead.cfg").write_text(text)
+            process = subprocess.Popen([proxy.program(), "-db", "-f", str(tmp_path / "dead.cfg")])
+            try:
+                await wait_for_port(port, process)
+                url = front.url.replace(str(front.port), str(port))
+                for number in range(12):
+                    body = prefixed(number, 1)
+                    async with front.client.post(f"{url}/generate", json=body) as answer:
+                        assert answer.status == 200
+            finally:
+                process.terminate()
+                process.wait(20)
 
 
 def test_bodies_are_those_of_this_test() -> None:
