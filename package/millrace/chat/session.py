@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from contextlib import aclosing
 from typing import Any
 
@@ -66,8 +67,8 @@ class Session:
         pieces: list[str] = []
         body = self._conversation.ask(text)
         try:
-            runner.run(self._stream(body, pieces))
-        except KeyboardInterrupt:
+            runner.run(self._interruptible(body, pieces))
+        except (KeyboardInterrupt, asyncio.CancelledError):
             self._screen.note("\n(stopped)")
         except MillraceError as error:
             self._conversation.take_back()
@@ -77,6 +78,19 @@ class Session:
             self._screen.write("\n")
         self._conversation.answered("".join(pieces))
         return True
+
+    async def _interruptible(self, body: dict[str, Any], pieces: list[str]) -> None:
+        """Stream until Ctrl-C cancels it.
+
+        The runner's own handler has no wake-up, so that a signal just before the loop waits would be seen late.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        loop.add_signal_handler(signal.SIGINT, task.cancel)
+        try:
+            await self._stream(body, pieces)
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
 
     async def _stream(self, body: dict[str, Any], pieces: list[str]) -> None:
         # Closing the stream closes its connection, so that the server stops too.

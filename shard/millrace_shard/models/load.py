@@ -19,7 +19,7 @@ from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.families.registry import FAMILIES
-from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.interface import CausalModel, ModelInfo
 from millrace_shard.models.layer_loader import LayerLoader
 from millrace_shard.models.operations import uses_plain_torch
 from millrace_shard.models.quantized.quantization import quantization_of
@@ -52,9 +52,8 @@ def load_model(  # noqa: PLR0913
     if model.spec is not None:
         check_split(model.spec, group.world_size)
         found = quantization_of(folder, quantize, model.spec, group.world_size)
-        method = _method(folder, found, quantize)
         is_invariant = device.type == "cpu" or not uses_plain_torch(model.spec)
-        info = replace(model.info(), quantization=method, batch_invariant=is_invariant)
+        info = replace(_info(model, folder, found, quantize), batch_invariant=is_invariant)
         weights = Weights(folder, dtype=dtype, device=device, group=group, quantization=found)
         ropes = RopeTables(max_total_tokens, device)
         with closing(weights):
@@ -87,11 +86,12 @@ def _checked(decoder: Decoder, weights: Weights) -> Decoder:
     return decoder
 
 
-def _method(folder: Path, found: Quantization | MadeAtLoad | None, flag: str | None) -> str | None:
-    """The method of the weights, for /info."""
-    if found is not None:
-        return found.method
-    return "gguf" if (folder / MODEL).is_file() else flag
+def _info(
+    model: ModelDescription, folder: Path, found: Quantization | MadeAtLoad | None, flag: str | None
+) -> ModelInfo:
+    """What the router needs to know, with the method of the weights."""
+    of_file = "gguf" if (folder / MODEL).is_file() else flag
+    return replace(model.info(), quantization=of_file if found is None else found.method)
 
 
 def _check_class(model: ModelDescription, quantize: str | None, *, allow_unlisted: bool) -> None:

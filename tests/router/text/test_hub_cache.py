@@ -8,7 +8,8 @@ import pytest
 
 from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
-from millrace_router.startup import _with_model_folder, start
+from millrace_router.model_start import with_model_folder
+from millrace_router.startup import start
 from millrace_router.text.hub_cache import find_snapshot
 from millrace_router.text.model_files import ModelFilesError
 
@@ -58,7 +59,7 @@ def test_the_remedy_is_named(cache: Path, name: str, revision: str | None) -> No
 
 def test_the_router_takes_a_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
-    config = _with_model_folder(RouterConfig.from_args(["--tokenizer-name=org/model"]))
+    config = with_model_folder(RouterConfig.from_args(["--tokenizer-name=org/model"]))
     assert config.model_folder == cache / "models--org--model" / "snapshots" / COMMIT
     assert (config.model_id, config.revision) == ("org/model", COMMIT)
 
@@ -66,7 +67,7 @@ def test_the_router_takes_a_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_router_takes_folders_as_they_are(tmp_path: Path) -> None:
     for flag in ("--tokenizer-name", "--model-folder"):
         config = RouterConfig.from_args([f"{flag}={tmp_path}"])
-        assert _with_model_folder(config) is config
+        assert with_model_folder(config) is config
 
 
 async def test_a_name_that_is_not_there_ends_the_start(
