@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from tests.deploy.test_dashboard import series_names
 
 from millrace_launcher.settings import rank_arguments
 from millrace_launcher.settings.flags import all_flags, flags_of
@@ -102,3 +103,10 @@ def test_other_values_of_the_page_fit() -> None:
     assert len(blocks) > 3
     for block in blocks:
         jsonschema.validate(yaml.safe_load(block), SCHEMA)
+
+
+@pytest.mark.parametrize("file", ["files/picker.yaml", "templates/autoscaler.yaml"])
+def test_its_metrics_are_those_of_the_router(file: str) -> None:
+    named = set(re.findall(r"\bmillrace_\w+", (CHART / file).read_text()))
+    assert named
+    assert named <= series_names()

@@ -18,6 +18,7 @@ from millrace_ray.serving.errors import ServingError
 GRACE_FLAG = "graceful_termination_timeout"
 GRACE_SECONDS = 90
 """The launcher's default."""
+DELAY_FLAG = "drain_delay"
 LAUNCHER_MARGIN_SECONDS = 10
 """The launcher gives its router that much longer to end."""
 DRAIN_SECONDS = 15
@@ -72,7 +73,9 @@ class Arguments:
     @property
     def grace_seconds(self) -> float:
         """What a launcher takes to end, at most."""
-        return float(self.flags.get(GRACE_FLAG, GRACE_SECONDS)) + LAUNCHER_MARGIN_SECONDS
+        flags = self.flags
+        seconds = float(flags.get(DELAY_FLAG, "0")) + float(flags.get(GRACE_FLAG, GRACE_SECONDS))
+        return seconds + LAUNCHER_MARGIN_SECONDS
 
     @property
     def num_cpus(self) -> float:
@@ -105,7 +108,7 @@ def read(arguments: Mapping[str, object]) -> Arguments:
             tip = f"; did you mean {near[0]}?" if near else ""
             raise ServingError(f"there is no argument {name}{tip}")
     texts = {name: _text(value) for name, value in flags.items() if value is not None}
-    for name in ("num_shard", GRACE_FLAG):
+    for name in ("num_shard", GRACE_FLAG, DELAY_FLAG):
         if not texts.get(name, "1").isdecimal():
             raise ServingError(f"the argument {name} has to be a whole number, not {texts[name]}")
     return Arguments(own, texts)

@@ -34,6 +34,7 @@ def test_ranks_in_the_cluster_reserve_for_themselves() -> None:
 def test_a_replica_gets_its_launchers_grace() -> None:
     assert read({}).grace_seconds == 100.0
     assert read({"graceful_termination_timeout": "5"}).grace_seconds == 15.0
+    assert read({"drain_delay": 8}).grace_seconds == 108.0
 
 
 @pytest.mark.parametrize(
