@@ -110,3 +110,10 @@ def test_its_metrics_are_those_of_the_router(file: str) -> None:
     named = set(re.findall(r"\bmillrace_\w+", (CHART / file).read_text()))
     assert named
     assert named <= series_names()
+
+
+def test_switches_that_may_be_absent_get_a_value() -> None:
+    listed = re.search(r"has \$name \(list ([^)]*)\)", (CHART / "templates/_pods.tpl").read_text())
+    assert listed is not None
+    found = {flag.name for flag in all_flags() if flag.field.annotation == bool | None}
+    assert set(re.findall(r'"([\w-]+)"', listed[1])) == {name.replace("_", "-") for name in found}

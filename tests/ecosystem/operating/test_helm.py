@@ -249,6 +249,13 @@ def test_probes_and_selectors_meet(shape: str, answers: dict[str, Object]) -> No
         ({"autoscaling": {"kind": "keda"}}, "podMonitor"),
         ({"inferencePool": {"enabled": True}}, "picker"),
         ({"httpRoute": {"enabled": True}}, "parentRefs"),
+        ({"rollout": {"maxSurge": 0}}, "cannot both be 0"),
+        (
+            {"ranks": 4, "ranksPerNode": 2, "tls": {"certManager": True}}
+            | {"rollout": {"maxUnavailable": 0}},
+            "cannot both be 0",
+        ),
+        ({"env": [{"name": "GRACEFUL_TERMINATION_TIMEOUT", "value": "600"}]}, "into flags"),
     ],
 )
 def test_what_is_wrong_is_named(values: Object, said: str) -> None:

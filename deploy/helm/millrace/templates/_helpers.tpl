@@ -78,3 +78,10 @@ name: {{ include "millrace.fullname" . }}
 {{- if not $delay -}}{{- $delay = int .Values.preStopSeconds -}}{{- end -}}
 {{- add $delay $drain 30 -}}
 {{- end -}}
+
+{{/* Refuses a rollout that cannot go on. Of: maxSurge, maxUnavailable. */}}
+{{- define "millrace.checkRollout" -}}
+{{- if and (has (toString .maxSurge) (list "0" "0%")) (has (toString .maxUnavailable) (list "0" "0%")) -}}
+{{- fail "rollout: maxSurge and maxUnavailable cannot both be 0" -}}
+{{- end -}}
+{{- end -}}

@@ -13,7 +13,9 @@
 {{- end }}
 {{- range $name, $value := .root.Values.flags }}
 {{- if or (not $isRanks) (has $name $known) }}
-{{- if kindIs "bool" $value }}
+{{- if and (kindIs "bool" $value) (has $name (list "log-colorize" "sharded")) }}
+- --{{ $name }}={{ $value }}
+{{- else if kindIs "bool" $value }}
 {{- if $value }}
 - --{{ $name }}
 {{- end }}
@@ -46,6 +48,11 @@ securityContext:
 {{- with .Values.secretName }}
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ . }}, key: hf-token, optional: true}}
+{{- end }}
+{{- range .Values.env }}
+{{- if has .name (list "GRACEFUL_TERMINATION_TIMEOUT" "DRAIN_DELAY") }}
+{{- fail (printf "env: %s belongs into flags, from which the grace period of the pods is computed" .name) }}
+{{- end }}
 {{- end }}
 {{- with .Values.env }}
 {{ toYaml . }}
