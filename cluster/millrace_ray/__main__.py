@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from millrace_ray.spec import Files, Spec, placed_line
+
+HOST_AND_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:]+\]):(\d+)")
+CONNECT_SECONDS = 10.0
 
 
 def main() -> None:
@@ -27,6 +32,7 @@ def main() -> None:
         refuse("Ray is not installed; install `millrace[ray]` on this host and on the cluster's")
     from millrace_ray.placement import ClusterError, Placement  # noqa: PLC0415
 
+    check_listening(address)
     try:
         ray.init(address=address, log_to_driver=True, logging_level="warning")
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -35,6 +41,18 @@ def main() -> None:
         Placement(spec, _tell).run()
     except ClusterError as error:
         refuse(str(error))
+
+
+def check_listening(address: str) -> None:
+    """Refuse an address at which nobody listens, which Ray itself tries for minutes."""
+    found = HOST_AND_PORT.fullmatch(address)
+    if found is None:
+        return
+    host, port = found[1].strip("[]"), int(found[2])
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        refuse(f"there is no Ray cluster at {address}: {error}")
 
 
 def _tell(addresses: Sequence[str], files: Files) -> None:
