@@ -72,7 +72,7 @@ def test_every_query_of_the_dashboard_and_its_page_is_valid(
     generate(server).close()
     poll(lambda: prometheus.query(ALWAYS_THERE), what=f"no {ALWAYS_THERE}")
     expressions = re.findall(r"^\| [a-zA-Z ]+ \| `(.*?)` \|", PAGE.read_text(), re.MULTILINE)
-    assert len(expressions) == 8
+    assert len(expressions) == 9
     expressions += [
         target["expr"].replace("$container", ".*").replace("$__rate_interval", "1m")
         for panel in json.loads(DASHBOARD.read_text())["panels"]
