@@ -153,7 +153,7 @@ class BlankShard(pb_grpc.ShardServiceServicer):
         answers.put(None)
 
     def seconds(self, request: pb.StepRequest) -> float:  # noqa: ARG002
-        """What the forward pass of a step takes."""
+        """The duration of a step's forward pass."""
         return self._forward_seconds
 
     def _next(self, steps: StepQueue, *, counted: bool) -> pb.StepRequest | None:

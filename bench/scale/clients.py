@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from bench.scale.mooncake import Arrival
+from millrace.load.measurement import quantile
 
 JSON = {"content-type": "application/json"}
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What clients saw."""
+    """First tokens, answers and failures of a load."""
 
     first_token_seconds: list[float] = field(default_factory=list)
     num_done: int = 0
@@ -24,8 +24,7 @@ class Outcome:
 
     def p99(self) -> float:
         """The time to the first token that one request in a hundred exceeds."""
-        times = sorted(self.first_token_seconds)
-        return times[int(0.99 * (len(times) - 1))]
+        return quantile(sorted(self.first_token_seconds), 0.99)
 
 
 async def ask(client: aiohttp.ClientSession, url: str, body: bytes, outcome: Outcome) -> None:
@@ -63,13 +62,11 @@ async def closed_loop(url: str, body: bytes, *, clients: int, rounds: int) -> Ou
     return outcome
 
 
-async def replay(url: str, arrivals: Sequence[Arrival], *, speed: float) -> Outcome:
-    """Send each request at its time, `speed` times as fast as the trace."""
+async def replay(url: str, requests: Sequence[tuple[float, bytes]]) -> Outcome:
+    """Send each body at its time, in seconds from now."""
     outcome, began = Outcome(), time.perf_counter()
     async with session() as client, asyncio.TaskGroup() as group:
-        for arrival in arrivals:
-            delay = arrival.at / speed - (time.perf_counter() - began)
-            if delay > 0:
-                await asyncio.sleep(delay)
-            group.create_task(ask(client, url, arrival.body, outcome))
+        for due, body in requests:
+            await asyncio.sleep(max(0.0, due - (time.perf_counter() - began)))
+            group.create_task(ask(client, url, body, outcome))
     return outcome

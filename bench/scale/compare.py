@@ -77,7 +77,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def fleet(options: argparse.Namespace, routing: Routing, replicas: int) -> Fleet:
-    """What a point simulates; raises ValueError."""
+    """The replicas and the load of one point; raises ValueError."""
     if replicas % options.replicas_per_copy:
         raise ValueError(f"{replicas} replicas have no whole number of copies")
     return Fleet(

@@ -12,31 +12,34 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
-from tokenizers import Tokenizer
-
+from bench.harness.machine import cpu_seconds
+from bench.harness.server import RunningServer
 from bench.scale.clients import Outcome, ask, closed_loop, replay, session
-from bench.scale.mooncake import Arrival, read_trace
+from bench.scale.load import completion, load, prompt_ids
 from bench.scale.proxies import program, proxying
-from bench.scale.replicas import Replica, cpu_seconds, replicas
+from bench.scale.replicas import Replica, replicas, vocab_size_of
+from millrace_router.prediction.cost import COEFFICIENTS
 
 PROXIES = ("haproxy", "envoy")
 NUM_REPLICAS = 4
 SETTLING_SECONDS = 3.0
-PROMPT = list(range(400, 464))
+PROMPT = range(400, 464)
 
 
 def body_of(tokens: int) -> bytes:
     """A streamed completion of exactly `tokens` tokens."""
-    body = {"prompt": PROMPT, "model": "tgi", "stream": True, "max_tokens": tokens}
-    return json.dumps(body | {"ignore_eos": True}).encode()
+    return completion(PROMPT, tokens)
+
+
+def costs_of(seconds: float) -> dict[str, float]:
+    """The cost model of shards whose steps all take the same time."""
+    return {**dict.fromkeys(COEFFICIENTS, 0.0), "step": seconds}
 
 
 def cost(options: argparse.Namespace, folder: Path) -> None:
@@ -51,41 +54,43 @@ def cost(options: argparse.Namespace, folder: Path) -> None:
     print("|---|---|---|---|", flush=True)
     with replicas(
         1,
-        folder,
         model=options.model,
+        costs=costs_of(options.forward_ms / 1e3),
         num_blocks=1 << 15,
-        forward_ms=options.forward_ms,
         flags=flags,
+        out=folder,
     ) as (one,):
         for name in options.proxies:
             if program(name) is None:
                 continue
             runs = []
             for _ in range(options.repeats):
-                with proxying(name, [one], folder) as (url, process):
-                    runs.append(asyncio.run(_run_cost(url, one.url, process, options)))
+                with proxying(name, [one], folder) as proxy:
+                    runs.append(asyncio.run(_run_cost(proxy, one.url, options)))
             cpu, through, directly = zip(*runs, strict=True)
             print(f"| {name} | {_each(cpu)} | {_each(through)} | {_each(directly)} |", flush=True)
 
 
 async def _run_cost(
-    url: str, direct: str, process: subprocess.Popen[bytes], options: argparse.Namespace
+    proxy: RunningServer, direct: str, options: argparse.Namespace
 ) -> tuple[float, float, float]:
     """CPU microseconds a token, and p99 of TTFT in milliseconds through the proxy and directly."""
     streams, tokens, rounds = options.streams, options.tokens, options.rounds
-    before = cpu_seconds(process)
-    load = asyncio.create_task(closed_loop(url, body_of(tokens), clients=streams, rounds=rounds))
+    url, before = proxy.url, cpu_seconds(proxy.processes())
+    streaming = asyncio.create_task(
+        closed_loop(url, body_of(tokens), clients=streams, rounds=rounds)
+    )
     seen = {url: Outcome(), direct: Outcome()}
     async with session() as client:
         # After the burst of prompts at the beginning.
         await asyncio.sleep(SETTLING_SECONDS)
-        while not load.done():
+        while not streaming.done():
             for place, outcome in seen.items():
                 await ask(client, place, body_of(1), outcome)
                 # Steps begin at a fixed rate: each request at another time of one.
                 await asyncio.sleep(random.random() * options.forward_ms / 1e3)
-    used = cpu_seconds(process) - before
-    failures = [*load.result().failures, *seen[url].failures, *seen[direct].failures]
+    used = cpu_seconds(proxy.processes()) - before
+    failures = [*streaming.result().failures, *seen[url].failures, *seen[direct].failures]
     if failures:
         raise SystemExit(str(failures[:3]))
     num_tokens = streams * rounds * tokens + seen[url].num_done
@@ -96,14 +101,23 @@ def hits(options: argparse.Namespace, folder: Path) -> None:
     """Print the hit share and the load of each replica, by prefix hash and in turn."""
     if options.trace is None:
         raise SystemExit("hits needs --trace")
-    vocab_size = Tokenizer.from_file(str(options.model / "tokenizer.json")).get_vocab_size()
-    arrivals = list(
-        read_trace(
-            options.trace, limit=options.requests, divisor=options.divisor, vocab_size=vocab_size
-        )
+    arrivals = load(
+        options.trace,
+        skip=0,
+        requests=options.requests,
+        divisor=options.divisor,
+        speedup=options.speed,
     )
+    vocab_size = vocab_size_of(options.model)
+    requests = [
+        (
+            arrival.arrived_at,
+            completion(prompt_ids(arrival, number, vocab_size), arrival.output_tokens),
+        )
+        for number, arrival in enumerate(arrivals)
+    ]
     print(
-        f"\n{len(arrivals)} requests, {options.num_blocks} blocks each, {options.speed:g} times as fast"
+        f"\n{len(requests)} requests, {options.num_blocks} blocks each, {options.speed:g} times as fast"
     )
     print("| proxy | routing | hit share | load max/mean | failed |\n|---|---|--:|--:|--:|")
     for name in options.proxies:
@@ -111,7 +125,7 @@ def hits(options: argparse.Namespace, folder: Path) -> None:
             continue
         shares = []
         for in_turn in (True, False):
-            share, balance, failed = hit_share(name, arrivals, options, folder, in_turn=in_turn)
+            share, balance, failed = hit_share(name, requests, options, folder, in_turn=in_turn)
             shares.append(share)
             routing = "in turn" if in_turn else "prefix hash"
             print(
@@ -123,7 +137,7 @@ def hits(options: argparse.Namespace, folder: Path) -> None:
 
 def hit_share(
     name: str,
-    arrivals: Sequence[Arrival],
+    requests: Sequence[tuple[float, bytes]],
     options: argparse.Namespace,
     folder: Path,
     *,
@@ -133,19 +147,17 @@ def hit_share(
     with (
         replicas(
             NUM_REPLICAS,
-            folder,
             model=options.model,
+            costs=costs_of(options.forward_ms / 1e3),
             num_blocks=options.num_blocks,
-            forward_ms=options.forward_ms,
+            flags=(),
+            out=folder,
         ) as found,
-        proxying(name, found, folder, prefix_bytes=options.prefix_bytes, in_turn=in_turn) as (
-            url,
-            _,
-        ),
+        proxying(name, found, folder, prefix_bytes=options.prefix_bytes, in_turn=in_turn) as proxy,
     ):
-        before = [_prompt_tokens(one) for one in found]
-        seen = asyncio.run(replay(url, arrivals, speed=options.speed))
-        after = [_prompt_tokens(one) for one in found]
+        before = [one.prompt_tokens() for one in found]
+        seen = asyncio.run(replay(proxy.url, requests))
+        after = [one.prompt_tokens() for one in found]
     cached = sum(end[0] - start[0] for start, end in zip(before, after, strict=True))
     loads = [sum(end) - sum(start) for start, end in zip(before, after, strict=True)]
     return cached / sum(loads), max(loads) / mean(loads), len(seen.failures)
@@ -159,15 +171,15 @@ def upgrade(options: argparse.Namespace, folder: Path) -> None:
     with (
         replicas(
             NUM_REPLICAS,
-            folder,
             model=options.model,
+            costs=costs_of(0.005),
             num_blocks=1 << 13,
-            forward_ms=5.0,
             flags=flags,
+            out=folder,
         ) as found,
-        proxying("haproxy", found, folder) as (url, _),
+        proxying("haproxy", found, folder) as proxy,
     ):
-        seen = asyncio.run(_while_replacing(url, found))
+        seen = asyncio.run(_while_replacing(proxy.url, found))
     print(f"\nrolling upgrade: {len(seen[1])} failed of {seen[0]} requests {seen[1][:3]}")
 
 
@@ -190,14 +202,6 @@ async def _while_replacing(url: str, found: Sequence[Replica]) -> tuple[int, lis
     ended.set()
     await asyncio.gather(*clients)
     return sum(totals[0]), totals[1]
-
-
-def _prompt_tokens(one: Replica) -> tuple[float, float]:
-    metrics = one.metrics()
-    return (
-        metrics.get("millrace_prefix_cache_hit_tokens_total", 0.0),
-        metrics.get("millrace_prefill_tokens_total", 0.0),
-    )
 
 
 def _each(runs: Sequence[float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -56,6 +57,12 @@ def prompt_ids(arrival: Arrival, number: int, vocab_size: int) -> list[int]:
     for part in arrival.chain:
         tokens += Random(part).choices(ids, k=arrival.chain_tokens)
     return tokens[: arrival.prompt_tokens]
+
+
+def completion(prompt: Sequence[int], max_tokens: int) -> bytes:
+    """A streamed completion of exactly `max_tokens` tokens. Its prompt comes first: proxies hash the beginning."""
+    body = {"prompt": list(prompt), "model": "tgi", "max_tokens": max_tokens}
+    return json.dumps(body | {"ignore_eos": True, "stream": True}).encode()
 
 
 def num_output_tokens(arrivals: Sequence[Arrival]) -> int:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
 
-from bench.harness.server import free_port
+from bench.harness.server import RunningServer, free_port, running
 from bench.scale.replicas import Replica
 
 ROOT = Path(__file__).parents[2]
 SEARCHED = f"/usr/sbin:/usr/bin:{ROOT}/.venvs/envoy/bin"
-READY_SECONDS = 20.0
 
 
 def program(name: str) -> str | None:
@@ -35,32 +30,14 @@ def proxying(
     *,
     prefix_bytes: int = 2048,
     in_turn: bool = False,
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run a proxy, by the hash of the first `prefix_bytes` or `in_turn`; its URL and process."""
+) -> Iterator[RunningServer]:
+    """Run a proxy, by the hash of the first `prefix_bytes` or `in_turn`, for the length of the block."""
     port, found = free_port(), program(name)
     assert found is not None, name
     write = {"haproxy": _haproxy, "envoy": _envoy}[name]
-    arguments = write(folder, port, replicas, prefix_bytes, in_turn=in_turn)
-    with (folder / f"{name}.log").open("ab") as log:
-        process = subprocess.Popen([found, *arguments], stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait(url)
-        yield url, process
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _wait(url: str) -> None:
-    deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"{url}/readyz"):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.05)
-    raise TimeoutError(f"{url} is not ready")
+    command = [found, *write(folder, port, replicas, prefix_bytes, in_turn=in_turn)]
+    with running(command, port=port, log=folder / f"{name}.log", environment={}) as proxy:
+        yield proxy
 
 
 def _haproxy(

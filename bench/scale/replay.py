@@ -9,20 +9,18 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from bench.harness.scrape import parse
-from bench.scale.load import num_output_tokens, prompt_ids
+from bench.scale.clients import JSON
+from bench.scale.load import completion, num_output_tokens, prompt_ids
+from bench.scale.replicas import Replica
 from millrace.load.measurement import quantile
 from millrace_router.simulator.cells.gateway import Gateway
 from millrace_router.simulator.cells.ticket import Ticket
 from millrace_router.simulator.simulated_request import Arrival
 
-HITS = "millrace_prefix_cache_hit_tokens_total"
-COMPUTED = "millrace_prefill_tokens_total"
-
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What becomes of a load."""
+class Figures:
+    """Figures of a load, measured or simulated."""
 
     hit_share: float
     tokens_per_second: float
@@ -39,18 +37,18 @@ class ReplayError(Exception):
 class Replay:
     """One run of a load."""
 
-    urls: Sequence[str]
+    replicas: Sequence[Replica]
     gateway: Gateway
     vocab_size: int
     first_tokens: list[float] = field(default_factory=list)
     """Seconds from when a request was due."""
 
-    async def run(self, arrivals: Sequence[Arrival]) -> Outcome:
+    async def run(self, arrivals: Sequence[Arrival]) -> Figures:
         """Send every request when it is due; raises ReplayError."""
         timeout = aiohttp.ClientTimeout(total=600)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            before = await self._cached(session)
+            before = await self._prompt_tokens()
             start = time.perf_counter()
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -67,40 +65,29 @@ class Replay:
             seconds = time.perf_counter() - start - arrivals[0].arrived_at
             hits, computed = (
                 after - earlier
-                for after, earlier in zip(await self._cached(session), before, strict=True)
+                for after, earlier in zip(await self._prompt_tokens(), before, strict=True)
             )
         ordered = sorted(self.first_tokens)
-        return Outcome(
+        return Figures(
             hits / (hits + computed),
             num_output_tokens(arrivals) / seconds,
             quantile(ordered, 0.5),
             quantile(ordered, 0.9),
         )
 
-    async def _cached(self, session: aiohttp.ClientSession) -> tuple[float, float]:
+    async def _prompt_tokens(self) -> tuple[float, float]:
         """Prompt tokens that all routers have found in their caches, and computed."""
-        hits = computed = 0.0
-        for url in self.urls:
-            async with session.get(f"{url}/metrics") as response:
-                samples = parse(await response.text())
-            hits += samples.get(HITS, 0.0)
-            computed += samples.get(COMPUTED, 0.0)
-        return hits, computed
+        counts = [await asyncio.to_thread(replica.prompt_tokens) for replica in self.replicas]
+        return sum(hits for hits, _ in counts), sum(computed for _, computed in counts)
 
-    def _body(self, arrival: Arrival, number: int) -> dict[str, object]:
-        return {
-            "model": "tgi",
-            "prompt": prompt_ids(arrival, number, self.vocab_size),
-            "max_tokens": arrival.output_tokens,
-            "ignore_eos": True,
-            "stream": True,
-        }
+    def _body(self, arrival: Arrival, number: int) -> bytes:
+        return completion(prompt_ids(arrival, number, self.vocab_size), arrival.output_tokens)
 
     async def _send(
-        self, session: aiohttp.ClientSession, ticket: Ticket, body: dict[str, object], due: float
+        self, session: aiohttp.ClientSession, ticket: Ticket, body: bytes, due: float
     ) -> None:
-        url = f"{self.urls[ticket.replica]}/v1/completions"
-        async with session.post(url, json=body) as response:
+        url = f"{self.replicas[ticket.replica].url}/v1/completions"
+        async with session.post(url, data=body, headers=JSON) as response:
             if response.status != 200:
                 raise ReplayError(f"status {response.status}: {(await response.text())[:200]}")
             text = b""

@@ -1,35 +1,42 @@
-"""Real routers over blank shards, each on a port of its own that it keeps over restarts."""
+"""Real routers over shards that take given times, each on a port that it keeps over restarts."""
 
 from __future__ import annotations
 
-import signal
+import json
 import subprocess
 import sys
-import time
-import urllib.error
+import tempfile
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from tokenizers import Tokenizer
 
-from bench.harness.server import free_port
+from bench.harness.scrape import parse
+from bench.harness.server import RunningServer, free_port, running
 
-START_SECONDS = 60.0
-STOP_SECONDS = 60.0
+HITS = "millrace_prefix_cache_hit_tokens_total"
+COMPUTED = "millrace_prefill_tokens_total"
+
+
+def vocab_size_of(model: Path) -> int:
+    """The number of ids of the model's tokenizer."""
+    size: int = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
+    return size
 
 
 @dataclass
 class Replica:
-    """One router and its shard."""
+    """A router with a shard of its own."""
 
-    command: list[str]
+    command: Sequence[str]
     port: int
     log: Path
-    process: subprocess.Popen[bytes] | None = None
+    _server: RunningServer | None = None
+    _running: ExitStack = field(default_factory=ExitStack)
 
     @property
     def url(self) -> str:
@@ -37,69 +44,56 @@ class Replica:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start the router, and wait until it is ready; raises TimeoutError."""
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(self.command, stdout=output, stderr=output)
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                with urllib.request.urlopen(f"{self.url}/readyz"):
-                    return
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.05)
-        raise TimeoutError(f"{self.url} does not start; see {self.log}")
+        """Start the router, and wait until it is healthy; raises ServerError."""
+        router = running(self.command, port=self.port, log=self.log, environment={})
+        self._server = self._running.enter_context(router)
 
     def stop(self) -> None:
         """End the router as a rolling upgrade does, and wait for its end."""
-        if self.process is not None:
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait(STOP_SECONDS)
-            self.process = None
+        self._running.close()
+        self._server = None
 
-    def metrics(self) -> Mapping[str, float]:
-        """The series without labels."""
+    def processes(self) -> list[psutil.Process]:
+        """The router's, as they are now."""
+        return [] if self._server is None else self._server.processes()
+
+    def prompt_tokens(self) -> tuple[float, float]:
+        """Prompt tokens so far that were found in the cache, and that were computed."""
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:
-            lines = answer.read().decode().splitlines()
-        pairs = (line.split() for line in lines if line and line[0] != "#" and "{" not in line)
-        return {name: float(value) for name, value in pairs}
+            samples = parse(answer.read().decode())
+        return samples.get(HITS, 0.0), samples.get(COMPUTED, 0.0)
 
 
 @contextmanager
 def replicas(
     count: int,
-    folder: Path,
     *,
     model: Path,
+    costs: Mapping[str, float],
     num_blocks: int,
-    forward_ms: float,
-    flags: Sequence[str] = (),
+    flags: Sequence[str],
+    out: Path,
 ) -> Iterator[list[Replica]]:
-    """Run `count` routers with the tokenizer of `model`, each over a blank shard with `num_blocks` KV blocks."""
-    vocab_size = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
-    with ExitStack() as stack:
-        found = []
-        for number in range(count):
-            address, port = f"unix:{folder}/shard-{number}", free_port()
-            command = [sys.executable, "-m", "bench.router.blank_shard", address]
-            command += [f"--vocab-size={vocab_size}", f"--forward-ms={forward_ms}"]
-            command.append(f"--num-blocks={num_blocks}")
-            shard = stack.enter_context(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-            )
-            # The end of its standard input ends it.
-            assert shard.stdin is not None
-            router = [sys.executable, "-m", "millrace_router", f"--model-folder={model}"]
-            router += [f"--shard-addresses={address}", f"--port={port}", "--hostname=127.0.0.1"]
-            router += ["--max-concurrent-requests=4096", *flags]
-            replica = Replica(router, port, folder / f"router-{number}.log")
-            replica.start()
+    """Run `count` routers for the length of the block; raises ServerError.
+
+    They have the tokenizer of `model`, and write logs to `out`. The steps of each shard take what the cost model's
+    coefficients `costs` say.
+    """
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch, ExitStack() as stack:
+        addresses = [f"unix:{scratch}/{number}" for number in range(count)]
+        shards = [sys.executable, "-m", "bench.scale.timed_shards", *addresses]
+        shards += [f"--vocab-size={vocab_size_of(model)}", f"--num-blocks={num_blocks}"]
+        shards += [f"--costs={json.dumps(dict(costs))}"]
+        # The end of its standard input ends the process of the shards.
+        stack.enter_context(subprocess.Popen(shards, stdin=subprocess.PIPE))
+        started = []
+        for number, address in enumerate(addresses):
+            port = free_port()
+            command = [sys.executable, "-m", "millrace_router", f"--model-folder={model}"]
+            command += [f"--shard-addresses={address}", f"--port={port}", "--hostname=127.0.0.1"]
+            command += ["--max-concurrent-requests=4096", *flags]
+            replica = Replica(command, port, out / f"scale-router-{number}.log")
             stack.callback(replica.stop)
-            found.append(replica)
-        yield found
-
-
-def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
-    """CPU time that a program and its children have used."""
-    family = [psutil.Process(process.pid)]
-    family += family[0].children(recursive=True)
-    return sum(sum(one.cpu_times()[:2]) for one in family)
+            replica.start()
+            started.append(replica)
+        yield started

@@ -18,7 +18,7 @@ from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 
 MAX_TOKENS = 8192
-"""Of prompt and answer."""
+"""The longest prompt with its answer."""
 CONTEXT_FREE = ("decode_context_token", "prefill_pair")
 """Coefficients that the shards ignore: they do not know how long contexts are."""
 
@@ -39,7 +39,7 @@ class TimedShard(BlankShard):
         self._costs = costs
 
     def seconds(self, request: pb.StepRequest) -> float:
-        """What the forward pass of a step takes."""
+        """The duration of a step's forward pass."""
         costs = self._costs
         if request.WhichOneof("work") == "decode":
             return costs["step"] + costs["decode_row"] * len(request.decode.decode_slots)

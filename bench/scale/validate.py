@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from bench.harness.tables import markdown
 from bench.parts.simulation import deployment_of
 from bench.router.blank_shard import BLOCK_SIZE
 from bench.scale.load import load, num_output_tokens
-from bench.scale.replay import Outcome, Replay, ReplayError
-from bench.scale.routers import routers, vocab_size_of
+from bench.scale.replay import Figures, Replay, ReplayError
+from bench.scale.replicas import replicas, vocab_size_of
 from bench.scale.timed_shards import MAX_TOKENS
 from millrace_router.simulator.cells.cell import Cell
 from millrace_router.simulator.cells.sources import OpenLoop
@@ -51,11 +52,7 @@ TITLES = {
     "ttft_p50": "TTFT p50, s",
     "ttft_p90": "TTFT p90, s",
 }
-FLAGS = (
-    "--max-concurrent-requests=4096",
-    "--max-batch-size=64",
-    "--max-batch-prefill-tokens=512",
-)
+FLAGS = ("--max-batch-size=64", "--max-batch-prefill-tokens=512")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -86,10 +83,10 @@ def _parts(options: argparse.Namespace, deployment: Deployment, routing: Routing
     )
 
 
-def simulated(parts: CellParts, arrivals: Sequence[Arrival]) -> Outcome:
-    """What the simulator says."""
+def simulated(parts: CellParts, arrivals: Sequence[Arrival]) -> Figures:
+    """Simulate a load."""
     metrics = Cell(parts, OpenLoop(iter(arrivals))).run()
-    return Outcome(
+    return Figures(
         metrics.cached_tokens / (metrics.cached_tokens + metrics.prefill_tokens),
         num_output_tokens(arrivals) / (metrics.ended_at - metrics.started_at),
         metrics.first_token.percentile(50),
@@ -99,18 +96,20 @@ def simulated(parts: CellParts, arrivals: Sequence[Arrival]) -> Outcome:
 
 def measured(
     options: argparse.Namespace, routing: Routing, arrivals: Sequence[Arrival]
-) -> tuple[Outcome, Deployment, float]:
-    """What the routers do, what the simulator has to know of them, and the CPU that others used meanwhile."""
-    with routers(
+) -> tuple[Figures, Deployment, float]:
+    """Measure a load on real routers.
+
+    Returns the figures, the routers' settings for the simulator, and the cores that other processes used.
+    """
+    with replicas(
         options.replicas,
         model=options.model,
         costs=COSTS,
         num_blocks=options.num_blocks,
         flags=FLAGS,
         out=options.out,
-    ) as servers:
-        urls = [server.url for server in servers]
-        meter = CpuMeter(lambda: [each for server in servers for each in server.processes()])
+    ) as found:
+        meter = CpuMeter(lambda: [each for replica in found for each in replica.processes()])
         # The gateway is the simulator's; a deployment matters to policies of what is cached alone.
         known = Deployment(
             cost_model=COSTS,
@@ -119,10 +118,10 @@ def measured(
             max_total_tokens=MAX_TOKENS,
         )
         (gateway,) = _parts(options, known, routing).gateways()
-        replay = Replay(urls, gateway, vocab_size_of(options.model))
+        replay = Replay(found, gateway, vocab_size_of(options.model))
         outcome = asyncio.run(replay.run(arrivals))
         others = meter.stop().other_cores
-        learned = deployment_of(urls[0])
+        learned = deployment_of(found[0].url)
     return outcome, learned.model_copy(update={"cost_model": COSTS, "step_ratios": ()}), others
 
 
@@ -161,13 +160,17 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if max(errors(figures)) <= TOLERANCE else 1
 
 
+def ratio(pair: Mapping[str, Mapping[str, float]], name: str) -> float:
+    """A simulated figure over the measured one."""
+    real, said = pair["measured"][name], pair["simulated"][name]
+    if real:
+        return said / real
+    return math.inf if said else 1.0
+
+
 def errors(figures: dict[str, dict[str, dict[str, float]]]) -> list[float]:
     """The relative error of every simulated figure."""
-    return [
-        abs(pair["simulated"][name] / pair["measured"][name] - 1)
-        for pair in figures.values()
-        for name in TITLES
-    ]
+    return [abs(ratio(pair, name) - 1) for pair in figures.values() for name in TITLES]
 
 
 def text(figures: dict[str, dict[str, dict[str, float]]]) -> str:
@@ -176,5 +179,5 @@ def text(figures: dict[str, dict[str, dict[str, float]]]) -> str:
     for routing, pair in figures.items():
         for name, title in TITLES.items():
             real, said = pair["measured"][name], pair["simulated"][name]
-            rows.append([routing, title, f"{real:.3g}", f"{said:.3g}", f"{said / real:.2f}"])
+            rows.append([routing, title, f"{real:.3g}", f"{said:.3g}", f"{ratio(pair, name):.2f}"])
     return markdown(["routing", "figure", "measured", "simulated", "ratio"], rows)

@@ -124,37 +124,30 @@ class Directory:
             ray.kill(self._proxies.pop(node))
             self._errors.pop(node, None)
         for node in nodes - self._proxies.keys():
-            self._proxies[node] = (
-                ray.remote(NodeProxy)
-                .options(
-                    name=f"proxy-{self._application}-{node}",
-                    namespace=NAMESPACE,
-                    get_if_exists=True,
-                    lifetime="detached",
-                    max_restarts=-1,
-                    num_cpus=0,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-                )
-                .remote(*self._listens)
+            name = f"proxy-{self._application}-{node}"
+            self._proxies[node] = _detached(NodeProxy, name, node, soft=False).remote(
+                *self._listens
             )
 
 
 def directory_of(application: str, listens: tuple[str, int]) -> Any:  # noqa: ANN401
     """The directory of an application, which is started if there is none."""
     node = ray.get_runtime_context().get_node_id()
-    return (
-        ray.remote(Directory)
-        .options(
-            name=f"directory-{application}",
-            namespace=NAMESPACE,
-            get_if_exists=True,
-            lifetime="detached",
-            max_restarts=-1,
-            num_cpus=0,
-            # Rather not on the head's node, which it should outlive.
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
-        )
-        .remote(application, *listens)
+    # Rather not on the head's node, which it should outlive.
+    actor = _detached(Directory, f"directory-{application}", node, soft=True)
+    return actor.remote(application, *listens)
+
+
+def _detached(kind: type, name: str, node: str, *, soft: bool) -> Any:  # noqa: ANN401
+    """The actor of that name, or a new one on the node that outlives its creator and is started again if it ends."""
+    return ray.remote(kind).options(
+        name=name,
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        lifetime="detached",
+        max_restarts=-1,
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=soft),
     )
 
 

@@ -5,27 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.router.simulator.test_fleet import DEPLOYMENT
 
 from millrace_router.simulator.cells.failures import Failure
-from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.fleet import Fleet, simulate
 from millrace_router.simulator.metrics import SimulationMetrics
 from millrace_router.simulator.report import FIGURES
 from millrace_router.simulator.workload import Workload
-
-DEPLOYMENT = Deployment(
-    cost_model={
-        "step": 0.01,
-        "decode_row": 0.0002,
-        "decode_context_token": 1e-7,
-        "prefill_step": 0.0,
-        "prefill_token": 1e-4,
-        "prefill_pair": 0.0,
-    },
-    num_blocks=500,
-    block_size=16,
-    max_total_tokens=2048,
-)
 
 
 def fleet(*, replicas: int = 12, sample: int | None = None, **changes: Any) -> Fleet:
