@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import ray
 
 from millrace_proto.version import VERSION
 from millrace_ray.certificates import Pem
+from millrace_ray.child import bound
 from millrace_ray.ports import free_ports
 
 STOP_SECONDS = 10.0
@@ -65,10 +65,8 @@ class RankActor:
             path.write_bytes(content)
             files.append(f"--tls-{name}={path}")
         program = [sys.executable, "-m", "millrace_launcher", "shards", *argv, *files]
-        # Ray kills its workers, and knows nothing of their children: this wrapper ends with its parent.
-        wrapper = [sys.executable, "-m", "millrace_launcher.processes.child", str(os.getpid())]
         self._process = subprocess.Popen(  # noqa: S603
-            [*wrapper, *program], stdin=subprocess.DEVNULL, process_group=0
+            bound(program), stdin=subprocess.DEVNULL, process_group=0
         )
 
     def state(self) -> State:

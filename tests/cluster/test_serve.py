@@ -163,12 +163,12 @@ def test_a_cluster_ends_with_its_head(served: Served, head_store: Redis | None) 
 
 
 def errors(clients: Load) -> list[str]:
-    """What went wrong."""
+    """The failures."""
     return [answer.error for answer in clients.failures]
 
 
 def late(clients: Load, since: float) -> list[str]:
-    """What went wrong with requests that were sent since then."""
+    """The failures of requests that were sent since then."""
     return [answer.error for answer in clients.failures if answer.sent > since]
 
 

@@ -22,7 +22,7 @@ DELAY_FLAG = "drain_delay"
 LAUNCHER_MARGIN_SECONDS = 10
 """The launcher gives its router that much longer to end."""
 DRAIN_SECONDS = 15
-"""For the proxies to hear of a replica that leaves, at most."""
+"""The longest time until the proxies know of a replica that leaves."""
 REFUSED = {
     "remote_shards": "replicas cannot share ranks",
     "ssl_certfile": "HAProxy reaches the replicas in clear text",
@@ -72,7 +72,7 @@ class Arguments:
 
     @property
     def grace_seconds(self) -> float:
-        """What a launcher takes to end, at most."""
+        """The longest time in which a launcher ends, in seconds."""
         flags = self.flags
         seconds = float(flags.get(DELAY_FLAG, "0")) + float(flags.get(GRACE_FLAG, GRACE_SECONDS))
         return seconds + LAUNCHER_MARGIN_SECONDS

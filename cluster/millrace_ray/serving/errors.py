@@ -1,4 +1,4 @@
-"""What cannot be served, as a sentence."""
+"""The error of an application that cannot be served."""
 
 from __future__ import annotations
 

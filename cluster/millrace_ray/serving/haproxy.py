@@ -133,7 +133,7 @@ def changes(before: Mapping[int, Server], after: Mapping[int, Server]) -> list[s
 
 
 def ask(admin: Path, commands: Sequence[str]) -> str:
-    """What HAProxy says to the commands; raises OSError."""
+    """Send commands; return HAProxy's answer. Raises OSError."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ASK_SECONDS)
         connection.connect(str(admin))

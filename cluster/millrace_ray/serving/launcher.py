@@ -13,6 +13,7 @@ from threading import Thread
 from time import sleep
 from typing import IO
 
+from millrace_ray.child import bound
 from millrace_ray.serving.errors import ServingError
 
 ASK_SECONDS = 2.0
@@ -36,11 +37,9 @@ class LauncherProcess:
             # Ray hides the GPUs from a worker that has asked for none; the ranks of a launcher may be elsewhere.
             environment.pop(VISIBLE_GPUS, None)
         environment |= {name.upper(): text for name, text in flags.items()}
-        # Ray kills its workers, and knows nothing of their children: this wrapper ends with its parent.
-        wrapper = [sys.executable, "-m", "millrace_launcher.processes.child", str(os.getpid())]
         program = [sys.executable, "-m", "millrace_launcher", f"--hostname={address}"]
         self._process = subprocess.Popen(  # noqa: S603
-            [*wrapper, *program, f"--port={port}"],
+            bound([*program, f"--port={port}"]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

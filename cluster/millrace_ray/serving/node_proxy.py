@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
+from millrace_ray.child import bound
 from millrace_ray.serving import haproxy
 from millrace_ray.serving.errors import ServingError
 from millrace_ray.serving.haproxy import Server
@@ -64,11 +63,9 @@ class NodeProxy:
         text = haproxy.config(hostname=self._hostname, port=self.port, admin=self.admin)
         path.write_text(text)
         log = Path(self._folder.name, "haproxy.log")
-        # Ray kills its workers, and knows nothing of their children: this wrapper ends with its parent.
-        wrapper = [sys.executable, "-m", "millrace_launcher.processes.child", str(os.getpid())]
         with log.open("wb") as output:
             self._process = subprocess.Popen(  # noqa: S603
-                [*wrapper, find_haproxy(), "-db", "-f", str(path)],
+                bound([find_haproxy(), "-db", "-f", str(path)]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -27,12 +27,12 @@ RENEW_SECONDS = 1.0
 ENTER_SECONDS = 30.0
 ANSWER_SECONDS = 10.0
 SETTLE_SECONDS = 0.5
-"""For requests that a proxy was sending when it was told of the drain."""
+"""Time for requests that a proxy sends while it learns of the drain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a replica starts, and where its clients come."""
+    """The launcher of a replica, and the address of its clients."""
 
     flags: Mapping[str, str]
     is_on_cluster: bool
@@ -79,7 +79,7 @@ class Replica:
         return {WAIT: series["millrace_wait_seconds"], USED: used}
 
     async def __call__(self, _: object) -> str:
-        """The answer to whoever comes to Ray Serve's own port."""
+        """Answer a request to Ray Serve's own port."""
         return f"Millrace answers at port {self._launch.listens[1]} of every node.\n"
 
     def __del__(self) -> None:
@@ -123,4 +123,4 @@ class Replica:
         try:
             ray.get(getattr(self._directory, method).remote(self._name), timeout=ANSWER_SECONDS)
         except (RayError, TimeoutError) as error:
-            log.warning("the directory did not hear of the end: %s", error)
+            log.warning("the directory was not informed of the end: %s", error)

@@ -1,4 +1,4 @@
-"""How many replicas there ought to be, by the predicted wait. Ray Serve runs it in its controller."""
+"""The number of replicas by the predicted wait. Ray Serve runs the policy in its controller."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sample(Protocol):
 
 
 class Context(Protocol):
-    """What this policy reads of Ray Serve's context."""
+    """The part of Ray Serve's context that the policy reads."""
 
     current_num_replicas: int
     target_num_replicas: int

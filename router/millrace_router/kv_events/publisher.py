@@ -12,7 +12,7 @@ from millrace_router.kv_events.recorder import Batch
 
 MAX_KEPT_BATCHES = 10_000
 MAX_KEPT_BYTES = 64 << 20
-"""What is kept for replays."""
+"""Batches that are kept for replays, and their bytes."""
 MAX_UNSENT = 100_000
 """Batches that wait for a slow subscriber; it misses later ones, and learns that from their numbers."""
 END = (-1).to_bytes(8, "big", signed=True)

@@ -92,28 +92,28 @@ class EventRecorder:
 class RecordedCache(PrefixCache):
     """A prefix cache that records its changes. Blocks of requests with a salt are kept to themselves.
 
-    A block is told of while all blocks before it are: one that lost a block before it cannot be found either.
+    A block is published while all blocks before it are: one that lost a block before it cannot be found either.
     """
 
     def __init__(self, recorder: EventRecorder) -> None:
         super().__init__()
         self._recorder = recorder
-        self._told: dict[bytes, ContentKey] = {}
+        self._published: dict[bytes, ContentKey] = {}
         self._children: dict[bytes, dict[bytes, ContentKey]] = {}
-        """Blocks that are told of, by the block before."""
+        """Published blocks by the block before."""
         self._orphans: dict[bytes, dict[bytes, ContentKey]] = {}
-        """Blocks that are not told of, by the block before, which is missing."""
+        """Unpublished blocks by the block before, which is missing."""
 
     def published(self) -> Iterator[ContentKey]:
-        """Yield the keys of the blocks that were told of."""
-        yield from self._told.values()
+        """Yield the keys of the published blocks."""
+        yield from self._published.values()
 
     def enter(self, key: bytes, block: int) -> CachedBlock | None:
         """Make a computed block findable, and record it."""
         cached = super().enter(key, block)
         if cached is not None and isinstance(key, ContentKey):
-            if key.parent is None or key.parent in self._told:
-                self._tell(key)
+            if key.parent is None or key.parent in self._published:
+                self._publish(key)
             else:
                 self._orphans.setdefault(key.parent, {})[key] = key
         return cached
@@ -141,12 +141,12 @@ class RecordedCache(PrefixCache):
         if was_findable:
             self._removed(cached.key)
 
-    def _tell(self, first: ContentKey) -> None:
-        """Tell of a block, and of those after it that have waited for it."""
+    def _publish(self, first: ContentKey) -> None:
+        """Publish a block, and those after it that were missing it."""
         waiting = [first]
         while waiting:
             key = waiting.pop()
-            self._told[key] = key
+            self._published[key] = key
             if key.parent is not None:
                 self._children.setdefault(key.parent, {})[key] = key
             self._recorder.stored(key)
@@ -155,7 +155,7 @@ class RecordedCache(PrefixCache):
     def _removed(self, key: bytes) -> None:
         if not isinstance(key, ContentKey):
             return
-        if key not in self._told:
+        if key not in self._published:
             _discard(self._orphans, key)
             return
         gone = [key]
@@ -167,7 +167,7 @@ class RecordedCache(PrefixCache):
         _discard(self._children, key)
         # Ends of chains first.
         for one in reversed(gone):
-            del self._told[one]
+            del self._published[one]
             self._recorder.removed(one)
 
 

@@ -1,4 +1,4 @@
-"""Which replicas of a cell have which blocks, as their KV-cache events tell a gateway."""
+"""The replicas of a cell that have a block, as KV-cache events tell a gateway."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CacheIndex:
             self._holders.pop(key, None)
 
     def num_held(self, keys: Iterable[bytes], num_replicas: int) -> list[int]:
-        """How many blocks of the beginning of the chain `keys` each replica has."""
+        """Count the blocks at the beginning of the chain `keys` that each replica has."""
         held, mask = [0] * num_replicas, (1 << num_replicas) - 1
         count = 0
         for key in keys:

@@ -30,7 +30,7 @@ class Cell:
         self._watched = source.waits_for_answers or any(g.needs_loads for g in self._gateways)
         self._replicas = [self._new_replica(number) for number in range(parts.num_replicas)]
         self._past: list[list[SimulationMetrics]] = [[] for _ in self._replicas]
-        """What each replica had done when it failed."""
+        """The figures of each replica from before its failures."""
         self._turns: list[tuple[float, int]] = []
         """(time until which a replica may be left alone, its number), as a heap; some entries are out of date."""
         self._quiet_until = [math.inf] * len(self._replicas)
@@ -42,7 +42,7 @@ class Cell:
         )
         """(time, replica, whether it is up from then on)."""
         self._others = SimulationMetrics()
-        """What no replica counts."""
+        """The figures of requests that no replica got, and of broken ones."""
         self._num_sent = 0
         self._num_requests = 0
 

@@ -1,4 +1,4 @@
-"""Which replicas make a cell, and which cell gets a request. Nothing here depends on what replicas do."""
+"""The division of a fleet into cells, and the choice of a request's cell. Nothing here depends on replicas' states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gateways: each chooses a replica for every request it gets, by what it knows itself."""
+"""Gateways, which choose a replica for each of their requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DOWN = 1 << 40
 
 
 class Gateway(ABC):
-    """Knows the requests that it has sent itself, and which replicas are up, and nothing of other gateways."""
+    """Knows its own requests and the replicas that are up, and nothing of other gateways."""
 
     needs_loads = True
     """Whether its choice depends on what replicas have done so far."""
@@ -51,7 +51,7 @@ class Gateway(ABC):
         self._num_sent -= 1
 
     def set_up(self, replica: int, *, is_up: bool) -> None:
-        """A replica has failed or is back; whoever checks its health learns so at once."""
+        """A replica has failed or is back. Health checks take no time here."""
         self._loads[replica] += -DOWN if is_up else DOWN
         self._num_up += 1 if is_up else -1
 

@@ -1,4 +1,4 @@
-"""Consistent hashing: a key keeps its member as long as that is there, whatever else comes and goes."""
+"""Consistent hashing: a key keeps its member while other members come and go."""
 
 from __future__ import annotations
 

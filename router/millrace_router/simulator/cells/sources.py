@@ -1,4 +1,4 @@
-"""Where the requests of a cell come from: a list with times, or clients that wait for their answers."""
+"""The requests of a cell: a list with times, or clients that wait for their answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Source(Protocol):
 
 
 class OpenLoop:
-    """Requests that arrive whatever becomes of others."""
+    """Requests that arrive at given times, whether others end or not."""
 
     waits_for_answers = False
 
@@ -51,7 +51,7 @@ class OpenLoop:
         return taken
 
     def left(self, now: float) -> None:
-        """Nothing comes of it."""
+        """Do nothing."""
 
 
 class ClosedLoop:

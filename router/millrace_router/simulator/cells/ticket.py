@@ -30,7 +30,7 @@ class Ticket:
 
 
 def beginning(arrival: Arrival, number: int) -> bytes:
-    """What a gateway hashes of the request `number`: equal for prompts with an equal beginning.
+    """Return the bytes of the request `number` that a gateway hashes: equal for prompts with an equal beginning.
 
     A group begins alike by its name, however long its prefix is. A request that shares nothing is like no other.
     """

@@ -1,4 +1,4 @@
-"""What a cell is made of: gateways of one policy, and replicas that share names and knowledge."""
+"""The parts of a cell: gateways of one policy, and replicas that share names and an index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Routing = Literal["round-robin", "least-loaded", "prefix", "kv"]
 
 
 class CellParts:
-    """Makes the parts of one cell, which share its knowledge."""
+    """Makes the parts of one cell."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 Field = tuple[Callable[[Any], Any], Callable[[Any], bool], str]
-"""How a value is converted, whether it is valid then, and what it has to be."""
+"""The conversion of a value, the check of the result, and the words for a valid value."""
 
 
 class TraceError(Exception):

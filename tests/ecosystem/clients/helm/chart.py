@@ -37,7 +37,7 @@ def checked(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def problems(document: dict[str, Any]) -> Iterator[str]:
-    """What the schemas refuse."""
+    """The fields that the schemas refuse."""
     for part in checked(document):
         try:
             kubernetes_validate.validate(part, KUBERNETES, strict=True)
@@ -46,7 +46,7 @@ def problems(document: dict[str, Any]) -> Iterator[str]:
 
 
 def answer(folder: str, release: str, namespace: str, values: dict[str, Any]) -> dict[str, Any]:
-    """What is said of one shape."""
+    """Helm's and the validator's words on one shape."""
     found = helm.lint(folder, values, strict=True, namespace=namespace)
     messages = [one for one in found["messages"] if one["severity"] > INFORMATION]
     with helm.Chart.load(folder) as chart:

@@ -1,4 +1,4 @@
-"""What each policy chooses, on cases that are counted by hand."""
+"""The choice of each policy, on cases that are counted by hand."""
 
 from __future__ import annotations
 
