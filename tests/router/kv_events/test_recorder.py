@@ -84,6 +84,19 @@ def test_blocks_with_a_salt_are_not_told_of() -> None:
     assert taken(recorder) == [["AllBlocksCleared"]]
 
 
+def test_blocks_after_a_lost_one_are_removed_before_it() -> None:
+    recorder, cache = recorded()
+    keys = keys_of([1, 2, 3, 4])
+    for block, key in enumerate(keys, start=1):
+        entered = cache.enter(key, block)
+        assert entered is not None
+        cache.unpin([entered])
+    taken(recorder)
+    assert cache.evict() == 1
+    names = [block_hash(key) for key in reversed(keys)]
+    assert taken(recorder) == [["BlockRemoved", names, "GPU"]]
+
+
 def test_only_the_first_event_of_a_batch_is_announced() -> None:
     recorder, cache = recorded()
     calls: list[None] = []

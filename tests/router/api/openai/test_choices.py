@@ -333,3 +333,17 @@ async def test_answered_choices_are_freed_without_the_collector(path: str, *, st
         edge.batcher.streams.clear()
         await edge.get("/health")
         assert [stream() for stream in streams] == [None, None]
+
+
+@pytest.mark.parametrize("path", URLS)
+async def test_a_special_token_in_the_middle_of_a_stream_is_hidden(path: str) -> None:
+    def script(_: ValidRequest, stream: TokenStream) -> None:
+        play(stream, "a", " b", "</s>", " c", " d")
+
+    async with served(script) as edge:
+        chunks = await events_of(edge, path, ASKED[path])
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    said = [
+        choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices
+    ]
+    assert said == ["a", " b", "", " c", " d"]

@@ -148,6 +148,23 @@ def test_what_a_failed_replica_had_is_sent_again_and_finishes(routing: Routing) 
     assert hurt.latency.percentile(100) > whole.latency.percentile(100)
 
 
+def test_a_stream_without_a_token_does_not_break() -> None:
+    cell = Cell(
+        parts("round-robin", replicas=2), OpenLoop(iter(spaced(1))), (Failure(1e-4, 1, 1.0),)
+    )
+    hurt = cell.run()
+    assert (hurt.resent, hurt.broken, hurt.finished) == (1, 0, 1)
+
+
+def test_a_replica_that_is_back_gets_its_share_again() -> None:
+    before = [Arrival(0.01 * number, 200, 40, 40) for number in range(10)]
+    after = [Arrival(10.0 + 2.0 * number, 200, 40, 40) for number in range(60)]
+    source = OpenLoop(iter([*before, *after]))
+    hurt = Cell(parts("least-loaded", replicas=2), source, (Failure(0.1, 1, 1.0),)).run()
+    assert hurt.resent > 0
+    assert hurt.load_max < 0.6 * hurt.load
+
+
 def test_without_any_replica_requests_are_refused_until_one_is_back() -> None:
     hurt = failing("least-loaded", Failure(1.0, 3, 1.0))
     # From second 1 to before 2 there are 20 arrivals, and whatever was in progress is sent again at once.
