@@ -19,6 +19,7 @@ from millrace_launcher.supervision.cluster_shards import ClusterShards
 from millrace_launcher.supervision.download import resolve_model
 from millrace_launcher.supervision.remote_shards import RemoteShards
 from millrace_launcher.supervision.shards import Shards
+from millrace_launcher.supervision.stop import Stop
 from millrace_launcher.supervision.webserver import Webserver
 from millrace_router.config import listen_address
 
@@ -40,7 +41,7 @@ class Launcher:
         self._shards = self._new_shards()
         router = self._settings.router
         self._grace = router.drain_delay + router.graceful_termination_timeout + EXIT_MARGIN_SECONDS
-        self._stop = asyncio.Event()
+        self._stop = Stop(self._children)
         self._is_announced = False
         self._had_terminal = has_terminal()
 
@@ -54,10 +55,8 @@ class Launcher:
 
     async def run(self) -> None:
         """Serve until a signal. Raises LaunchError for any other end."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
-        loop.add_signal_handler(signal.SIGHUP, self._on_hang_up)
+        self._stop.listen()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hang_up)
         try:
             await first(self._serve(), self._stop.wait())
         except ShardCrashLoop as error:
@@ -66,19 +65,10 @@ class Launcher:
         finally:
             await self._shut_down()
 
-    def _on_signal(self, number: signal.Signals) -> None:
-        """Start an orderly end; kill the children after a second Ctrl-C."""
-        if not self._stop.is_set():
-            log.info("%s received, shutting down", signal.Signals(number).name)
-            self._stop.set()
-        elif number == signal.SIGINT:
-            log.warning("interrupted again, ending at once")
-            self._children.kill()
-
     def _on_hang_up(self) -> None:
         """End the deployment if its terminal was closed; otherwise restart the shards."""
         if self._had_terminal and not has_terminal():
-            self._on_signal(signal.SIGHUP)
+            self._stop.receive(signal.SIGHUP)
         elif self._is_announced:
             log.info("SIGHUP received, restarting the shards")
             self._webserver.hang_up()

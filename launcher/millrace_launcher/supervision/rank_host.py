@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 
 from millrace_launcher.errors import ShardCannotStart, ShardCrashLoop
@@ -17,6 +16,7 @@ from millrace_launcher.supervision.breaker import Breaker, is_steady
 from millrace_launcher.supervision.download import resolve_model
 from millrace_launcher.supervision.readiness import address_ready
 from millrace_launcher.supervision.shard_group import ORDERLY_FAILURES
+from millrace_launcher.supervision.stop import Stop
 
 START_AGAIN = 75
 """Exit code of a shard whose group has to meet anew: no failure of its own."""
@@ -36,26 +36,16 @@ class RankHost:
             _Rank(commands, self._children, commands.first_rank + place)
             for place in range(commands.num_shard)
         ]
-        self._stop = asyncio.Event()
+        self._stop = Stop(self._children)
 
     async def run(self) -> None:
         """Run until a signal. Raises LaunchError for any other end."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
+        self._stop.listen()
         try:
             await first(self._serve(), self._stop.wait())
         finally:
             await asyncio.gather(*(rank.terminate() for rank in self._ranks))
             await self._children.dismiss_guard()
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        if not self._stop.is_set():
-            log.info("%s received, shutting down", signal.Signals(number).name)
-            self._stop.set()
-        elif number == signal.SIGINT:
-            log.warning("interrupted again, ending at once")
-            self._children.kill()
 
     async def _serve(self) -> None:
         folders = await resolve_model(self._commands, self._children)
