@@ -6,7 +6,7 @@ figures are CPU time of the router's process, which other load hardly changes.
 
     python -m bench.router                      # every part
     python -m bench.router --parts cost --routes generate_stream --streams 128 --tokens 256
-    python -m bench.router --parts parsers traces journal       # with and without a feature, in turn
+    python -m bench.router --parts parsers traces journal kv-events     # with and without a feature, in turn
     python -m bench.router --parts profile      # bench/out/router-128.svg; needs py-spy
 """
 
@@ -22,10 +22,11 @@ from statistics import median
 from bench.harness.paths import OUT
 from bench.profile.py_spy import record_profile, thread_seconds
 from bench.router.event_counter import count_streams
+from bench.router.kv_events import kv_events
 from bench.router.rig import ROUTES, Rig, measured, request, rig, stream
 from bench.router.variants import journal, parsers, traces
 
-PARTS = ("cost", "hidden", "memory", "profile", "journal", "parsers", "traces")
+PARTS = ("cost", "hidden", "memory", "profile", "journal", "parsers", "traces", "kv-events")
 FORWARD_MS = (5.0, 17.0)
 HIDDEN_STREAMS = 32
 HIDDEN_SECONDS = 3.0
@@ -158,6 +159,7 @@ def main() -> int:
         "journal": journal,
         "parsers": parsers,
         "traces": traces,
+        "kv-events": kv_events,
     }
     for part in options.parts:
         parts[part](options)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -147,6 +148,14 @@ class Front:
         return f"https://localhost:{self.port}"
 
 
+def prefixed(number: int, rest: int) -> dict[str, Any]:
+    """A request whose first 2048 bytes depend on `number` alone."""
+    return {
+        "inputs": f"{number} " * 1200 + f"{rest}",
+        "parameters": {"max_new_tokens": 1, "truncate": 2},
+    }
+
+
 async def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
     while process.poll() is None:
         try:
@@ -166,6 +175,7 @@ async def fronting(
     *,
     num_edges: int = 1,
     script: Callable[[ValidRequest, TokenStream], None] | None = None,
+    seconds: float = DEADLINE_SECONDS,
 ) -> AsyncIterator[Front]:
     """The proxy before edges whose tokens the test sends, unless `script` does."""
     port, program = free_port(), proxy.program()
@@ -193,7 +203,7 @@ async def fronting(
         trusting = ssl.create_default_context(cafile=str(folder / "proxy-ca.pem"))
         connector = aiohttp.TCPConnector(ssl=trusting, limit=0)
         try:
-            async with asyncio.timeout(DEADLINE_SECONDS):
+            async with asyncio.timeout(seconds):
                 await wait_for_port(port, process)
                 async with aiohttp.ClientSession(connector=connector) as client:
                     yield Front(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -16,6 +17,8 @@ from millrace_testing.router.edge import finished, token_event
 pytestmark = pytest.mark.ecosystem
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 3}}
+STREAM_SECONDS = int(os.environ.get("MILLRACE_PROXIED_STREAM_SECONDS", "20"))
+"""Longer than Envoy's usual limit of an answer, 15 s."""
 
 
 @pytest.mark.parametrize("proxy", PROXIES, ids=str)
@@ -47,6 +50,30 @@ async def test_each_token_arrives_before_the_next_is_made(
             assert answer.status == 200
             if end is not None:
                 await answer.read()
+
+
+async def test_a_long_stream_and_a_long_answer_have_no_time_limit(tmp_path: Path) -> None:
+    async def long(proxy: Proxy, folder: Path) -> None:
+        folder.mkdir()
+        async with fronting(proxy, folder, seconds=2 * STREAM_SECONDS) as front:
+            streamed = asyncio.create_task(
+                front.client.post(f"{front.url}/generate_stream", json=ASKED)
+            )
+            stream = await front.streams[0].get()
+            whole = asyncio.create_task(front.client.post(f"{front.url}/generate", json=ASKED))
+            silent = await front.streams[0].get()
+            for second in range(1, STREAM_SECONDS + 1):
+                stream.token(token_event(second, "x"))
+                await asyncio.sleep(1)
+            end = finished("xy", STREAM_SECONDS + 1)
+            stream.token(token_event(STREAM_SECONDS + 1, "y", finished=end))
+            silent.token(token_event(1, "z", finished=finished("z", 1)))
+            body = await (await streamed).read()
+            assert body.count(b'"text":"x"') == STREAM_SECONDS
+            assert b'"generated_text":"xy"' in body
+            assert b'"generated_text":"z"' in await (await whole).read()
+
+    await asyncio.gather(*(long(proxy, tmp_path / proxy.name) for proxy in PROXIES))
 
 
 @pytest.mark.parametrize("proxy", PROXIES, ids=str)
