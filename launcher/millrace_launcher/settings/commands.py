@@ -97,7 +97,8 @@ class Commands:
         tokenizer = (f"--tokenizer-name={name}",) if name else ()
         program = (*self.programs.shard, "download-weights")
         progress = (f"--progress-seconds={BAR_SECONDS}",) if has_bar else ()
-        options = (*revision, *draft, *tokenizer, *progress)
+        small = ("--without-weights",) if launcher.has_shards_elsewhere else ()
+        options = (*revision, *draft, *tokenizer, *progress, *small)
         argv = (*program, self.model_id, "--json-output", *options)
         return Command("download", argv, self._environment())
 

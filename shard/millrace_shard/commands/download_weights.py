@@ -34,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.model_id,
             draft_model=arguments.draft_model,
             revision=arguments.revision,
-            settings=HubSettings.of(Variables(), progress_seconds=arguments.progress_seconds),
+            settings=HubSettings.of(
+                Variables(),
+                progress_seconds=arguments.progress_seconds,
+                needs_weights=not arguments.without_weights,
+            ),
             tokenizer=arguments.tokenizer_name,
         )
     except ModelError as error:
@@ -56,6 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer-name",
         help="with a GGUF file, the model whose tokenizer is used: a folder or a name on the hub",
+    )
+    parser.add_argument(
+        "--without-weights",
+        action="store_true",
+        help="only configuration and tokenizer, for a router whose ranks are on other hosts",
     )
     parser.add_argument("--json-output", action="store_true", help="logs as JSON lines")
     parser.add_argument(

@@ -79,10 +79,8 @@ def missing_files(folder: Path) -> list[str]:
 
     Raises PickledWeightsError if the weights exist only as pickles.
     """
-    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    missing = missing_small_files(folder)
     names = [path.name for path in folder.iterdir() if path.is_file()]
-    if not any(_matches(name, TOKENIZER_SOURCES) for name in names):
-        missing.append(TOKENIZER)
     if INDEX in names:
         wanted = indexed_names((folder / INDEX).read_bytes())
         return missing + sorted(wanted - set(names))
@@ -92,6 +90,15 @@ def missing_files(folder: Path) -> list[str]:
     if not weights:
         _refuse_pickles(names)
     return missing if weights else [*missing, SINGLE]
+
+
+def missing_small_files(folder: Path) -> list[str]:
+    """The names of files that a router needs and `folder` lacks."""
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    if not any(_matches(name, TOKENIZER_SOURCES) for name in names):
+        missing.append(TOKENIZER)
+    return missing
 
 
 def indexed_names(index: bytes) -> set[str]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import stat
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +23,7 @@ from millrace_shard.model_loader.checkpoint_files import (
     IncompleteModelError,
     PickledWeightsError,
     missing_files,
+    missing_small_files,
 )
 from millrace_shard.model_loader.download import (
     TRANSIENT,
@@ -36,6 +34,7 @@ from millrace_shard.model_loader.download import (
 )
 from millrace_shard.model_loader.download_progress import REPORT_SECONDS
 from millrace_shard.model_loader.hub_connection import HubUnreachableError
+from millrace_shard.model_loader.private_folder import private_folder
 from millrace_shard.model_loader.published.download import fetch_published
 from millrace_shard.model_loader.published.models import PublishedModel, published_model
 from millrace_shard.variables import Variables
@@ -66,9 +65,17 @@ class HubSettings:
     """A writable folder for files that are added to a model."""
     weights_override: Path | None = None
     """The folder that holds the model, instead of the cache."""
+    needs_weights: bool = True
+    """False: only configuration and tokenizer, for a router whose ranks are on other hosts."""
 
     @classmethod
-    def of(cls, variables: Variables, *, progress_seconds: float = REPORT_SECONDS) -> HubSettings:
+    def of(
+        cls,
+        variables: Variables,
+        *,
+        progress_seconds: float = REPORT_SECONDS,
+        needs_weights: bool = True,
+    ) -> HubSettings:
         """The settings that the environment names; downloads log a line every `progress_seconds`."""
         override = variables.weights_cache_override
         return cls(
@@ -81,7 +88,12 @@ class HubSettings:
             offline=variables.is_offline,
             side_root=variables.hub_home / "millrace",
             weights_override=override.expanduser() if override else None,
+            needs_weights=needs_weights,
         )
+
+    def missing(self, folder: Path) -> list[str]:
+        """The names of files that `folder` lacks. Raises PickledWeightsError."""
+        return missing_files(folder) if self.needs_weights else missing_small_files(folder)
 
 
 def resolve(
@@ -104,9 +116,9 @@ def resolve(
             f"--tokenizer-name={tokenizer} is for GGUF files only; {model_id} has a tokenizer of its own"
         )
     if settings.weights_override is not None:
-        return _with_tokenizer(_local(settings.weights_override), settings)
+        return _with_tokenizer(_local(settings.weights_override, settings), settings)
     if path.is_dir():
-        return _with_tokenizer(_local(path), settings)
+        return _with_tokenizer(_local(path, settings), settings)
     if is_path(model_id):
         raise HubError(f"there is no folder {model_id}")
     return _with_tokenizer(_from_hub(model_id, revision=revision, settings=settings), settings)
@@ -177,9 +189,9 @@ def _tokenizer_from_hub(name: str, settings: HubSettings) -> Path:
         raise HubError(explain(error, name, revision=None, settings=settings)) from error
 
 
-def _local(folder: Path) -> Path:
+def _local(folder: Path, settings: HubSettings) -> Path:
     try:
-        missing = missing_files(folder)
+        missing = settings.missing(folder)
     except PickledWeightsError as error:
         raise HubError(
             f"{folder}: {error}; convert them with: millrace-shard convert {folder}"
@@ -192,7 +204,7 @@ def _local(folder: Path) -> Path:
 
 
 def _from_hub(model_id: str, *, revision: str | None, settings: HubSettings) -> Path:
-    cached, missing = _cached(model_id, revision=revision, cache=settings.access.cache)
+    cached, missing = _cached(model_id, revision=revision, settings=settings)
     if cached is not None and not missing:
         log.info("found %s in %s", model_id, cached)
         return cached
@@ -203,24 +215,27 @@ def _from_hub(model_id: str, *, revision: str | None, settings: HubSettings) -> 
             f"{model_id}{at} {what} in the cache {settings.access.cache}; HF_HUB_OFFLINE forbids the"
             " download: unset it, or point HUGGINGFACE_HUB_CACHE or HF_HOME at the cache that has the model"
         )
+    download = download_snapshot if settings.needs_weights else download_metadata
     try:
-        folder = download_snapshot(model_id, revision=revision, access=settings.access)
+        folder = download(model_id, revision=revision, access=settings.access)
     except DOWNLOAD_FAILURES as error:
         raise HubError(explain(error, model_id, revision=revision, settings=settings)) from error
-    missing = missing_files(folder)
+    missing = settings.missing(folder)
     if missing:
         raise HubError(f"the repository {model_id} has no {', '.join(missing)}")
     return folder
 
 
-def _cached(model_id: str, *, revision: str | None, cache: Path) -> tuple[Path | None, list[str]]:
+def _cached(
+    model_id: str, *, revision: str | None, settings: HubSettings
+) -> tuple[Path | None, list[str]]:
     """The cached snapshot, if any, and the names of the files that it lacks."""
-    config = cached_file(model_id, "config.json", revision=revision, cache=cache)
+    config = cached_file(model_id, "config.json", revision=revision, cache=settings.access.cache)
     if config is None:
         return None, []
     folder = config.parent
     try:
-        return folder, missing_files(folder)
+        return folder, settings.missing(folder)
     except PickledWeightsError:
         return folder, ["safetensors"]
 
@@ -283,18 +298,3 @@ def _with_tokenizer(folder: Path, settings: HubSettings) -> Path:
         return with_fast_tokenizer(folder, side_root=settings.side_root)
     except PermissionError:
         return with_fast_tokenizer(folder, side_root=private_folder(Path(tempfile.gettempdir())))
-
-
-def private_folder(shared: Path) -> Path:
-    """A folder in `shared`, the same at each start, that only this user can write to. Raises HubError otherwise."""
-    path = shared / f"millrace-{os.geteuid()}"
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    # File names in the folder are predictable, so another user could plant a model there.
-    status = path.lstat()
-    mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-    if not mine or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise HubError(
-            f"{path} can be written by other users: remove it, or set HF_HOME to a folder of yours"
-        )
-    return path

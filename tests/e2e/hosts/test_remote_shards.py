@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -60,7 +61,11 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
         ]
         addresses = ",".join(f"localhost:{port}" for port in ports)
         flags = (f"--remote-shards={addresses}", *(f"--shard-tls-{each}" for each in tls))
-        server = stack.enter_context(launch(*flags, "--step-timeout=10"))
+        # The router's host has no weights.
+        small = tmp_path_factory.mktemp("small")
+        for path in demo_folder().glob("*.json"):
+            shutil.copy(path, small)
+        server = stack.enter_context(launch(*flags, "--step-timeout=10", f"--model-id={small}"))
         yield Split(server, hosts)
 
 

@@ -161,6 +161,11 @@ def test_a_tokenizer_is_named_to_the_download_alone() -> None:
         assert not any("tokenizer" in option for option in child.argv)
 
 
+def test_a_router_whose_ranks_are_elsewhere_downloads_no_weights() -> None:
+    assert "--without-weights" in commands("--remote-shards=127.0.0.1:9000").download().argv
+    assert "--without-weights" not in commands("").download().argv
+
+
 def test_hub_variables_reach_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"HF_API_TOKEN": "t", "PATH": "/bin", "PORT": "3", "WEIGHTS_CACHE_OVERRIDE": "/w"}
     command = commands("--huggingface-hub-cache=/c --revision=v1", environ).download()

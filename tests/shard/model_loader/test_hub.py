@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from millrace_shard.model_loader.download import FIRST_WAIT_SECONDS, TRIES, HubAccess
 from millrace_shard.model_loader.download_progress import progress_line
-from millrace_shard.model_loader.hub import HubError, HubSettings, private_folder, resolve
+from millrace_shard.model_loader.hub import HubError, HubSettings, resolve
 from millrace_shard.variables import Variables
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
@@ -62,6 +62,7 @@ def settings(
     token: str | None = None,
     offline: bool = False,
     waits: list[float] | None = None,
+    needs_weights: bool = True,
 ) -> HubSettings:
     access = HubAccess(
         endpoint=hub.endpoint,
@@ -69,7 +70,8 @@ def settings(
         cache=folder / "hub",
         wait=(waits if waits is not None else list[float]()).append,
     )
-    return HubSettings(access, offline=offline, side_root=folder / "side")
+    side = folder / "side"
+    return HubSettings(access, offline=offline, side_root=side, needs_weights=needs_weights)
 
 
 def names(folder: Path) -> set[str]:
@@ -82,6 +84,27 @@ def test_fresh_download_takes_what_serving_needs_and_no_more(tmp_path: Path) -> 
     assert folder.name == COMMIT
     assert names(folder) == NEEDED
     assert all((folder / name).read_bytes() == FILES[name] for name in NEEDED)
+
+
+def test_a_router_whose_ranks_are_elsewhere_needs_no_weights(tmp_path: Path) -> None:
+    with fake_hub.serve(Hub(FILES)) as hub:
+        alone = settings(hub, tmp_path, needs_weights=False)
+        folder = resolve(REPO, revision=None, settings=alone)
+        assert folder.name == COMMIT
+        assert names(folder) == {name for name in NEEDED if not name.startswith("model-0")}
+        hub.requests.clear()
+        assert resolve(REPO, revision=None, settings=alone) == folder
+        assert hub.requests == []
+        # A shard on this host gets the rest.
+        assert resolve(REPO, revision=None, settings=settings(hub, tmp_path)) == folder
+    assert names(folder) == NEEDED
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "config.json").write_bytes(FILES["config.json"])
+    with pytest.raises(HubError, match=r"has no tokenizer\.json$"):
+        resolve(str(local), revision=None, settings=alone)
+    (local / "tokenizer.json").write_bytes(b"{}")
+    assert resolve(str(local), revision=None, settings=alone) == local
 
 
 def test_second_run_sends_no_request(tmp_path: Path) -> None:
@@ -226,31 +249,6 @@ def test_missing_tokenizer_json_is_built_beside_a_read_only_model(tmp_path: Path
     assert tokenizer.encode("mill race", add_special_tokens=False).ids == [5, 6]
     assert not (folder / "tokenizer.json").exists()
     assert resolve(str(folder), revision=None, settings=chosen) == found
-
-
-def test_what_other_users_can_write_is_no_place_for_a_model(tmp_path: Path) -> None:
-    path = private_folder(tmp_path)
-    assert path.stat().st_mode & 0o777 == 0o700
-    assert private_folder(tmp_path) == path
-    for mode in (0o770, 0o702):
-        path.chmod(mode)
-        with pytest.raises(HubError, match="can be written by other users"):
-            private_folder(tmp_path)
-    path.chmod(0o700)
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(HubError, match="can be written by other users"):
-        private_folder(tmp_path)
-
-
-def test_another_user_s_folder_is_no_place_for_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = tmp_path.stat().st_uid + 1
-    (tmp_path / f"millrace-{other}").mkdir(mode=0o700)
-    monkeypatch.setattr("os.geteuid", lambda: other)
-    with pytest.raises(HubError, match="can be written by other users"):
-        private_folder(tmp_path)
 
 
 def test_progress_tells_bytes_and_seconds_left() -> None:
