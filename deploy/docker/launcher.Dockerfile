@@ -10,6 +10,7 @@ FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
 COPY constraints.txt LICENSE README.md pyproject.toml ./
 COPY demo/model demo/model
+COPY cluster cluster
 COPY proto proto
 COPY launcher launcher
 COPY router router
@@ -19,7 +20,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && python -m venv /opt/millrace
 ARG TORCH_INDEX=""
 RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
-    ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} "$(echo /wheels/*.whl)[otel]"
+    ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} "$(echo /wheels/*.whl)[otel,kv-events]"
 
 FROM ${PYTHON_IMAGE} AS runtime
 LABEL org.opencontainers.image.title="Millrace" \

@@ -82,9 +82,10 @@ class LauncherConfig(BaseSettings):
         parts = value.split(",") if isinstance(value, str) else value
         if not isinstance(parts, (list, tuple)):
             return parts
-        return tuple(
-            word.strip() for part in parts for word in str(part).split(",") if word.strip()
-        )
+        words = [word.strip() for part in parts for word in str(part).split(",")]
+        if parts and not any(words):
+            raise ValueError("it has no address")
+        return tuple(word for word in words if word)
 
     @field_validator("log_level", mode="before")
     @classmethod

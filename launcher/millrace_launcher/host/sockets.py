@@ -8,17 +8,17 @@ from pathlib import Path
 from millrace_launcher.errors import ArgumentValidation
 
 
-def refuse_busy_port(hostname: str, port: int) -> None:
-    """Raise ArgumentValidation if the router could not listen there."""
-    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((hostname, port))
-        except OSError as error:
-            raise ArgumentValidation(
-                f"cannot listen on {hostname} port {port} ({error.strerror}); choose another --port"
-            ) from error
+def refuse_busy_port(hostname: str, port: int, flag: str = "--port") -> None:
+    """Raise ArgumentValidation if a program could not listen there; `flag` chooses the place."""
+    try:
+        family, kind, *_, place = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        raise ArgumentValidation(
+            f"cannot listen on {hostname} port {port} ({error.strerror}); choose another {flag}"
+        ) from error
 
 
 def clear_socket(path: Path) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import Settings
-from millrace_launcher.settings.flags import option_name
+from millrace_launcher.settings.flags import WIRING, option_name
 from millrace_launcher.settings.remote import check_elsewhere
+from millrace_router.config import RouterConfig
+from millrace_shard.config import ShardConfig
 
 UNSUPPORTED = {"quantize": ("exl2",)}
 """Values of flags that are refused."""
@@ -33,6 +35,13 @@ WITHOUT_EFFECT_ON_CPU = {
     "cuda_memory_fraction": "the model runs on CPU; --kv-memory bounds the KV cache",
     "one_shot_all_reduce": "the model runs on CPU; there is no memory of GPUs to share",
 }
+WITHOUT_EFFECT_ELSEWHERE = dict.fromkeys(
+    ShardConfig.model_fields.keys()
+    - RouterConfig.model_fields.keys()
+    - WIRING["shard"]
+    - {"allow_insecure_tcp", "allow_unlisted_model", "enable_lora"},
+    "the shards run elsewhere; give it to `millrace-launcher shards` there",
+)
 _KERNELS = "the kernels of the device are chosen at the start"
 _NO_EXLLAMA = "the kernels for GPTQ weights are our own"
 _NO_AMD = "there are no kernels for AMD GPUs"
@@ -124,6 +133,7 @@ def notices(
         WITHOUT_EFFECT
         | (WITHOUT_EFFECT_WITH_CHUNKS if chunked else WITHOUT_EFFECT_WITHOUT_CHUNKS)
         | (WITHOUT_EFFECT_ON_CPU if on_cpu else {})
+        | (WITHOUT_EFFECT_ELSEWHERE if settings.launcher.remote_shards else {})
     )
     for name in sorted(settings.chosen & reasons.keys()):
         yield f"{option_name(name)} has no effect: {reasons[name]}"

@@ -42,6 +42,7 @@ HIDDEN: Mapping[str, frozenset[str]] = {
     "shard": WIRING["shard"] - SHOWN | {"uds_path"},
     "launcher": frozenset(
         {"tokenizer_name", "sharded", "max_input_length", "shard_uds_path", "remote_shards"}
+        | {"cluster", "shards_per_node"}
     ),
 }
 DESCRIPTION = """Runs some ranks of a model, for a router that is elsewhere.
@@ -94,6 +95,13 @@ def prepare_ranks(settings: Settings, rank: RankConfig, programs: Programs) -> C
             " give --world-size the ranks of all hosts"
         )
     is_apart = not is_loopback(split_address(addresses[0], "address")[0])
+    if is_apart and not (
+        shard.tls_cert or shard.tls_key or shard.tls_ca or shard.allow_insecure_tcp
+    ):
+        raise ArgumentValidation(
+            f"`address` {shard.address} can be reached from other hosts: give --tls-cert, --tls-key and --tls-ca, or"
+            " --allow-insecure-tcp if all who reach it may use the model"
+        )
     if is_apart and shard.world_size > plan.num_shard and is_loopback(shard.master_addr):
         raise ArgumentValidation("`master_addr` must be the host of rank 0")
     log.info("Ranks %d to %d of %d at %s", rank.first_rank, last, shard.world_size, addresses)

@@ -13,8 +13,10 @@ LAST_PORT = 65535
 def split_address(address: str, flag: str) -> tuple[str, int]:
     """Host and port; raises ArgumentValidation, which names the `flag`."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) <= LAST_PORT:
+    if not colon or not host or not port.isdecimal():
         raise ArgumentValidation(f"`{flag}` {address} has no port; it must be HOST:PORT")
+    if not 0 < int(port) <= LAST_PORT:
+        raise ArgumentValidation(f"`{flag}` {address}: a port is 1 to {LAST_PORT}")
     return host.strip("[]"), int(port)
 
 

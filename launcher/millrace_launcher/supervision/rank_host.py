@@ -6,12 +6,14 @@ import asyncio
 import time
 
 from millrace_launcher.errors import ShardCannotStart, ShardCrashLoop
+from millrace_launcher.host.sockets import refuse_busy_port
 from millrace_launcher.logs import log
 from millrace_launcher.processes.children import Children, explain
 from millrace_launcher.processes.process import ManagedProcess
 from millrace_launcher.processes.tasks import cancel, first
 from millrace_launcher.settings.commands import Commands
 from millrace_launcher.settings.folders import ModelFolders
+from millrace_launcher.settings.remote import split_address
 from millrace_launcher.supervision.breaker import Breaker, is_steady
 from millrace_launcher.supervision.download import resolve_model
 from millrace_launcher.supervision.readiness import address_ready
@@ -48,6 +50,8 @@ class RankHost:
             await self._children.dismiss_guard()
 
     async def _serve(self) -> None:
+        for address in self._commands.addresses:
+            refuse_busy_port(*split_address(address, "address"), "--address")
         folders = await resolve_model(self._commands, self._children)
         await self._children.guard(self._commands.guard())
         # The first one that cannot go on ends all.

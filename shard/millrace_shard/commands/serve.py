@@ -85,8 +85,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except (ModelError, GroupError, EngineEnded, RuntimeError) as error:
         logger.error("%s", error)  # noqa: TRY400
         sys.stderr.write(f"Error: {error}\n")
-        is_early = config.address is not None and isinstance(error, RanksMissing)
-        end_process(START_AGAIN if is_early else 1)
+        # On one host the launcher restarts all ranks together.
+        is_to_meet = config.address is not None and isinstance(error, RanksMissing)
+        end_process(START_AGAIN if is_to_meet else 1)
     end_process(0)
 
 
@@ -101,7 +102,8 @@ def end_process(status: int) -> NoReturn:
 def serve(config: ShardConfig) -> None:
     """Load the model, then listen, wait for a signal, and stop.
 
-    Raises EngineEnded if the engine ends by itself, and the errors of loading.
+    Raises EngineEnded if the engine ends by itself, RanksMissing if it ended because another rank is gone, and the
+    errors of loading.
     """
     for notice in notices(config):
         logger.info("%s", notice)
@@ -146,7 +148,13 @@ def serve(config: ShardConfig) -> None:
     if socket is not None:
         socket.remove()
     if received is None:
-        raise EngineEnded("the engine has ended")
+        raise _end_of(engine)
+
+
+def _end_of(engine: Engine) -> EngineEnded | RanksMissing:
+    if engine.group_is_lost:
+        return RanksMissing("the engine has ended: another rank is gone")
+    return EngineEnded("the engine has ended")
 
 
 def _engine(config: ShardConfig, device: torch.device) -> Engine:

@@ -32,7 +32,7 @@ class GroupError(RuntimeError):
 
 
 class RanksMissing(GroupError):  # noqa: N818
-    """Other ranks did not come in time; they may come later."""
+    """Other ranks did not come in time, or are gone; they may come later."""
 
 
 class CollectiveError(GroupError):

@@ -87,8 +87,8 @@ class Engine:
         self._warmed_up: WarmedUp | None = None
         self._warmup_request: WarmupRequest | None = None
         self._is_warming_up = False
-        self._epoch = Epoch()
-        self._lock = Lock()
+        self._epoch, self._lock = Epoch(), Lock()
+        self.group_is_lost = False
         self._pending_steps = 0
         self._last_progress_ns = time.monotonic_ns()
 
@@ -280,13 +280,11 @@ class Engine:
 
     def _end_if_lost(self, error: Exception) -> bool:
         """End the engine, and so the process, if `error` would recur in every later epoch; returns whether it would."""
-        if isinstance(error, CollectiveError):
-            lost = "the process group"
-        elif is_lost(self._device):
-            lost = "the device"
-        else:
+        self.group_is_lost = isinstance(error, CollectiveError)
+        if not self.group_is_lost and not is_lost(self._device):
             return False
-        logger.critical("the engine ends: %s is lost", lost)
+        lost = "process group" if self.group_is_lost else "device"
+        logger.critical("the engine ends: the %s is lost", lost)
         self._threads.end()
         return True
 

@@ -21,6 +21,8 @@ from millrace_testing.launcher.ports import kept_port
 
 STREAMS = mixed_bodies(8, longest=150)
 MIDDLE = 20
+ANEW = "meets the others anew"
+"""What a supervisor says of a rank that ended for another one's sake."""
 
 
 @dataclass
@@ -75,12 +77,15 @@ async def test_streams_go_on_when_a_rank_is_killed(split: Split, number: int) ->
         undisturbed = await clients.send_all(STREAMS)
         clients.answers = []
         before = {each.pid for each in map(split.rank, range(2))}
+        others = split.hosts[1 - number]
+        met = others.log.count(ANEW)
         task = asyncio.create_task(clients.send_all(STREAMS))
         await until(lambda: clients.answers and len(clients.answers[0].events) >= MIDDLE)
         split.rank(number).kill()
         assert differences(undisturbed, await task) == []
         # The other one has ended, too: it cannot go on without its peer.
         assert not before & {each.pid for each in map(split.rank, range(2))}
+        assert others.log.count(ANEW) > met
 
 
 def test_a_signal_ends_ranks_and_their_supervisor(split: Split) -> None:

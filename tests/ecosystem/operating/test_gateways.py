@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ecosystem
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 3}}
 OF_THIS_ANSWER = re.compile(
     rb'("(id|request_id|item_id)": ?")[^"]*"|("(created|created_at|completed_at)": ?)[0-9.]+'
-    rb"|([0-9.]+e-?[0-9]+|[0-9]*\\.[0-9]+)"
+    rb"|([0-9.]+e-?[0-9]+)"
 )
 """Names, times and measured durations, which differ between two answers to one request."""
 HOP_BY_HOP = {"date", "connection", "keep-alive", "transfer-encoding", "content-length"}
@@ -68,10 +68,11 @@ async def test_every_route_is_byte_identical(proxy: Proxy, tmp_path: Path) -> No
         cases += [(one.method, one.path, STREAMS[one.id] | STREAM) for one in streams]
         cases += [("get", "/nothing", None), ("put", "/generate", ASKED), ("post", "/generate", [])]
         seen = 0
-        for method, path, body in cases:
+        for method, route, body in cases:
             # It changes from answer to answer, and is closed to the outside.
-            if path in {"/metrics", "/status", "/status.json"} or "{" in path:
+            if route in {"/metrics", "/status", "/status.json"}:
                 continue
+            path = re.sub("{[^}]*}", "none", route)
             expected = await asked(front, direct, method, path, body)
             assert await asked(front, front.url, method, path, body) == expected, path
             seen += 1

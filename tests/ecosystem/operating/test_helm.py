@@ -132,7 +132,12 @@ def test_the_server_s_command_is_ours(
     values = SHAPES[shape]
     assert settings.launcher.model_id == values.get("model", {}).get("id")
     ports = {one["name"]: one["containerPort"] for one in server.container["ports"]}
-    assert ports == {"http": settings.router.port}
+    events = {"kv-events": 5557, "kv-events-replay": 5558} if shape == "keda" else {}
+    assert ports == {"http": settings.router.port, **events}
+    for policy in answers[shape]["objects"]:
+        if policy["kind"] == "NetworkPolicy" and policy["metadata"]["name"].endswith("-server"):
+            (rule,) = policy["spec"]["ingress"]
+            assert [one["port"] for one in rule["ports"]] == list(ports)
     if not workers:
         assert settings.launcher.num_shard == values.get("ranks", 1)
     for name, value in values.get("flags", {}).items():

@@ -6,7 +6,7 @@ import pytest
 
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import read_settings
-from millrace_launcher.settings.checks import check
+from millrace_launcher.settings.checks import check, notices
 from millrace_launcher.settings.commands import Commands, Programs
 from millrace_launcher.settings.rank_arguments import prepare_ranks, read_rank_settings
 
@@ -19,7 +19,8 @@ TLS = "--shard-tls-cert=a", "--shard-tls-key=b", "--shard-tls-ca=c"
         (["--remote-shards=a:1,b:2", "--num-shard=3", *TLS], "is 3, and `remote_shards` has 2"),
         (["--remote-shards=a:1,b", *TLS], "b has no port"),
         (["--remote-shards=a:1,:2", *TLS], ":2 has no port"),
-        (["--remote-shards=a:70000", *TLS], "a:70000 has no port"),
+        (["--remote-shards=a:70000", *TLS], "a:70000: a port is 1 to 65535"),
+        (["--remote-shards=a:0", *TLS], "a:0: a port is 1 to 65535"),
         (["--remote-shards=a:1,a:1", *TLS], "a:1 twice"),
         (["--remote-shards=127.0.0.1:1,gpu7:2"], "would go to gpu7 in clear text"),
         (["--remote-shards=a:1", "--cluster=ray", *TLS], "leave out --remote-shards"),
@@ -31,6 +32,21 @@ TLS = "--shard-tls-cert=a", "--shard-tls-key=b", "--shard-tls-ca=c"
 def test_contradictions_are_told(flags: list[str], words: str) -> None:
     with pytest.raises(ArgumentValidation, match=words):
         check(read_settings(flags, {}))
+
+
+def test_no_address_starts_no_shard_here(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(["--remote-shards=,"], {})
+    assert "--remote-shards" in capsys.readouterr().err
+
+
+def test_flags_of_ranks_are_told_to_have_no_effect_beside_ranks_elsewhere() -> None:
+    given = ["--dtype=float32", "--kv-memory=1G", "--enable-lora", "--adapter-cache=/a"]
+    told = notices(
+        read_settings([*given, "--remote-shards=127.0.0.1:1"], {}), on_cpu=False, environ={}
+    )
+    assert [line.split(" has no effect: ")[0] for line in told] == ["--dtype", "--kv-memory"]
+    assert list(notices(read_settings(given, {}), on_cpu=False, environ={})) == []
 
 
 @pytest.mark.parametrize(
@@ -70,7 +86,11 @@ def test_ranks_of_a_host_have_the_ports_that_follow() -> None:
         (("--address=:9000",), "no port"),
         (("--address=localhost:65535", "--num-shard=2", "--world-size=2"), "leaves no ports for 2"),
         (("--address=localhost:9000", "--first-rank=1"), "ranks 1 to 1 are outside a group of 1"),
-        (("--address=10.1.1.1:9000", "--world-size=2"), "`master_addr` must be the host of rank 0"),
+        (("--address=10.1.1.1:9000",), "can be reached from other hosts"),
+        (
+            ("--address=10.1.1.1:9000", "--world-size=2", "--allow-insecure-tcp"),
+            "`master_addr` must be the host of rank 0",
+        ),
     ],
 )
 def test_ranks_that_cannot_be_are_refused(flags: tuple[str, ...], words: str) -> None:
@@ -78,8 +98,11 @@ def test_ranks_that_cannot_be_are_refused(flags: tuple[str, ...], words: str) ->
         ranks_of(*flags)
 
 
-def test_flags_of_the_router_are_unknown_to_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flag", ["--port", "--cluster", "--shards-per-node", "--remote-shards"])
+def test_flags_of_the_router_are_unknown_to_ranks(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        ranks_of("--port=80")
+        ranks_of(f"{flag}=80")
     assert ended.value.code == 2
-    assert "unexpected argument '--port'" in capsys.readouterr().err
+    assert f"unexpected argument '{flag}'" in capsys.readouterr().err

@@ -97,6 +97,20 @@ def test_blocks_after_a_lost_one_are_removed_before_it() -> None:
     assert taken(recorder) == [["BlockRemoved", names, "GPU"]]
 
 
+def test_a_block_is_told_of_once_those_before_it_are_there() -> None:
+    recorder, cache = recorded()
+    first, second, third = keys_of([1, 2, 3, 4, 5, 6])
+    cache.enter(third, 3)
+    assert recorder.take() is None
+    cache.enter(first, 1)
+    taken(recorder)
+    cache.enter(second, 2)
+    names = [block_hash(key) for key in (second, third)]
+    assert taken(recorder) == [
+        ["BlockStored", names, block_hash(first), [3, 4, 5, 6], 2, None, "GPU", None]
+    ]
+
+
 def test_only_the_first_event_of_a_batch_is_announced() -> None:
     recorder, cache = recorded()
     calls: list[None] = []

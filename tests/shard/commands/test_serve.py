@@ -31,6 +31,7 @@ from millrace_shard.commands.device_settings import (
 )
 from millrace_shard.commands.serve import load, serve
 from millrace_shard.config import ShardConfig
+from millrace_shard.device.process_group import RanksMissing
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.errors import EngineEnded, UnsupportedModel
@@ -201,24 +202,29 @@ def test_two_ranks_sample_alike(folder: Path, tmp_path: Path, flags: tuple[str, 
     assert not any(answer.ids for answer in answers[1])
 
 
-class DyingEngine(Engine):
-    """Ends as soon as it has a model."""
-
-    def attach(self, loaded: LoadedModel) -> None:
-        """Take it, and end."""
-        super().attach(loaded)
-        self.close()
-
-
+@pytest.mark.parametrize(("group_is_lost", "error"), [(False, EngineEnded), (True, RanksMissing)])
 def test_a_shard_ends_with_its_engine(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group_is_lost: bool,
+    error: type[Exception],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    class DyingEngine(Engine):
+        """Ends as soon as it has a model."""
+
+        def attach(self, loaded: LoadedModel) -> None:
+            """Take it, and end."""
+            super().attach(loaded)
+            self.group_is_lost = group_is_lost
+            self.close()
+
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     monkeypatch.setattr("millrace_shard.commands.serve.Engine", DyingEngine)
     arguments = ["--device=cpu", "--cpu-threads=1", "--disable-custom-kernels"]
     config = ShardConfig.from_args([str(folder), f"--uds-path={tmp_path}/shard", *arguments])
     try:
-        with pytest.raises(EngineEnded):
+        with pytest.raises(error):
             serve(config)
     finally:
         for number, handler in handlers.items():

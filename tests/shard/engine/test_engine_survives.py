@@ -217,6 +217,7 @@ def test_a_group_that_is_lost_in_a_warm_up_ends_the_engine() -> None:
     assert isinstance(failed, EngineEnded)
     assert "no rank answers" in str(failed)
     assert ended.wait(30)
+    assert driver.engine.group_is_lost
 
 
 @pytest.mark.parametrize("stage", ["forward", "copy"])
@@ -243,6 +244,7 @@ def test_a_device_that_is_lost_in_a_warm_up_ends_the_engine(
     driver.model.before_forward = no_access
     assert isinstance(driver.engine.warm_up(WARMUP).exception(30), EngineEnded)
     assert ended.wait(30)
+    assert not driver.engine.group_is_lost
 
 
 def no_access(*_: object) -> None:

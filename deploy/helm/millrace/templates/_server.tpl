@@ -41,6 +41,9 @@ spec:
         {{- end }}
       ports:
         - {name: http, containerPort: {{ .Values.port }}}
+        {{- range include "millrace.eventPorts" . | fromJsonArray }}
+        - {name: {{ .name }}, containerPort: {{ .port }}}
+        {{- end }}
       resources:
         {{- if $spread }}
         {{- toYaml .Values.routerResources | nindent 8 }}
@@ -91,4 +94,15 @@ leader=${LWS_LEADER_ADDRESS%%.*} domain=${LWS_LEADER_ADDRESS#*.};
 {{/* Worker 1 has rank 0, at which all ranks meet. */}}
 {{- define "millrace.ranksScript" -}}
 {{ include "millrace.addresses" . }} exec "$0" shards "$@" --master-addr="$leader-1.$domain" --first-rank=$((LWS_WORKER_INDEX * {{ .Values.ranksPerNode }} - {{ .Values.ranksPerNode }}))
+{{- end -}}
+
+{{/* Ports of KV-cache events that the flags name, as JSON: name and port of each. */}}
+{{- define "millrace.eventPorts" -}}
+{{- $ports := list -}}
+{{- range $flag := list "kv-events" "kv-events-replay" -}}
+{{- with regexFind "[0-9]+$" (toString (get $.Values.flags $flag)) -}}
+{{- $ports = append $ports (dict "name" $flag "port" (int .)) -}}
+{{- end -}}
+{{- end -}}
+{{ toJson $ports }}
 {{- end -}}

@@ -66,6 +66,11 @@ async def version(_: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """`GET /metrics` in Prometheus' text format."""
+    """`GET /metrics` in Prometheus' text format.
+
+    Proxies keep this path to themselves, and not all of them read `/%6detrics` as the same: it is none.
+    """
+    if "%" in request.raw_path.partition("?")[0]:
+        raise web.HTTPNotFound
     body = render(request.app[SERVICES].metrics.registry)
     return web.Response(body=body, headers={"content-type": CONTENT_TYPE})

@@ -1,14 +1,22 @@
-"""The figures of `/status`."""
+"""The figures of `/status`, and where those of `/metrics` are."""
 
 from __future__ import annotations
 
 import orjson
+from yarl import URL
 
 from millrace_router.api.tgi.status import RECENT
 from millrace_testing.router.edge import play, serving
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 4}}
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+async def test_metrics_are_at_one_path_that_proxies_can_close() -> None:
+    async with serving() as edge:
+        for path, status in (("/metrics", 200), ("/metrics?a=%6d", 200), ("/%6detrics", 404)):
+            async with edge.client.get(URL(edge.url + path, encoded=True)) as answer:
+                assert answer.status == status
 
 
 async def test_the_figures_are_those_of_the_metrics() -> None:
