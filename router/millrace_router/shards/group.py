@@ -195,7 +195,10 @@ class ShardGroup:
         infos = await self._all(shard.info(timeout=timeout) for shard in self._shards)
         ranks = sorted(info.rank for info in infos)
         if ranks != list(range(len(infos))) or any(i.world_size != len(infos) for i in infos):
-            raise ShardError(f"{len(infos)} shards given, but they are ranks {ranks}")
+            size = infos[0].world_size
+            raise ShardError(
+                f"the addresses lead to ranks {ranks} of {size}; each rank of a group is given once"
+            )
         if len({info.group for info in infos}) > 1:
             raise ShardError("the ranks belong to different groups")
         self._id = infos[0].group

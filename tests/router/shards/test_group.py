@@ -175,6 +175,15 @@ async def test_a_group_that_is_not_one_is_refused(tmp_path: Path) -> None:
         await shards.close()
 
 
+async def test_a_group_of_which_one_rank_is_given_names_its_size(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    with serve_fake_shard(address, FakeShard(), rank=0, world_size=2):
+        group = ShardGroup([address])
+        with pytest.raises(ShardError, match=r"ranks \[0\] of 2"):
+            await group.info()
+        await group.close()
+
+
 @contextmanager
 def group_of(folder: Path, ranks: Sequence[FakeShard]) -> Iterator[list[str]]:
     """The addresses of one group."""
