@@ -64,6 +64,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, required=True, help="a trace, such as Mooncake's")
     parser.add_argument("--replicas", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--replicas-per-copy", type=int, default=4)
+    parser.add_argument("--requests", type=int, help="only so many of the trace's, in each copy")
     parser.add_argument("--speedup", type=float, default=1.0)
     parser.add_argument("--sample", type=int, default=250, help="most replicas to simulate")
     parser.add_argument("--cell-size", type=int, default=256)
@@ -90,6 +91,7 @@ def fleet(options: argparse.Namespace, routing: Routing, replicas: int) -> Fleet
         ),
         workload=Workload(
             trace=options.trace,
+            trace_requests=options.requests,
             copies=replicas // options.replicas_per_copy,
             speedup=options.speedup,
         ),

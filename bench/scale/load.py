@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 
@@ -48,14 +49,29 @@ def load(path: Path, *, skip: int, requests: int, divisor: int, speedup: float) 
     ]
 
 
-def prompt_ids(arrival: Arrival, number: int, vocab_size: int) -> list[int]:
-    """Token ids that are equal where the chains of two requests are; without one they are the request's own."""
+def shifted(arrivals: Sequence[Arrival], most_seconds: float, seed: int) -> list[Arrival]:
+    """The load with each request up to so many seconds later, drawn by `seed`; as it is for seed 0."""
+    if not seed:
+        return list(arrivals)
+    random = Random(f"shift {seed}")
+    moved = [
+        arrival._replace(arrived_at=arrival.arrived_at + random.uniform(0, most_seconds))
+        for arrival in arrivals
+    ]
+    return sorted(moved, key=attrgetter("arrived_at"))
+
+
+def prompt_ids(arrival: Arrival, number: int, vocab_size: int, run: str = "") -> list[int]:
+    """Token ids that are equal where the chains of two requests are; without one they are the request's own.
+
+    Those of another `run` are others.
+    """
     ids = range(vocab_size)[FIRST_ID:] or range(vocab_size)
     if not arrival.chain:
-        return Random(f"request {number}").choices(ids, k=arrival.prompt_tokens)
+        return Random(f"request {number} {run}").choices(ids, k=arrival.prompt_tokens)
     tokens: list[int] = []
     for part in arrival.chain:
-        tokens += Random(part).choices(ids, k=arrival.chain_tokens)
+        tokens += Random(f"{part} {run}").choices(ids, k=arrival.chain_tokens)
     return tokens[: arrival.prompt_tokens]
 
 

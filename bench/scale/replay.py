@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from bench.scale.clients import JSON
-from bench.scale.load import completion, num_output_tokens, prompt_ids
+from bench.scale.load import completion, num_output_tokens
 from bench.scale.replicas import Replica
 from millrace.load.measurement import quantile
 from millrace_router.simulator.cells.gateway import Gateway
@@ -39,9 +39,12 @@ class Replay:
 
     replicas: Sequence[Replica]
     gateway: Gateway
-    vocab_size: int
+    prompts: Sequence[Sequence[int]]
+    """Token ids of each request."""
     first_tokens: list[float] = field(default_factory=list)
-    """Seconds from when a request was due."""
+    """Seconds from when a request was sent."""
+    sent: list[Arrival] = field(default_factory=list)
+    """The requests at the times at which they were sent: one client cannot send many at one moment, as traces do."""
 
     async def run(self, arrivals: Sequence[Arrival]) -> Figures:
         """Send every request when it is due; raises ReplayError."""
@@ -59,7 +62,11 @@ class Replay:
                         ticket = Ticket(arrival, number, arrival.arrived_at)
                         ticket.replica = self.gateway.choose(ticket)
                         self.gateway.sent(ticket)
-                        tasks.create_task(self._send(session, ticket, body, due))
+                        now = time.perf_counter()
+                        self.sent.append(arrival._replace(arrived_at=now - start))
+                        tasks.create_task(self._send(session, ticket, body, now))
+                        # It is sent before the next choice, as a gateway does.
+                        await asyncio.sleep(0)
             except* (ReplayError, aiohttp.ClientError, TimeoutError) as errors:
                 raise ReplayError(str(errors.exceptions[0])) from errors
             seconds = time.perf_counter() - start - arrivals[0].arrived_at
@@ -81,10 +88,10 @@ class Replay:
         return sum(hits for hits, _ in counts), sum(computed for _, computed in counts)
 
     def _body(self, arrival: Arrival, number: int) -> bytes:
-        return completion(prompt_ids(arrival, number, self.vocab_size), arrival.output_tokens)
+        return completion(self.prompts[number], arrival.output_tokens)
 
     async def _send(
-        self, session: aiohttp.ClientSession, ticket: Ticket, body: bytes, due: float
+        self, session: aiohttp.ClientSession, ticket: Ticket, body: bytes, sent_at: float
     ) -> None:
         url = f"{self.replicas[ticket.replica].url}/v1/completions"
         async with session.post(url, data=body, headers=JSON) as response:
@@ -93,7 +100,7 @@ class Replay:
             text = b""
             async for chunk in response.content.iter_any():
                 if not text:
-                    self.first_tokens.append(time.perf_counter() - due)
+                    self.first_tokens.append(time.perf_counter() - sent_at)
                     self.gateway.began(ticket)
                 text += chunk
         self.gateway.left(ticket)

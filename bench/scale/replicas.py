@@ -35,6 +35,8 @@ class Replica:
     command: Sequence[str]
     port: int
     log: Path
+    kv_events: str
+    """Where it publishes what it has cached, if it was asked to."""
     _server: RunningServer | None = None
     _running: ExitStack = field(default_factory=ExitStack)
 
@@ -73,11 +75,12 @@ def replicas(
     num_blocks: int,
     flags: Sequence[str],
     out: Path,
+    kv_events: bool = False,
 ) -> Iterator[list[Replica]]:
     """Run `count` routers for the length of the block; raises ServerError.
 
     They have the tokenizer of `model`, and write logs to `out`. The steps of each shard take what the cost model's
-    coefficients `costs` say.
+    coefficients `costs` say. With `kv_events` they publish what they have cached.
     """
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch, ExitStack() as stack:
         addresses = [f"unix:{scratch}/{number}" for number in range(count)]
@@ -92,7 +95,10 @@ def replicas(
             command = [sys.executable, "-m", "millrace_router", f"--model-folder={model}"]
             command += [f"--shard-addresses={address}", f"--port={port}", "--hostname=127.0.0.1"]
             command += ["--max-concurrent-requests=4096", *flags]
-            replica = Replica(command, port, out / f"scale-router-{number}.log")
+            events = f"ipc://{scratch}/events-{number}"
+            if kv_events:
+                command.append(f"--kv-events={events}")
+            replica = Replica(command, port, out / f"scale-router-{number}.log", events)
             stack.callback(replica.stop)
             replica.start()
             started.append(replica)

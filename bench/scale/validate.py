@@ -2,9 +2,12 @@
 
 The routers are real processes over shards that only wait, for the times of a given cost model. The load is a trace with
 prompts and answers so many times shorter. One gateway of the simulator's code, in the client, chooses the router. The
-simulator gets the same requests, the same costs, and the routers' own flags and times outside steps.
-Policy `kv` is left out: a gateway learns what real routers have cached from their events, which the client here does
-not read.
+simulator gets the same requests, the same costs, and the routers' own flags and times outside steps. With `kv` the
+gateway follows the routers' KV-cache events.
+
+Where a policy looks at loads, milliseconds decide where a request goes, and a load that is shifted by them has other
+figures. So `--runs` sends it several times, each request up to `--shift` seconds later, to both sides, and means are
+compared.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 from bench.harness.command_line import command, run_parser, say
 from bench.harness.machine import CpuMeter
@@ -24,12 +29,17 @@ from bench.harness.server import ServerError
 from bench.harness.tables import markdown
 from bench.parts.simulation import deployment_of
 from bench.router.blank_shard import BLOCK_SIZE
-from bench.scale.load import load, num_output_tokens
+from bench.scale.kv_follower import block_names, following
+from bench.scale.load import load, num_output_tokens, prompt_ids, shifted
 from bench.scale.replay import Figures, Replay, ReplayError
-from bench.scale.replicas import replicas, vocab_size_of
+from bench.scale.replicas import Replica, replicas, vocab_size_of
 from bench.scale.timed_shards import MAX_TOKENS
+from bench.scale.warm_up import warm_up
+from millrace_router.simulator.cells.cache_index import CacheIndex
 from millrace_router.simulator.cells.cell import Cell
+from millrace_router.simulator.cells.gateway import Gateway, KvAware
 from millrace_router.simulator.cells.sources import OpenLoop
+from millrace_router.simulator.cells.ticket import HASHED_TOKENS
 from millrace_router.simulator.cells.wiring import CellParts, Routing
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.simulated_request import Arrival
@@ -43,7 +53,8 @@ COSTS = {
     "prefill_token": 0.0012,
     "prefill_pair": 0.0,
 }
-POLICIES: tuple[Routing, ...] = ("round-robin", "least-loaded", "prefix")
+POLICIES: tuple[Routing, ...] = ("round-robin", "least-loaded", "prefix", "kv")
+LEARNED = ("entry_seconds", "turn_seconds", "late_planning_share")
 TOLERANCE = 0.2
 """The allowed relative error of a simulated figure."""
 TITLES = {
@@ -52,7 +63,20 @@ TITLES = {
     "ttft_p50": "TTFT p50, s",
     "ttft_p90": "TTFT p90, s",
 }
+Compared = dict[str, dict[str, list[float]]]
+"""Figures by name, one for each run: those "measured" and those "simulated"."""
 FLAGS = ("--max-batch-size=64", "--max-batch-prefill-tokens=512")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What was measured, and what the simulator gets."""
+
+    figures: Figures
+    sent: Sequence[Arrival]
+    """The requests when they were sent."""
+    settings: Deployment
+    """Of the routers, as they are after the run."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -69,6 +93,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=2501, help=f"of {BLOCK_SIZE} tokens")
     parser.add_argument("--routing", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--balance-factor", type=float, default=1.25)
+    parser.add_argument("--runs", type=int, default=1, help="of each routing")
+    parser.add_argument("--shift", type=float, default=0.1, help="of all runs but the first")
     parser.add_argument("--model", type=Path, default=DEMO, help="its tokenizer is used")
     return parser.parse_args(arguments)
 
@@ -80,6 +106,7 @@ def _parts(options: argparse.Namespace, deployment: Deployment, routing: Routing
         num_gateways=1,
         routing=routing,
         balance_factor=options.balance_factor,
+        hashed_tokens=max(1, HASHED_TOKENS // options.divisor),
     )
 
 
@@ -94,42 +121,80 @@ def simulated(parts: CellParts, arrivals: Sequence[Arrival]) -> Figures:
     )
 
 
-def measured(
-    options: argparse.Namespace, routing: Routing, arrivals: Sequence[Arrival]
-) -> tuple[Figures, Deployment, float]:
-    """Measure a load on real routers.
+async def measured(
+    options: argparse.Namespace, found: Sequence[Replica], loads: Sequence[Sequence[Arrival]]
+) -> dict[Routing, list[Run]]:
+    """Measure each load with each routing, on warm routers.
 
-    Returns the figures, the routers' settings for the simulator, and the cores that other processes used.
+    The prompts of each run are others, so what routers
+    have cached of earlier runs is of no use, and evicted first.
+
+    Raises:
+        ReplayError: a router refused a request or broke its answer.
+
     """
-    with replicas(
-        options.replicas,
-        model=options.model,
-        costs=COSTS,
-        num_blocks=options.num_blocks,
-        flags=FLAGS,
-        out=options.out,
-    ) as found:
-        meter = CpuMeter(lambda: [each for replica in found for each in replica.processes()])
-        # The gateway is the simulator's; a deployment matters to policies of what is cached alone.
-        known = Deployment(
-            cost_model=COSTS,
-            num_blocks=options.num_blocks,
+    vocab_size, index = vocab_size_of(options.model), CacheIndex()
+    real: dict[Routing, list[Run]] = {}
+    async with AsyncExitStack() as stack:
+        if "kv" in options.routing:
+            addresses = [replica.kv_events for replica in found]
+            await stack.enter_async_context(following(addresses, index, BLOCK_SIZE))
+        if failures := await warm_up(found, vocab_size):
+            raise ReplayError(failures[0])
+        for routing in options.routing:
+            for number, arrivals in enumerate(loads):
+                run = f"{routing} {number}"
+                say(f"{run}: {len(arrivals)} requests in {arrivals[-1].arrived_at:.0f} s")
+                prompts = [prompt_ids(*each, vocab_size, run) for each in numbered(arrivals)]
+                gateway = _gateway(options, routing, index, prompts)
+                replay = Replay(found, gateway, prompts)
+                figures = await replay.run(arrivals)
+                settings = await asyncio.to_thread(learned, found)
+                real.setdefault(routing, []).append(Run(figures, replay.sent, settings))
+    return real
+
+
+def numbered(arrivals: Sequence[Arrival]) -> Iterator[tuple[Arrival, int]]:
+    """Each request with its number."""
+    return ((arrival, number) for number, arrival in enumerate(arrivals))
+
+
+def _gateway(
+    options: argparse.Namespace,
+    routing: Routing,
+    index: CacheIndex,
+    prompts: Sequence[Sequence[int]],
+) -> Gateway:
+    """One of the simulator's; with `kv` it reads in `index` what the routers have cached."""
+    if routing == "kv":
+        names = [block_names(prompt, BLOCK_SIZE) for prompt in prompts]
+        return KvAware(
+            options.replicas,
+            index=index,
+            keys_of=lambda ticket: names[ticket.number],
             block_size=BLOCK_SIZE,
-            max_total_tokens=MAX_TOKENS,
+            balance_factor=options.balance_factor,
         )
-        (gateway,) = _parts(options, known, routing).gateways()
-        replay = Replay(found, gateway, vocab_size_of(options.model))
-        outcome = asyncio.run(replay.run(arrivals))
-        others = meter.stop().other_cores
-        learned = deployment_of(found[0].url)
-    return outcome, learned.model_copy(update={"cost_model": COSTS, "step_ratios": ()}), others
+    known = Deployment(
+        cost_model=COSTS,
+        num_blocks=options.num_blocks,
+        block_size=BLOCK_SIZE,
+        max_total_tokens=MAX_TOKENS,
+    )
+    (gateway,) = _parts(options, known, routing).gateways()
+    return gateway
+
+
+def learned(found: Sequence[Replica]) -> Deployment:
+    """The routers' flags, and the means of what they have learned of their own times; costs are the given ones."""
+    each = [deployment_of(replica.url) for replica in found]
+    means = {name: fmean(getattr(one, name) for one in each) for name in LEARNED}
+    return each[0].model_copy(update={"cost_model": COSTS, "step_ratios": (), **means})
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 1 if a figure is farther off than `TOLERANCE`, or a router failed."""
     options = parse_arguments(arguments)
-    figures: dict[str, dict[str, dict[str, float]]] = {}
-    worst = 0.0
     try:
         arrivals = load(
             options.trace,
@@ -138,21 +203,29 @@ def main(arguments: Sequence[str]) -> int:
             divisor=options.divisor,
             speedup=options.speedup,
         )
-        for routing in options.routing:
-            say(f"{routing}: {len(arrivals)} requests in {arrivals[-1].arrived_at:.0f} s")
-            real, deployment, others = measured(options, routing, arrivals)
-            worst = max(worst, others)
-            said = simulated(_parts(options, deployment, routing), arrivals)
-            figures[routing] = {"measured": asdict(real), "simulated": asdict(said)}
+        loads = [shifted(arrivals, options.shift, seed) for seed in range(options.runs)]
+        with replicas(
+            options.replicas,
+            model=options.model,
+            costs=COSTS,
+            num_blocks=options.num_blocks,
+            flags=FLAGS,
+            out=options.out,
+            kv_events="kv" in options.routing,
+        ) as found:
+            meter = CpuMeter(lambda: [each for replica in found for each in replica.processes()])
+            real = asyncio.run(measured(options, found, loads))
+            others = meter.stop().other_cores
     except (ServerError, ReplayError, TraceError, ValueError) as error:
         say(f"error: {error}")
         return 1
+    figures = {routing: _compared(options, routing, runs) for routing, runs in real.items()}
     record = Record(
         bench="scale",
         title=f"simulated against {options.replicas} real routers",
         command=command("scale", ["validate", *arguments]),
         figures=figures,
-        other_cores=worst,
+        other_cores=others,
     )
     print(record.text(text(figures)))
     if options.record:
@@ -160,24 +233,40 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if max(errors(figures)) <= TOLERANCE else 1
 
 
-def ratio(pair: Mapping[str, Mapping[str, float]], name: str) -> float:
-    """A simulated figure over the measured one."""
-    real, said = pair["measured"][name], pair["simulated"][name]
+def _compared(options: argparse.Namespace, routing: Routing, runs: Sequence[Run]) -> Compared:
+    """The figures of both sides, by run."""
+    real = [asdict(run.figures) for run in runs]
+    said = [asdict(simulated(_parts(options, run.settings, routing), run.sent)) for run in runs]
+    return {
+        side: {name: [run[name] for run in each] for name in TITLES}
+        for side, each in (("measured", real), ("simulated", said))
+    }
+
+
+def ratio(pair: Compared, name: str) -> float:
+    """The mean of a simulated figure over that of the measured one."""
+    real, said = fmean(pair["measured"][name]), fmean(pair["simulated"][name])
     if real:
         return said / real
     return math.inf if said else 1.0
 
 
-def errors(figures: dict[str, dict[str, dict[str, float]]]) -> list[float]:
+def errors(figures: Mapping[Routing, Compared]) -> list[float]:
     """The relative error of every simulated figure."""
     return [abs(ratio(pair, name) - 1) for pair in figures.values() for name in TITLES]
 
 
-def text(figures: dict[str, dict[str, dict[str, float]]]) -> str:
+def text(figures: Mapping[Routing, Compared]) -> str:
     """A row for each policy and figure."""
     rows = []
     for routing, pair in figures.items():
         for name, title in TITLES.items():
-            real, said = pair["measured"][name], pair["simulated"][name]
-            rows.append([routing, title, f"{real:.3g}", f"{said:.3g}", f"{ratio(pair, name):.2f}"])
+            real, said = _with_range(pair["measured"][name]), _with_range(pair["simulated"][name])
+            rows.append([routing, title, real, said, f"{ratio(pair, name):.2f}"])
     return markdown(["routing", "figure", "measured", "simulated", "ratio"], rows)
+
+
+def _with_range(values: Sequence[float]) -> str:
+    """The mean; of several runs, the least and the largest value, too."""
+    mean = f"{fmean(values):.3g}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.3g} to {max(values):.3g})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from random import Random
 from typing import Annotated, Self
@@ -113,6 +113,9 @@ class Workload(BaseModel):
         default=None, description="Requests from a .csv or .jsonl file, with a line for each."
     )
     speedup: float = Field(default=1.0, gt=0, description="How much faster the trace is replayed.")
+    trace_requests: int | None = Field(
+        default=None, ge=1, description="Requests at the trace's beginning; all when absent."
+    )
     copies: int = Field(
         default=1,
         ge=1,
@@ -165,6 +168,8 @@ class Workload(BaseModel):
             raise ValueError("--burst-size goes with --rate")
         if self.speedup != 1.0 and self.trace is None:
             raise ValueError("--speedup goes with --trace")
+        if self.trace_requests is not None and self.trace is None:
+            raise ValueError("--trace-requests goes with --trace")
         if self.copies > 1 and self.trace is None:
             raise ValueError("--copies goes with --trace")
         if any(weight <= 0 for weight in self.tenant_weights):
@@ -179,7 +184,8 @@ class Workload(BaseModel):
 
         """
         if self.trace is not None:
-            for arrival in copied(read_trace(self.trace), self.copies):
+            taken = islice(read_trace(self.trace), self.trace_requests)
+            for arrival in copied(taken, self.copies):
                 yield arrival._replace(arrived_at=arrival.arrived_at / self.speedup)
             return
         draw, random = self.requester("open"), Random(f"{self.seed} arrivals")  # noqa: S311

@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 from bench.scale.compare import Point, fleet, plot, table
-from bench.scale.load import prompt_ids, shortened
+from bench.scale.kv_follower import Follower, block_names
+from bench.scale.load import prompt_ids, shifted, shortened
 from bench.scale.timed_shards import TimedShard
-from bench.scale.validate import errors, parse_arguments, text
+from bench.scale.validate import Compared, errors, parse_arguments, text
 
 from millrace_proto import generate_pb2 as pb
+from millrace_router.kv_events.recorder import EventRecorder
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.step_load import StepLoad
+from millrace_router.request.block_hashes import BlockHashes
+from millrace_router.scheduler.block_manager import BlockManager
+from millrace_router.simulator.cells.cache_index import CacheIndex
+from millrace_router.simulator.cells.wiring import Routing
 from millrace_router.simulator.metrics import SimulationMetrics
 from millrace_router.simulator.simulated_request import Arrival
 
@@ -78,10 +84,61 @@ def test_prompts_have_equal_tokens_where_chains_are_equal() -> None:
     assert alone[0] == alone[2] != alone[1]
 
 
+def test_other_runs_have_other_prompts_a_little_later() -> None:
+    arrivals = [Arrival(at, 40, 1, chain=(1, 2, 3), chain_tokens=16) for at in (0.0, 0.05, 3.0)]
+    assert shifted(arrivals, 0.1, 0) == arrivals
+    for one in (shifted(arrivals, 0.1, seed) for seed in (1, 2)):
+        times = [arrival.arrived_at for arrival in one]
+        assert times == sorted(times)
+        assert times[0] >= 0.0
+        assert 3.0 < times[2] <= 3.1
+    assert shifted(arrivals, 0.1, 1) != shifted(arrivals, 0.1, 2)
+    assert prompt_ids(arrivals[0], 0, 1000, "a")[:16] != prompt_ids(arrivals[0], 0, 1000, "b")[:16]
+
+
+def test_an_index_follows_the_events_of_real_caches() -> None:
+    index, recorders, caches = CacheIndex(), [], []
+    for _ in range(2):
+        recorder = EventRecorder(4)
+        recorders.append(recorder)
+        caches.append(BlockManager(10, 4, recorder.new_cache()))
+    followers = [Follower(index, replica, 4) for replica in range(2)]
+    prompts = [list(range(13)), [*range(8), 99, 98, 97, 96]]
+
+    def held(prompt: list[int]) -> list[int]:
+        for follower, recorder in zip(followers, recorders, strict=True):
+            _, events, _ = recorder.take() or [0, [], 0]
+            assert isinstance(events, list)
+            follower.apply(events)
+        return index.num_held(block_names(prompt, 4), 2)
+
+    assert held(prompts[0]) == [0, 0]
+    for slot, (blocks, prompt) in enumerate(zip(caches, prompts, strict=True)):
+        keys = BlockHashes(4, None, (), keeps_content=True).first(3, prompt, [])
+        blocks.admit(slot, 12, keys=keys)
+        blocks.grow(slot, 12)
+        blocks.enter(slot, keys)
+        blocks.release(slot)
+    assert held(prompts[0]) == [3, 2]
+    assert held(prompts[1]) == [2, 3]
+    caches[0].admit(7, 36)
+    caches[0].grow(7, 32)
+    assert held(prompts[0]) == [1, 2]
+    recorders[1].new_cache()
+    assert held(prompts[1]) == [1, 0]
+
+
 def test_errors_are_relative() -> None:
-    real = {"hit_share": 0.2, "tokens_per_second": 100.0, "ttft_p50": 0.5, "ttft_p90": 1.0}
-    figures = {"prefix": {"measured": real, "simulated": real | {"ttft_p50": 0.6}}}
+    real = {"hit_share": [0.2], "tokens_per_second": [100.0], "ttft_p50": [0.5], "ttft_p90": [1.0]}
+    figures: dict[Routing, Compared] = {
+        "prefix": {"measured": real, "simulated": real | {"ttft_p50": [0.6]}}
+    }
     assert errors(figures) == pytest.approx([0.0, 0.0, 0.2, 0.0])
+    several: dict[Routing, Compared] = {
+        "kv": {"measured": real, "simulated": real | {"ttft_p50": [0.4, 0.5, 0.9]}}
+    }
+    assert errors(several) == pytest.approx([0.0, 0.0, 0.2, 0.0])
+    assert "| 0.6 (0.4 to 0.9) | 1.20" in text(several)
     assert "| prefix  | TTFT p50, s | 0.5      | 0.6       | 1.20  |" in text(figures)
     assert parse_arguments(["--trace", "x.jsonl"]).replicas == 4
 
@@ -90,6 +147,7 @@ def options(**changes: object) -> argparse.Namespace:
     values = {
         "trace": Path("t.jsonl"),
         "replicas_per_copy": 4,
+        "requests": 100,
         "speedup": 1.0,
         "sample": 250,
         "cell_size": 256,
@@ -105,6 +163,7 @@ def test_more_replicas_have_more_copies_and_some_cells_of_them_are_simulated() -
     assert (small.workload.copies, small.sample, small.num_simulated_cells) == (4, 16, 1)
     assert (large.workload.copies, large.sample, large.num_simulated_cells) == (2500, 250, 1)
     assert large.gateways == 2
+    assert large.workload.trace_requests == 100
     with pytest.raises(ValueError, match="no whole number of copies"):
         fleet(options(), "kv", 10)
 

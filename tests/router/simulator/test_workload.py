@@ -71,6 +71,16 @@ def test_a_trace_is_replayed_faster(tmp_path: Path) -> None:
     assert [arrival.arrived_at for arrival in arrivals] == [0.25, 2.25]
 
 
+def test_the_beginning_of_a_trace_has_the_span_of_its_requests(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    lines = "".join(f"{second},{second},3\n" for second in (1, 2, 3, 90))
+    trace.write_text(f"arrived_at,prompt_tokens,output_tokens\n{lines}", encoding="utf-8")
+    arrivals = list(workload(trace=trace, trace_requests=3, copies=2).arrivals())
+    assert Counter(arrival.prompt_tokens for arrival in arrivals) == {1: 2, 2: 2, 3: 2}
+    # 3 requests in 3 s have a span of 4 s.
+    assert all(0 <= arrival.arrived_at < 4 for arrival in arrivals)
+
+
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
@@ -78,6 +88,7 @@ def test_a_trace_is_replayed_faster(tmp_path: Path) -> None:
         ({"rate": 1, "clients": 1}, "give one of"),
         ({"clients": 1, "burst_size": 2}, "--burst-size goes with --rate"),
         ({"rate": 1, "speedup": 2}, "--speedup goes with --trace"),
+        ({"rate": 1, "trace_requests": 2}, "--trace-requests goes with --trace"),
         ({"rate": 1, "tenant_weights": "1,0"}, "--tenant-weights are above 0"),
         ({"rate": 0}, "greater than 0"),
         ({"rate": 1, "rats": 2}, "not permitted"),

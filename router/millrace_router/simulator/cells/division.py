@@ -45,7 +45,7 @@ class CellsByPrefix:
     """Hashes the beginning of the prompt; a cell that got too much in the last minute is passed over."""
 
     def __init__(self, division: Division, balance_factor: float) -> None:
-        self._ring = Ring(division.num_cells)
+        self._ring = Ring(division.num_cells, b"cell ")
         shares = [division.size(cell) / division.replicas for cell in range(division.num_cells)]
         self._most = [balance_factor * part for part in shares]
         """The part of all requests that a cell may get."""

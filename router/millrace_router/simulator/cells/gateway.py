@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from millrace_router.simulator.cells.cache_index import CacheIndex
 from millrace_router.simulator.cells.ring import Ring
-from millrace_router.simulator.cells.ticket import Ticket, beginning
+from millrace_router.simulator.cells.ticket import HASHED_TOKENS, Ticket, beginning
 
 DOWN = 1 << 40
 """Added to the load of a replica that has failed."""
@@ -94,14 +94,23 @@ class LeastLoaded(Gateway):
 class PrefixHash(Gateway):
     """Hashes the beginning of the prompt, and passes over replicas whose load is beyond the bound."""
 
-    def __init__(self, num_replicas: int, *, ring: Ring, balance_factor: float) -> None:
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        ring: Ring,
+        balance_factor: float,
+        hashed_tokens: int = HASHED_TOKENS,
+    ) -> None:
         super().__init__(num_replicas)
         self._ring = ring
         self._balance_factor = balance_factor
+        self._hashed_tokens = hashed_tokens
 
     def choose(self, ticket: Ticket) -> int:
         """The first replica on the ring, from the hash on, that has room."""
-        walk = self._ring.walk(beginning(ticket.arrival, ticket.number))
+        hashed = beginning(ticket.arrival, ticket.number, self._hashed_tokens)
+        walk = self._ring.walk(hashed)
         return next(replica for replica in walk if self._has_room(replica, self._balance_factor))
 
 

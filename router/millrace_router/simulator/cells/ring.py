@@ -16,9 +16,14 @@ def hashed(key: bytes) -> int:
 
 
 class Ring:
-    """Members 0 … n - 1 at points of a ring."""
+    """Members 0 … n - 1 at points of a ring.
 
-    def __init__(self, num_members: int) -> None:
+    Rings of different names place a key independently of each other. With one name, the keys of a member of one ring
+    would be near a few members of the other.
+    """
+
+    def __init__(self, num_members: int, name: bytes = b"") -> None:
+        self._name = name
         points = sorted(
             (hashed(b"%d/%d" % (member, point)), member)
             for member in range(num_members)
@@ -30,7 +35,11 @@ class Ring:
 
     def walk(self, key: bytes) -> Iterator[int]:
         """Yield every member once, in the order in which `key` prefers them."""
-        start, members, seen = bisect_right(self._places, hashed(key)), self._members, set[int]()
+        start, members, seen = (
+            bisect_right(self._places, hashed(self._name + key)),
+            self._members,
+            set[int](),
+        )
         for place in range(start, start + len(members)):
             member = members[place % len(members)]
             if member not in seen:

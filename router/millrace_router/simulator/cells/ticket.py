@@ -29,12 +29,12 @@ class Ticket:
     """Whether its client has had a token, of this sending or an earlier one."""
 
 
-def beginning(arrival: Arrival, number: int) -> bytes:
+def beginning(arrival: Arrival, number: int, hashed_tokens: int = HASHED_TOKENS) -> bytes:
     """Return the bytes of the request `number` that a gateway hashes: equal for prompts with an equal beginning.
 
     A group begins alike by its name, however long its prefix is. A request that shares nothing is like no other.
     """
     if arrival.chain:
-        last = min(len(arrival.chain), max(1, HASHED_TOKENS // arrival.chain_tokens)) - 1
+        last = min(len(arrival.chain), max(1, hashed_tokens // arrival.chain_tokens)) - 1
         return b"/%d" % arrival.chain[last]
     return arrival.group.encode() if arrival.group else b"#%d" % number

@@ -15,7 +15,7 @@ from millrace_router.simulator.cells.gateway import (
 )
 from millrace_router.simulator.cells.replica import Replica
 from millrace_router.simulator.cells.ring import Ring
-from millrace_router.simulator.cells.ticket import Ticket
+from millrace_router.simulator.cells.ticket import HASHED_TOKENS, Ticket
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.simulated_request import PrefixNames, SimulatedRequest
 
@@ -33,12 +33,15 @@ class CellParts:
         num_gateways: int,
         routing: Routing,
         balance_factor: float,
+        hashed_tokens: int = HASHED_TOKENS,
     ) -> None:
+        """`hashed_tokens` are what `prefix` takes of a prompt's beginning."""
         self.num_replicas = num_replicas
         self._deployment = deployment
         self._num_gateways = num_gateways
         self._routing = routing
         self._balance_factor = balance_factor
+        self._hashed_tokens = hashed_tokens
         self._prefixes = PrefixNames()
         self._computed: set[bytes] = set()
         self._index = CacheIndex() if routing == "kv" else None
@@ -54,8 +57,7 @@ class CellParts:
                 return [LeastLoaded(num, first=first) for first in firsts]
             case "prefix":
                 ring = Ring(num)
-                factor = self._balance_factor
-                return [PrefixHash(num, ring=ring, balance_factor=factor) for _ in firsts]
+                return [self._by_prefix(ring) for _ in firsts]
             case "kv":
                 return [self._kv_aware(first) for first in firsts]
 
@@ -73,6 +75,14 @@ class CellParts:
         if self._index is not None:
             made.keep_index(self._index, number)
         return made
+
+    def _by_prefix(self, ring: Ring) -> Gateway:
+        return PrefixHash(
+            self.num_replicas,
+            ring=ring,
+            balance_factor=self._balance_factor,
+            hashed_tokens=self._hashed_tokens,
+        )
 
     def _kv_aware(self, first: int) -> Gateway:
         assert self._index is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from heapq import merge
 from operator import attrgetter
+from random import Random
 
 from millrace_router.simulator.simulated_request import Arrival
 
@@ -13,7 +14,9 @@ def copied(arrivals: Iterator[Arrival], copies: int) -> Iterator[Arrival]:
     """Yield the requests of so many copies in order; one copy is the trace as it is.
 
     Copies begin at times spread over the length of the trace, and what would come after its end comes at its beginning,
-    so the load is even from beginning to end. They share no prompts.
+    so the load is even from beginning to end. They share no prompts. Each begins at a random time of its part of that
+    length: at equal distances the requests of all copies would come in an order that repeats, and a policy that sends
+    requests in turn would give a replica the same few requests of each copy.
     """
     if copies == 1:
         yield from arrivals
@@ -21,10 +24,14 @@ def copied(arrivals: Iterator[Arrival], copies: int) -> Iterator[Arrival]:
     trace = list(arrivals)
     if not trace:
         return
+    random = Random("copies")  # noqa: S311
     span = trace[-1].arrived_at * (1 + 1 / len(trace))
     num_ids = 1 + max((max(arrival.chain) for arrival in trace if arrival.chain), default=0)
     yield from merge(
-        *(_copy(trace, copy, copy * span / copies, span, num_ids) for copy in range(copies)),
+        *(
+            _copy(trace, copy, (copy + random.random()) * span / copies, span, num_ids)
+            for copy in range(copies)
+        ),
         key=attrgetter("arrived_at"),
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from millrace_router.simulator.cells.division import CellsByPrefix, CellsInTurn, Division
+from millrace_router.simulator.cells.ring import Ring
+from millrace_router.simulator.cells.ticket import beginning
 from millrace_router.simulator.simulated_request import Arrival
 
 
@@ -19,6 +21,18 @@ def test_a_cell_gets_as_many_requests_as_it_has_replicas() -> None:
     cells = CellsInTurn(Division(11, 4))
     counts = Counter(cells.choose(number, Arrival(0.0, 1, 1)) for number in range(1100))
     assert counts == {0: 400, 1: 400, 2: 300}
+
+
+def test_the_beginnings_of_a_cell_are_spread_over_its_replicas() -> None:
+    division = Division(10_000, 64)
+    cells = CellsByPrefix(division, balance_factor=float("inf"))
+    arrivals = [Arrival(0.0, 1, 1, group=f"{number}") for number in range(40_000)]
+    mine = [each for number, each in enumerate(arrivals) if cells.choose(number, each) == 0]
+    assert len(mine) > 100
+    replicas = Ring(division.size(0))
+    homes = Counter(next(replicas.walk(beginning(each, 0))) for each in mine)
+    # Independent of the cell, so that a replica has about a sixty-fourth of them.
+    assert max(homes.values()) < 0.1 * len(mine)
 
 
 def test_a_beginning_has_a_cell_until_that_has_too_much() -> None:

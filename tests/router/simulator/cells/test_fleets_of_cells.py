@@ -68,7 +68,7 @@ def test_who_knows_more_computes_less_twice() -> None:
         [fleet(routing=each) for each in ("round-robin", "least-loaded", "prefix", "kv")]
     )
     in_turn, loaded, hashed, exact = (metrics.recomputed_tokens for metrics in found)
-    assert exact < hashed < 0.6 * min(in_turn, loaded)
+    assert max(exact, hashed) < 0.4 * min(in_turn, loaded)
     assert {metrics.finished for metrics in found} == {300}
     for metrics in found:
         assert metrics.cached_tokens + metrics.prefill_tokens == found[0].cached_tokens + (

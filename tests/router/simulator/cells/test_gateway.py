@@ -70,6 +70,9 @@ def test_the_hash_takes_2048_tokens() -> None:
     assert begins(1, 2, 3, 4, 5) != begins(1, 2, 3, 7, 5)
     assert begins(*range(128), 500, tokens=16) == begins(*range(128), 600, tokens=16)
     assert begins(0, 1) != begins(0, 2)
+    short = [Arrival(0.0, 80, 1, chain=(1, 2, 3, 4, last), chain_tokens=16) for last in (5, 6)]
+    assert beginning(short[0], 0, 64) == beginning(short[1], 0, 64)
+    assert beginning(short[0], 0) != beginning(short[1], 0)
     assert begins(5) == begins(5)
 
 

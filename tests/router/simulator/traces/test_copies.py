@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-import pytest
-
 from millrace_router.simulator.simulated_request import Arrival
 from millrace_router.simulator.traces.copies import copied
 
@@ -29,8 +27,19 @@ def test_copies_come_in_order_within_the_time_of_the_trace() -> None:
     assert all(one.arrived_at <= other.arrived_at for one, other in pairwise(found))
     assert 0 <= found[0].arrived_at < found[-1].arrived_at < SPAN
     assert Counter(arrival.output_tokens for arrival in found) == dict.fromkeys((1, 2, 3, 4), 3)
-    times = sorted(arrival.arrived_at for arrival in found if arrival.output_tokens == 4)
-    assert times == pytest.approx([1.0, 3.5, 6.0])
+    times = [arrival.arrived_at for arrival in found if arrival.output_tokens == 4]
+    # Each copy begins in a third of its own.
+    assert sorted((at - 6.0) % SPAN // (SPAN / 3) for at in times) == [0, 1, 2]
+
+
+def test_requests_in_turn_go_to_every_replica_from_every_part_of_the_trace() -> None:
+    times = (0.0, 1.13, 2.31, 3.47)
+    trace = [Arrival(at, 9, number) for number, at in enumerate(times, 1)]
+    found = list(copied(iter(trace), 100))
+    for replica in range(8):
+        lengths = [arrival.output_tokens for arrival in found[replica::8]]
+        assert len(lengths) == 50
+        assert set(lengths) == {1, 2, 3, 4}
 
 
 def test_copies_share_with_themselves_what_the_trace_shares() -> None:
