@@ -26,6 +26,9 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 WITH_INDEX := $(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL="$(TORCH_INDEX) $$PIP_EXTRA_INDEX_URL")
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# Where it is set, as in many images, each of the hundreds of processes of a test run compiles the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install serve test test-ecosystem test-cluster test-residency test-kv-events test-json-schema fuzz-adapters fuzz-checkpoints check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
 .DEFAULT_GOAL := help
 

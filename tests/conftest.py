@@ -22,6 +22,10 @@ for name in [
 if metadata.version("torch").endswith("+cpu") or not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# OpenMP reads this once: with a test process on each core, threads that wait for each other take the cores from those
+# that work. Tests of threads set their number, in this process or by --cpu-threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # gRPC reads this once, see millrace_router/__init__.py.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 

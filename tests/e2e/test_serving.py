@@ -30,7 +30,8 @@ STREAM = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with launch("--deterministic=on", "--max-batch-prefill-tokens=96") as running:
+    flags = ("--deterministic=on", "--max-batch-prefill-tokens=96", "--cpu-threads=2")
+    with launch(*flags) as running:
         yield running
 
 
