@@ -29,7 +29,7 @@ PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Where it is set, as in many images, each of the hundreds of processes of a test run compiles the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve test test-ecosystem test-cluster test-residency test-kv-events test-json-schema fuzz-adapters fuzz-checkpoints check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
+.PHONY: help install serve test test-long test-ecosystem test-cluster test-residency test-kv-events test-json-schema fuzz-adapters fuzz-checkpoints check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make serve            the demo model on port $(PORT); MODEL=smollm2 a real one; PORT= and ARGS= change it"
 	@echo "make check            lint, format, types, import contracts"
 	@echo "make test             the tests that need Python alone"
+	@echo "make test-long        campaigns of faults, every experiment with adapters, kernels for GPUs that are not here"
 	@echo "make test-ecosystem   the tests against Prometheus, real clients and a C++ compiler"
 	@echo "make test-cluster     a model over several hosts, which are network namespaces; needs root"
 	@echo "make test-json-schema the official JSON-Schema-Test-Suite, from the package index"
@@ -79,7 +80,11 @@ serve: install
 	@exec $(BIN)/millrace-launcher $(if $(MODEL),--model-id $(MODEL)) --port $(PORT) $(ARGS)
 
 test: install
-	$(PYTEST) -m "not ecosystem and not cluster" $(ARGS)
+	$(PYTEST) -m "not ecosystem and not cluster and not long" $(ARGS)
+
+# The folders that have such tests: to collect all others takes longer than to run some of these.
+test-long: install
+	$(PYTEST) -m long tests/bench/adapters tests/e2e tests/shard/kernels/cuda $(ARGS)
 
 test-ecosystem: install
 	$(WITH_INDEX) $(BIN)/python -m tests.ecosystem.prepare

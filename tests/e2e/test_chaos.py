@@ -10,6 +10,7 @@ from bench.faults.chaos.__main__ import main
 KINDS = "kill,hang,router,vanish,malformed,burst,replace,corrupt,kill-loading"
 
 
+@pytest.mark.long
 def test_a_short_campaign_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "server.log"
     code = main(

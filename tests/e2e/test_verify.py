@@ -44,6 +44,7 @@ def by_case(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.long
 def test_the_demo_model_keeps_its_promises(capsys: pytest.CaptureFixture[str]) -> None:
     """In the circumstances that take a server of their own each; `make verify` has all of them."""
     cases = "batched,restarted,transformers"

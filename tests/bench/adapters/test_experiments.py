@@ -30,7 +30,10 @@ def repeated(*values: float) -> Repeated:
     return Repeated(tuple(Sample(value, 0.0) for value in values))
 
 
-@pytest.mark.parametrize("name", PARTS)
+EACH = [pytest.param(name, marks=() if name == "mixed" else pytest.mark.long) for name in PARTS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_every_experiment_runs(
     name: str,
     tmp_path: Path,

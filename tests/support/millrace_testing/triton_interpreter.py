@@ -60,7 +60,7 @@ def _check_no_overflow() -> None:
 
 
 def _broadcast_what_differs() -> None:
-    """Broadcast only operands of different shapes: the interpreter compares a tuple with a list, which always differ."""
+    """Broadcast only blocks of different shapes: the interpreter compares a tuple with a list, which always differ."""
     from triton.runtime.interpreter import interpreter_semantic as semantic
 
     broadcast = semantic.broadcast_impl_value

@@ -1,4 +1,7 @@
-"""Tests of the operators over tiles once more, in a process that takes this CPU for one without AVX512."""
+"""Tests of the operators over tiles once more, in a process that takes this CPU for one without AVX512.
+
+It compiles the operators for such a CPU, and so needs a C++ compiler.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ ELSEWHERE = (
 WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
+@pytest.mark.ecosystem
 def test_tiles_are_multiplied_rightly_where_there_is_no_avx512() -> None:
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         pytest.skip("these tests run by AVX2 anyway")

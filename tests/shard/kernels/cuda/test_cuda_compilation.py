@@ -59,6 +59,7 @@ def most_stack(compiled: dict[str, Any]) -> int:
     return 32 if is_coded or compiled.get("head_dim", 0) > USUAL_HEAD_DIM else 0
 
 
+@pytest.mark.long
 def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     compiled = compile_kernels(tmp_path, [])
     names = {each["name"] for each in compiled}
