@@ -37,7 +37,7 @@ help:
 	@echo "make serve            the demo model on port $(PORT); MODEL=smollm2 a real one; PORT= and ARGS= change it"
 	@echo "make check            lint, format, types, import contracts"
 	@echo "make test             the tests that need Python alone"
-	@echo "make test-long        campaigns of faults, every experiment with adapters, kernels for GPUs that are not here"
+	@echo "make test-long        a campaign of faults, experiments, and further cases of what make test checks"
 	@echo "make test-ecosystem   the tests against Prometheus, real clients and a C++ compiler"
 	@echo "make test-cluster     a model over several hosts, which are network namespaces; needs root"
 	@echo "make test-json-schema the official JSON-Schema-Test-Suite, from the package index"
@@ -153,6 +153,6 @@ chaos: install
 	$(BIN)/python -m bench.faults.chaos $(ARGS)
 
 clean:
-	find proto router shard launcher package tests bench demo -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find proto router shard launcher package cluster tests bench demo -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 	rm -rf build dist bench/out bench/models .gpu-bundle .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f proto/millrace_proto/*_pb2.py proto/millrace_proto/*_pb2.pyi proto/millrace_proto/*_pb2_grpc.py proto/millrace_proto/*_pb2_grpc.pyi

@@ -35,7 +35,8 @@ def run(fixture: Fixture, repeats: int) -> Iterator[tuple[str, Figures]]:
             fetch(fixture, server, [*wide, *narrow])
 
             def measure(name: str) -> Figures:
-                asked = requests(fixture, cases[name], output_tokens=OUTPUT_TOKENS, seed="mixed")
+                length = fixture.sized(OUTPUT_TOKENS, 16)
+                asked = requests(fixture, cases[name], output_tokens=length, seed="mixed")
                 with running(fixture, server):
                     return {RATE: decode_rate(together(server, asked))}
 

@@ -334,9 +334,10 @@ def test_the_check_at_the_start_is_passed(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if DEVICE.type == "cpu":
-        # The interpreter takes long for the real number of channels, of which other tests have as many.
+        # The interpreter takes long for the real numbers, and other tests have as many channels and as long contexts.
         for module_ in (agreement, lora_agreement):
             monkeypatch.setattr(module_, "INTER", 144)
+            monkeypatch.setattr(module_, "CONTEXT", (70, 20, 40))
     kernels, oracle = CudaKernels(deterministic=deterministic), PlainKernels(deterministic=False)
     difference = adapter_difference(kernels, oracle, dtype=FP32, head_dim=16, device=DEVICE)
     assert difference < agreement.TOLERANCE[FP32]
