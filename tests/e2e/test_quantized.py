@@ -54,8 +54,8 @@ def method_of(server: Server) -> object:
     ("name", "flags", "method"),
     [
         ("gptq", ("--num-shard=2",), "gptq"),
-        ("awq", ("--quantize=awq",), "awq"),
-        ("pack-quantized-asymmetric", (), "compressed-tensors"),
+        pytest.param("awq", ("--quantize=awq",), "awq", marks=pytest.mark.long),
+        pytest.param("pack-quantized-asymmetric", (), "compressed-tensors", marks=pytest.mark.long),
         ("fp8-block", ("--quantize=fp8",), "fp8"),
         ("nf4-nested", (), "bitsandbytes-nf4"),
     ],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from bench.structured_output.schemas import problem
 from bench.structured_output.validity import NUM_CLIENTS, bodies
 
@@ -69,6 +70,7 @@ async def outcomes_of(url: str) -> Counter[str]:
     return outcomes
 
 
+@pytest.mark.long
 def test_random_weights_say_nothing_that_a_schema_forbids(tmp_path: Path) -> None:
     save_with_tokenizer(tmp_path, "llama")
     with launch(f"--model-id={tmp_path}") as server:

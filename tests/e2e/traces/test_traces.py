@@ -23,7 +23,9 @@ STORY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("collector_of", [grpc_collector, http_collector])
+@pytest.mark.parametrize(
+    "collector_of", [grpc_collector, pytest.param(http_collector, marks=pytest.mark.long)]
+)
 async def test_a_request_whose_shard_was_killed(collector_of: Callable[[], Any]) -> None:
     with collector_of() as collector:
         protocol = "grpc" if collector_of is grpc_collector else "http/protobuf"

@@ -31,6 +31,9 @@ SHAPE = LayerShape(
 )
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(autouse=True)
 def _fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes minutes for the real numbers."""
