@@ -93,8 +93,9 @@ test-ecosystem: install
 
 # Hosts are network namespaces of this machine; without root it says so and ends well.
 test-cluster: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,ray]'
-	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,ray]' || \
+	echo "Ray cannot be installed: its tests are skipped"
+	$(BIN)/python -m pytest -m cluster -rs tests/cluster $(ARGS)
 
 # A hundred thousand random histories of adapters in the shards' memory, where `make test` runs some hundreds.
 test-residency: install

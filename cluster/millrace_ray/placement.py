@@ -13,8 +13,10 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from millrace_proto.version import VERSION
 from millrace_ray.certificates import Authority, Pem
-from millrace_ray.rank_actor import Host, RankActor, State
+from millrace_ray.host import Host, difference
+from millrace_ray.rank_actor import RankActor, State
 from millrace_ray.spec import Files, Spec
 
 WATCH_SECONDS = 1.0
@@ -52,6 +54,7 @@ class Placement:
                 # All ranks meet at rank 0's host.
                 moved = list(range(len(self._actors)))
             if moved:
+                self._check_versions()
                 self._start(moved)
 
     def _reserve(self) -> PlacementGroup:
@@ -95,13 +98,8 @@ class Placement:
         return found
 
     def _check_versions(self) -> None:
-        first, *others = self._hosts
-        for other in others:
-            for (name, expected), (_, found) in zip(first.versions, other.versions, strict=True):
-                if found != expected:
-                    raise ClusterError(
-                        f"{other.address} has {name} {found}, and {first.address} has {expected}"
-                    )
+        if found := difference(self._hosts, millrace=VERSION):
+            raise ClusterError(found)
 
     def _start(self, places: Sequence[int]) -> None:
         """Start the ranks of these hosts, and tell where all are."""

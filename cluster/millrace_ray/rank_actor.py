@@ -16,19 +16,10 @@ import ray
 from millrace_proto.version import VERSION
 from millrace_ray.certificates import Pem
 from millrace_ray.child import bound
+from millrace_ray.host import Host
 from millrace_ray.ports import free_ports
 
 STOP_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """Facts of an actor's host."""
-
-    address: str
-    ports: tuple[int, ...]
-    """Free ones: where the ranks meet, then one for each rank."""
-    versions: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +41,12 @@ class RankActor:
 
     def host(self, num_ports: int) -> Host:
         """Where this actor is, and what is installed there."""
-        versions = (("millrace", VERSION), ("torch", metadata.version("torch")))
-        return Host(ray.util.get_node_ip_address(), free_ports(num_ports), versions)
+        return Host(
+            address=ray.util.get_node_ip_address(),
+            ports=free_ports(num_ports),
+            millrace=VERSION,
+            torch=metadata.version("torch"),
+        )
 
     def start(self, argv: Sequence[str], pem: Pem) -> None:
         """Run the ranks; those that run already end first."""

