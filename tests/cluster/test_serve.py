@@ -42,6 +42,7 @@ BY_WAIT = (
     *("max_replicas=3", "upscale_delay_seconds=0", "downscale_delay_seconds=2"),
     *("target_wait_seconds=0.02", "max_batch_size=2"),
 )
+NUM_REPLICAS = 4
 VERSION = "max_concurrent_requests=77"
 BY_REQUEST = re.compile(
     rb'"(id|item_id|created|created_at|completed_at|request_id|seed)": ?("[^"]*"|[\d.]+)'
@@ -59,7 +60,6 @@ BY_ANSWER = {
 @pytest.fixture(scope="module", autouse=True)
 def application(served: Served) -> None:
     """One replica, and up to three by the wait."""
-    served.cluster.rejoin()
     program = served.serve(*BY_WAIT)
     assert program.process.wait(END_SECONDS) == 0, program.log
     wait_for(lambda: all(served.is_ready(host) for host in served.cluster.hosts))
@@ -88,7 +88,7 @@ async def test_every_route_answers_as_the_launcher_alone_does(
 
 async def test_replicas_follow_the_wait_under_load(served: Served) -> None:
     async with load(served.url, 1) as few, asyncio.timeout(2 * END_SECONDS):
-        async with load(served.url, 12) as many:
+        async with load(served.url, 12, pause_seconds=0) as many:
             await until(lambda: len(served.launchers()) == 3)
             await many.serves_on()
         await until(lambda: len(served.launchers()) == 1)
@@ -97,35 +97,36 @@ async def test_replicas_follow_the_wait_under_load(served: Served) -> None:
 
 
 async def test_a_new_version_under_load_fails_no_request(served: Served) -> None:
-    await served.deploy("num_replicas=4", "max_concurrent_requests=76")
+    await served.deploy(f"num_replicas={NUM_REPLICAS}", "max_concurrent_requests=76")
     before = served.launchers()
-    assert len(before) == 4
+    assert len(before) == NUM_REPLICAS
     async with load(served.url, 4, num_tokens=4) as clients, asyncio.timeout(2 * END_SECONDS):
         await until(lambda: clients.num_served > 8)
-        await served.deploy("num_replicas=4", VERSION)
+        await served.deploy(f"num_replicas={NUM_REPLICAS}", VERSION)
         await until(lambda: not set(before) & set(served.launchers()))
         await until(lambda: clients.num_served > 2000)
     new = served.launchers()
-    assert [launcher.variable("MAX_CONCURRENT_REQUESTS") for launcher in new] == ["77"] * 4
+    assert [launcher.variable("MAX_CONCURRENT_REQUESTS") for launcher in new] == [
+        "77"
+    ] * NUM_REPLICAS
     assert clients.errors() == []
 
 
 async def test_a_replica_that_is_killed_breaks_its_own_streams_alone(served: Served) -> None:
     async with load(served.url, 8) as clients, asyncio.timeout(END_SECONDS):
-        await served.deploy("num_replicas=2", VERSION)
         await until(lambda: clients.num_served > 8)
         victim = served.launchers()[0]
         os.kill(victim.worker, signal.SIGKILL)
         await until(lambda: not victim.is_listening)
         ended = perf_counter()
-        await until(lambda: len(others(served, victim)) == 2)
+        await until(lambda: len(others(served, victim)) == NUM_REPLICAS)
         await clients.serves_on()
     assert clients.errors(since=ended) == []
     assert victim not in served.launchers()
 
 
 async def test_a_node_that_is_lost_breaks_its_own_streams_alone(served: Served) -> None:
-    lost = served.launchers()[0].host
+    lost = served.hosts_by_load()[0]
     clients_of = load(served.url_of_head, 8, num_tokens=200)
     async with clients_of as clients, asyncio.timeout(END_SECONDS):
         await until(lambda: clients.num_served > 8)
@@ -135,15 +136,15 @@ async def test_a_node_that_is_lost_breaks_its_own_streams_alone(served: Served) 
         await until(lambda: all(answer.sent > cut for answer in clients.running))
         lost.kill()
         lost.mend()
-        await until(lambda: len(served.launchers()) == 2)
+        await until(lambda: len(served.launchers()) == NUM_REPLICAS)
         await clients.serves_on()
     assert clients.errors(since=cut) == []
     served.cluster.rejoin()
 
 
 async def test_a_node_that_is_drained_fails_no_request(served: Served) -> None:
-    await until(lambda: served.num_ready() == 2)
-    drained = served.launchers()[0].host
+    await until(lambda: served.num_ready() == NUM_REPLICAS)
+    drained = served.hosts_by_load()[0]
     async with load(served.url_of_head, 4) as clients, asyncio.timeout(END_SECONDS):
         await until(lambda: clients.num_served > 8)
         await asyncio.to_thread(served.cluster.drain, drained)
@@ -151,7 +152,7 @@ async def test_a_node_that_is_drained_fails_no_request(served: Served) -> None:
         while any(launcher.host is drained for launcher in served.launchers()):
             counts.append(served.num_ready())
             await asyncio.sleep(POLL_SECONDS)
-        assert min(counts) >= 2
+        assert min(counts) >= NUM_REPLICAS
         drained.kill()
         await clients.serves_on()
     assert clients.errors() == []

@@ -22,7 +22,7 @@ async def test_a_node_of_a_rank_that_dies_costs_nobody_a_byte(
     served: Served, undisturbed: Sequence[Answer]
 ) -> None:
     served.cluster.rejoin()
-    served.delete()
+    await asyncio.to_thread(served.delete)
     await until(lambda: served.ranks() == 0)
     await served.deploy(*FLAGS)
     hosts = served.cluster.hosts

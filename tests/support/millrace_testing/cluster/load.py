@@ -15,6 +15,8 @@ from bench.faults.streams import Answer, Clients
 from millrace_testing.launcher.e2e import until
 
 TOKENS = 24
+PAUSE_SECONDS = 0.05
+"""Replicas start at the same time, on the same cores."""
 QUESTIONS = ("What is a token?", "What is a KV cache?", "What does the router do?")
 
 
@@ -24,6 +26,8 @@ class Load:
 
     url: str
     num_tokens: int
+    pause_seconds: float
+    """Of a client after each answer."""
     answers: list[Answer] = field(default_factory=list)
     """Of requests that have ended."""
     running: list[Answer] = field(default_factory=list)
@@ -57,6 +61,7 @@ class Load:
                 self.running.remove(answer)
                 self.answers.append(answer)
                 number += 1
+                await asyncio.sleep(self.pause_seconds)
 
     def _body(self, client: int, number: int) -> dict[str, Any]:
         question = QUESTIONS[number % len(QUESTIONS)]
@@ -77,9 +82,11 @@ async def _send_whole(session: aiohttp.ClientSession, answer: Answer) -> None:
 
 
 @asynccontextmanager
-async def load(url: str, num_clients: int, *, num_tokens: int = TOKENS) -> AsyncIterator[Load]:
+async def load(
+    url: str, num_clients: int, *, num_tokens: int = TOKENS, pause_seconds: float = PAUSE_SECONDS
+) -> AsyncIterator[Load]:
     """So many clients during the block; their last requests end before it does."""
-    found = Load(url, num_tokens)
+    found = Load(url, num_tokens, pause_seconds)
     async with asyncio.TaskGroup() as group:
         for client in range(num_clients):
             group.create_task(found.run(client))

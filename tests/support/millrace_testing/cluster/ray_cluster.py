@@ -76,7 +76,7 @@ class RayCluster:
         flags = ("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test")
         program = self.head.python(
             *("-m", "ray.scripts.scripts", "drain-node", f"--address={self.address}"),
-            *(f"--node-id={node}", f"--deadline-remaining-seconds={END_SECONDS}", *flags),
+            *(f"--node-id={node}", *flags),
         )
         assert program.process.wait(END_SECONDS) == 0, program.log
 

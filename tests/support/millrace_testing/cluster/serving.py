@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -61,6 +62,10 @@ class Served:
         self.url = f"http://{cluster.hosts[-1].address}:{PORT}"
         self.url_of_head = f"http://{cluster.head.address}:{PORT}"
 
+    def start(self) -> None:
+        """Start Ray Serve without its own proxies."""
+        self.cluster.ask("None", "from ray import serve; serve.start(proxy_location='Disabled')")
+
     def serve(self, *arguments: str) -> Program:
         """`serve run` with these arguments; it ends when all replicas run."""
         return self.cluster.head.python(
@@ -86,6 +91,12 @@ class Served:
                     flags = dict(word.partition("=")[::2] for word in words)
                     found.append(Launched(host, pid, flags["--hostname"], int(flags["--port"])))
         return found
+
+    def hosts_by_load(self) -> list[Host]:
+        """Those that run replicas; the one with the fewest comes first."""
+        counts = Counter(launcher.host.name for launcher in self.launchers())
+        hosts = [host for host in self.cluster.hosts if counts[host.name]]
+        return sorted(hosts, key=lambda host: counts[host.name])
 
     def ranks(self) -> int:
         """Processes of ranks on all nodes."""
