@@ -9,7 +9,7 @@ import pytest
 from millrace_testing.cluster.load import load
 from millrace_testing.cluster.ray_cluster import Redis
 from millrace_testing.cluster.serving import Served
-from millrace_testing.launcher.e2e import END_SECONDS, until, wait_for
+from millrace_testing.launcher.e2e import END_SECONDS, until
 
 pytestmark = pytest.mark.cluster
 
@@ -46,6 +46,7 @@ async def test_a_cluster_ends_with_its_head(served: Served, head_store: Redis | 
     else:
         head_store.kill()
     served.cluster.head.kill()
-    wait_for(lambda: served.ranks() == 0)
-    wait_for(lambda: not any(served.is_ready(host) for host in served.cluster.hosts))
+    async with asyncio.timeout(END_SECONDS):
+        await until(lambda: served.ranks() == 0)
+        await until(lambda: not any(served.is_ready(host) for host in served.cluster.hosts))
     assert served.launchers() == []
