@@ -18,23 +18,29 @@ from millrace_testing.cluster.hosts import Host, hosts, missing
 from millrace_testing.cluster.ray_cluster import RayCluster, Redis, redis
 from millrace_testing.cluster.serving import Served
 from millrace_testing.launcher.certificates import Certificate, certificate
-from millrace_testing.launcher.e2e import launch
+from millrace_testing.launcher.e2e import Server, launch
 
 NUM_STREAMS = 100
 
 
 @pytest.fixture(scope="session")
-def undisturbed() -> Sequence[Answer]:
-    """The streams of two ranks on this host, which nothing disturbs."""
+def one_host() -> Iterator[Server]:
+    """Two ranks on this host."""
     _need_hosts()
-
-    async def ask(url: str) -> Sequence[Answer]:
-        async with Clients(url) as clients:
-            return await clients.send_all(mixed_bodies(NUM_STREAMS, longest=60))
-
     model = f"--model-id={demo_folder()}"
     with launch(model, "--num-shard=2", "--deterministic=on", "--cpu-threads=1") as server:
-        return asyncio.run(ask(server.url))
+        yield server
+
+
+@pytest.fixture(scope="session")
+def undisturbed(one_host: Server) -> Sequence[Answer]:
+    """Its streams, which nothing disturbs."""
+
+    async def ask() -> Sequence[Answer]:
+        async with Clients(one_host.url) as clients:
+            return await clients.send_all(mixed_bodies(NUM_STREAMS, longest=60))
+
+    return asyncio.run(ask())
 
 
 @pytest.fixture(scope="module")

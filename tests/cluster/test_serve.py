@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -40,7 +40,7 @@ ROUTES: tuple[tuple[str, str, Mapping[str, Any] | None], ...] = (
 )
 BY_WAIT = (
     *("max_replicas=3", "upscale_delay_seconds=0", "downscale_delay_seconds=2"),
-    *("target_wait_seconds=0.02", "max_batch_size=2"),
+    *("target_wait_seconds=0.02", "metrics_interval_seconds=1", "max_batch_size=2"),
 )
 NUM_REPLICAS = 4
 VERSION = "max_concurrent_requests=77"
@@ -96,7 +96,9 @@ async def test_replicas_follow_the_wait_under_load(served: Served) -> None:
     assert many.errors() == few.errors() == []
 
 
-async def test_a_new_version_under_load_fails_no_request(served: Served) -> None:
+async def test_a_new_version_under_load_fails_no_request(
+    served: Served, record_property: Callable[[str, object], None]
+) -> None:
     await served.deploy(f"num_replicas={NUM_REPLICAS}", "max_concurrent_requests=76")
     before = served.launchers()
     assert len(before) == NUM_REPLICAS
@@ -110,6 +112,7 @@ async def test_a_new_version_under_load_fails_no_request(served: Served) -> None
         "77"
     ] * NUM_REPLICAS
     assert clients.errors() == []
+    record_property("requests_served", clients.num_served)
 
 
 async def test_a_replica_that_is_killed_breaks_its_own_streams_alone(served: Served) -> None:

@@ -61,6 +61,8 @@ def options(arguments: Arguments) -> dict[str, Any]:
             max_replicas=own.max_replicas,
             upscale_delay_s=own.upscale_delay_seconds,
             downscale_delay_s=own.downscale_delay_seconds,
+            # Ray Serve calls it deprecated, but up to 2.60 nothing reads the variables that shall replace it.
+            metrics_interval_s=own.metrics_interval_seconds,
             policy=AutoscalingPolicy(
                 policy_function=WaitPolicy,
                 policy_kwargs={"target_wait_seconds": own.target_wait_seconds},

@@ -48,6 +48,8 @@ class Own(BaseModel):
     """Replicas are added while the predicted wait of a mean request is longer."""
     upscale_delay_seconds: float = Field(default=15.0, ge=0)
     downscale_delay_seconds: float = Field(default=300.0, ge=0)
+    metrics_interval_seconds: float = Field(default=10.0, gt=0, lt=30)
+    """How often Ray Serve gets the figures of a replica; it looks back for 30 seconds."""
     num_cpus: float | None = Field(default=None, ge=0)
     num_gpus: float = Field(default=0.0, ge=0)
 

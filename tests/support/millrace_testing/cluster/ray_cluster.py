@@ -16,12 +16,7 @@ RAY = ("-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--block")
 ANSWER = "the answer:"
 HEAD_SECONDS = 25
 """The cluster ends if its head is away for longer."""
-VARIABLES = {
-    "RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_SECONDS),
-    # Ray Serve looks at the figures of replicas each second: a thirtieth of its window.
-    "RAY_SERVE_AUTOSCALING_METRIC_RECORD_INTERVAL_FACTOR": "0.033",
-    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-}
+VARIABLES = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_SECONDS)}
 
 
 class RayCluster:
