@@ -49,7 +49,7 @@ def kv_events(options: argparse.Namespace) -> None:
 
 
 def cpu_seconds(at: Rig, options: argparse.Namespace) -> float:
-    """CPU time of the router for prompts that nobody sent before."""
+    """Return the CPU seconds that the router spends on prompts whose blocks are not cached."""
     send(at, prompts(options.streams, first=0))
     before = at.cpu_seconds()
     for turn in range(1, options.rounds + 1):

@@ -70,13 +70,13 @@ FLAGS = ("--max-batch-size=64", "--max-batch-prefill-tokens=512")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was measured, and what the simulator gets."""
+    """One run of a load on real routers."""
 
     figures: Figures
     sent: Sequence[Arrival]
-    """The requests when they were sent."""
+    """The requests, each at the time at which it was sent; the simulator gets these."""
     settings: Deployment
-    """Of the routers, as they are after the run."""
+    """The routers' settings and learned times, read after the run; the simulator gets these."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -126,8 +126,7 @@ async def measured(
 ) -> dict[Routing, list[Run]]:
     """Measure each load with each routing, on warm routers.
 
-    The prompts of each run are others, so what routers
-    have cached of earlier runs is of no use, and evicted first.
+    Each run has prompts of its own, so blocks that earlier runs left in the caches are never found again.
 
     Raises:
         ReplayError: a router refused a request or broke its answer.

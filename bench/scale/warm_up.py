@@ -1,4 +1,4 @@
-"""Teaches fresh routers what their steps cost: before that they plan steps at once, and their times are others."""
+"""Sends requests to fresh routers until they have learned what steps cost: until then they plan each step at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.scale.load import FIRST_ID, completion
 from bench.scale.replicas import Replica
 
 NUM_REQUESTS = 40
-"""Of each router: steps of its prompts and answers are some hundreds of observations."""
+"""Requests to each router. Their prompts and answers take some hundreds of steps, and a router learns from each."""
 MEAN_GAP_SECONDS = 0.5
 PROMPT_TOKENS = (32, 700)
 ANSWER_TOKENS = (4, 24)

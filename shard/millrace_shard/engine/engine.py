@@ -89,6 +89,7 @@ class Engine:
         self._is_warming_up = False
         self._epoch, self._lock = Epoch(), Lock()
         self.group_is_lost = False
+        """Whether a collective failed, which ended the engine."""
         self._pending_steps = 0
         self._last_progress_ns = time.monotonic_ns()
 
@@ -280,7 +281,7 @@ class Engine:
 
     def _end_if_lost(self, error: Exception) -> bool:
         """End the engine, and so the process, if `error` would recur in every later epoch; returns whether it would."""
-        self.group_is_lost = isinstance(error, CollectiveError)
+        self.group_is_lost = self.group_is_lost or isinstance(error, CollectiveError)
         if not self.group_is_lost and not is_lost(self._device):
             return False
         lost = "process group" if self.group_is_lost else "device"
