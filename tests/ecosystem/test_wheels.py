@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,11 +32,15 @@ def run(*words: str, text: str = "") -> str:
     return done.stdout
 
 
-def fresh(folder: Path, *requirements: str) -> Path:
-    """The programs of a new environment with these wheels and what they need."""
+@contextmanager
+def fresh(folder: Path, *requirements: str) -> Iterator[Path]:
+    """The programs of a new environment with these wheels and what they need, which is gigabytes, for a while."""
     run(sys.executable, "-m", "venv", "--without-pip", str(folder))
-    install(folder, *requirements)
-    return folder / "bin"
+    try:
+        install(folder, *requirements)
+        yield folder / "bin"
+    finally:
+        shutil.rmtree(folder)
 
 
 def install(folder: Path, *requirements: str) -> None:
@@ -54,14 +61,32 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(wheels: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(wheels: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The programs of an environment with the wheel of the whole."""
-    return fresh(tmp_path_factory.mktemp("whole"), wheels["millrace"])
+    with fresh(tmp_path_factory.mktemp("whole"), wheels["millrace"]) as programs:
+        yield programs
 
 
 def test_there_is_a_wheel_of_the_whole_and_of_each_part(wheels: dict[str, str]) -> None:
     assert set(wheels) == {"millrace", *(f"millrace_{part}" for part in PARTS)}
     assert all(f"-{VERSION}-py3-none-any.whl" in path for path in wheels.values())
+
+
+def test_the_router_alone_needs_no_torch(wheels: dict[str, str], tmp_path: Path) -> None:
+    with fresh(tmp_path, wheels["millrace_proto"], wheels["millrace_router"]) as programs:
+        assert run(str(programs / "millrace-router"), "--help").startswith("usage:")
+        assert run(str(programs / "millrace-simulate"), "--help").startswith("usage:")
+        listed = json.loads(run(*PIP, "--python", str(tmp_path), "list", "--format=json"))
+    names = {each["name"] for each in listed}
+    assert {"millrace-proto", "millrace-router", "aiohttp"} <= names
+    assert not names & {"torch", "transformers", "millrace"}
+
+
+def test_the_parts_together_have_all_that_they_need(wheels: dict[str, str], tmp_path: Path) -> None:
+    with fresh(tmp_path, *(wheels[f"millrace_{part}"] for part in PARTS)) as programs:
+        for name in ("millrace-launcher", "millrace-shard", "millrace-verify"):
+            assert run(str(programs / name), "--help").startswith("usage:"), name
+        run(*PIP, "--python", str(tmp_path), "check")
 
 
 def test_the_whole_chats_with_its_demo_model(whole: Path) -> None:
@@ -83,28 +108,3 @@ def test_the_whole_brings_every_program(whole: Path) -> None:
     }
     for name in sorted(programs):
         assert run(str(whole / name), "--help").startswith("usage:"), name
-
-
-def test_the_router_alone_needs_no_torch(
-    wheels: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("router")
-    programs = fresh(folder, wheels["millrace_proto"], wheels["millrace_router"])
-    assert run(str(programs / "millrace-router"), "--help").startswith("usage:")
-    assert run(str(programs / "millrace-simulate"), "--help").startswith("usage:")
-    names = {
-        each["name"]
-        for each in json.loads(run(*PIP, "--python", str(folder), "list", "--format=json"))
-    }
-    assert {"millrace-proto", "millrace-router", "aiohttp"} <= names
-    assert not names & {"torch", "transformers", "millrace"}
-
-
-def test_the_parts_together_have_all_that_they_need(
-    wheels: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("parts")
-    programs = fresh(folder, *(wheels[f"millrace_{part}"] for part in PARTS))
-    for name in ("millrace-launcher", "millrace-shard", "millrace-verify"):
-        assert run(str(programs / name), "--help").startswith("usage:"), name
-    run(*PIP, "--python", str(folder), "check")
