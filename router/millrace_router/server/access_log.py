@@ -19,7 +19,7 @@ from millrace_router.server.bodies import ERROR_TYPE
 from millrace_router.server.headers import sum_of_times
 from millrace_router.server.keys import KEY_NAME
 from millrace_router.server.services import SERVICES
-from millrace_router.server.traces.request_spans import Line
+from millrace_router.server.traces.request_spans import Line, Period
 from millrace_router.telemetry.trace_context import (
     CURRENT,
     TRACEPARENT_HEADER,
@@ -68,7 +68,7 @@ async def access_log(request: web.Request, handler: Handler) -> web.StreamRespon
         finally:
             if token is not None:
                 CURRENT.reset(token)
-            _end(request, response, names, context, time.monotonic() - started_at)
+            _end(request, response, names, context, (started_at, time.monotonic()))
     return response
 
 
@@ -90,10 +90,10 @@ def _end(
     response: web.StreamResponse | None,
     names: dict[str, str],
     context: TraceContext | None,
-    seconds: float,
+    period: Period,
 ) -> None:
     """Write the line and send the spans; without a response the client has left."""
-    line = _line(request, response, seconds)
+    line = _line(request, response, period[1] - period[0])
     if request.method == "GET" and request.path in PROBED_PATHS and line["status"] == HTTPStatus.OK:
         log.debug("request", **line)
         return
@@ -103,7 +103,7 @@ def _end(
         services.request_log.write({**names, **line})
     if services.traces is not None and context is not None:
         generations = request[_GENERATIONS]
-        services.traces.ended(request, line, generations, context)
+        services.traces.ended(request, line, generations, context, period)
 
 
 def _line(request: web.Request, response: web.StreamResponse | None, seconds: float) -> Line:

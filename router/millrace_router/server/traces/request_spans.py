@@ -36,21 +36,27 @@ COPIED = (
 Span = dict[str, Any]
 Line = dict[str, str | float | int | bool]
 Generations = Sequence[Generation | Collected]
+Period = tuple[float, float]
+"""Begin and end by `time.monotonic`."""
 Moment = Callable[[float], int]
 """Turns a time of `time.monotonic` into nanoseconds since 1970."""
 
 
 def request_span(
-    request: web.Request, line: Line, generations: Generations, context: TraceContext, model: str
+    request: web.Request,
+    line: Line,
+    generations: Generations,
+    context: TraceContext,
+    model: str,
+    period: Period,
+    moment: Moment,
 ) -> Span:
-    """Make the span of a request that has just ended, with its `line` of the access log, and those below it.
+    """Make the span of a request that has ended, with its `line` of the access log, and those below it.
 
-    `model` is the name of the model to clients. The end is now.
+    `model` is the name of the model to clients, `period` that of the request.
     """
     resource = request.match_info.route.resource
     route = None if resource is None else resource.canonical
-    wall = time.time_ns()
-    moment = moments(wall)
     status = int(line["status"])
     # TGI answers failures of the shards with 424.
     failed = status >= 500 or status == HTTPStatus.FAILED_DEPENDENCY
@@ -70,8 +76,8 @@ def request_span(
     return {
         **_place(context),
         "name": request.method if route is None else f"{request.method} {route}",
-        "start": wall - int(float(line["total_time"]) * 1e9),
-        "end": wall,
+        "start": moment(period[0]),
+        "end": moment(period[1]),
         "failed": failed,
         "attributes": attributes,
         "parts": list(_phases(generations, moment)),
@@ -83,9 +89,9 @@ def part(name: str, start: int, end: int, **attributes: str | int) -> Span:
     return {"name": name, "start": start, "end": max(start, end), "attributes": attributes}
 
 
-def moments(wall: int) -> Moment:
-    """Make the conversion for the time `wall`, in nanoseconds since 1970, which is now."""
-    now = time.monotonic()
+def moments() -> Moment:
+    """Make the conversion; all moments of a request need the same."""
+    wall, now = time.time_ns(), time.monotonic()
     return lambda at: wall - int((now - at) * 1e9)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,7 +10,13 @@ from multidict import CIMultiDictProxy
 
 from millrace_router.engine.generation import Collected, Generation
 from millrace_router.recovery.shard_status import ShardStatus
-from millrace_router.server.traces.request_spans import Line, moments, part, request_span
+from millrace_router.server.traces.request_spans import (
+    Line,
+    Period,
+    moments,
+    part,
+    request_span,
+)
 from millrace_router.telemetry.trace_context import (
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
@@ -51,21 +56,19 @@ class RequestTraces:
         line: Line,
         generations: Sequence[Generation | Collected],
         context: TraceContext,
+        period: Period,
     ) -> None:
-        """Send the spans of a request that ended now, with its line of the access log."""
-        span = request_span(request, line, generations, context, self._model)
-        if generations:
-            now = time.monotonic()
-            outages = self._status.outages_between(now - float(line["total_time"]), now)
-            if outages:
-                moment = moments(span["end"])
-                span["parts"] += [
-                    part(
-                        "recovery",
-                        moment(one.began_at),
-                        moment(one.ended_at),
-                        **{"millrace.recovery.reason": one.reason},
-                    )
-                    for one in outages
-                ]
+        """Send the spans of a request that ended, with its line of the access log."""
+        moment = moments()
+        span = request_span(request, line, generations, context, self._model, period, moment)
+        outages = self._status.outages_between(*period) if generations else ()
+        span["parts"] += [
+            part(
+                "recovery",
+                moment(one.began_at),
+                moment(one.ended_at),
+                **{"millrace.recovery.reason": one.reason},
+            )
+            for one in outages
+        ]
         self.sink.send(span)
