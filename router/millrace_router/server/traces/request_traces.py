@@ -10,13 +10,7 @@ from multidict import CIMultiDictProxy
 
 from millrace_router.engine.generation import Collected, Generation
 from millrace_router.recovery.shard_status import ShardStatus
-from millrace_router.server.traces.request_spans import (
-    Line,
-    Period,
-    moments,
-    part,
-    request_span,
-)
+from millrace_router.server.traces.request_spans import Line, Period, moments, part, request_span
 from millrace_router.telemetry.trace_context import (
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
