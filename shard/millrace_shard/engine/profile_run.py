@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace_shard.batch.sequence import Ids, SamplingParameters, Sequence
+from millrace_proto.sampling import Sampling
+from millrace_shard.batch.sequence import Ids, Sequence
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.engine.kv_capacity import CapacityError
 from millrace_shard.model_runner.runner import StepRunner
@@ -114,7 +115,7 @@ def _sequence(
         request_id=0,
         input_ids=ids,
         cached_tokens=num_cached,
-        parameters=SamplingParameters(
+        parameters=Sampling(
             temperature=0.9,
             top_k=10,
             top_p=0.9,

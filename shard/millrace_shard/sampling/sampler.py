@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace_proto.sampling import NO_RULES, SequenceRules
 from millrace_shard.arrays import Ints
 from millrace_shard.device import transfers
 from millrace_shard.device.transfers import upload
@@ -36,7 +37,6 @@ from millrace_shard.sampling.processors import Processors, tile_height
 from millrace_shard.sampling.row_indexes import RowIndexes
 from millrace_shard.sampling.sampling_rows import RowGroups
 from millrace_shard.sampling.sampling_rows import SamplingRows as SamplingRows
-from millrace_shard.sampling.sequence_rules.rules import NO_RULES, SequenceRules
 from millrace_shard.sampling.thresholds import find_threshold
 from millrace_shard.sampling.top_tokens import TopTokens
 from millrace_shard.sampling.warpers import (

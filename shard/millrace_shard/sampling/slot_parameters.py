@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace_proto.sampling import SCALARS
 from millrace_shard.arrays import Ints
 from millrace_shard.device.transfers import upload
 from millrace_shard.sampling.row_indexes import RowIndexes
@@ -20,8 +21,10 @@ PENALTIES = (
     "presence_penalty",
     "openai_frequency_penalty",
 )
-WARPERS = ("top_p", "typical_p", "min_p", "top_n_sigma", "xtc_probability", "xtc_threshold")
-FLOATS = (*PENALTIES, "temperature", *WARPERS)
+FLOATS = (
+    *PENALTIES,
+    *(one.name for one in SCALARS if type(one.default) is float and one.name not in PENALTIES),
+)
 INTS = ("top_k", "do_sample", "num_prompt")
 PLACES = {name: place for place, name in enumerate((*FLOATS, *INTS))}
 LARGEST = np.iinfo(np.int32).max

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from millrace_proto.sequence import Grammar
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.sequence import Grammar, Ids
+from millrace_shard.batch.sequence import Ids
 from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.mask_computer import (

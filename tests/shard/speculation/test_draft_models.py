@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace_shard.batch.sequence import SamplingParameters, Sequence
+from millrace_proto.sampling import Sampling
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel
@@ -215,7 +216,7 @@ def test_a_draft_model_reads_blocks_that_another_sequence_filled(setup: Setup) -
         request_id=1,
         input_ids=ints(prompt),
         cached_tokens=2 * BLOCK_SIZE,
-        parameters=SamplingParameters(),
+        parameters=Sampling(),
     )
     change = BatchChange(
         admitted=(sequence,), grown_slots=ints([1] * 6), grown_blocks=ints([*shared, *own])

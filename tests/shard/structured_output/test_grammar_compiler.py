@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_proto import generate_pb2 as pb
-from millrace_shard.batch.sequence import Grammar
+from millrace_proto.sequence import Grammar
 from millrace_shard.engine.engine import Progress
 from millrace_shard.server.service import ShardService
 from millrace_shard.structured_output import grammar_compiler, grammar_process

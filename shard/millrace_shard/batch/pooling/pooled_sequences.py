@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from millrace_proto.sequence import Pooling
 from millrace_shard.arrays import Flags, Ints
-from millrace_shard.batch.pooling.pooling import Pooling
 
 
 class PooledSequences:

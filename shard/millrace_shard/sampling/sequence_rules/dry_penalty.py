@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace_proto.sampling import Dry
 from millrace_shard.device.transfers import upload
 from millrace_shard.sampling.penalties import finite
-from millrace_shard.sampling.sequence_rules.rules import Dry
 
 MAX_LENGTH = 50
 """Longer passages count as this long: the penalty is beyond every score by then."""

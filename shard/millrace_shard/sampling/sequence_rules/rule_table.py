@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from millrace_proto.sampling import SequenceRules
 from millrace_shard.arrays import Ints
 from millrace_shard.device.transfers import upload
 from millrace_shard.sampling.sampling_rows import SamplingRows, is_too_short
@@ -16,7 +17,6 @@ from millrace_shard.sampling.sequence_rules.bans import (
     BadWords,
 )
 from millrace_shard.sampling.sequence_rules.dry_penalty import DryPenalty
-from millrace_shard.sampling.sequence_rules.rules import SequenceRules
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from llguidance import LLMatcher
 
-from millrace_shard.batch.sequence import Grammar, GrammarKind
+from millrace_proto.sequence import Grammar, GrammarKind
 from millrace_shard.structured_output.grammar.json_schema import SchemaInvalid, read_schema
 from millrace_shard.structured_output.grammar.lark_schemas import with_exact_schemas
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace_shard.batch.sequence import PARAMETERS, Grammar, GrammarKind, Sequence
+from millrace_proto.sequence import Grammar, GrammarKind
+from millrace_shard.batch.sequence import PARAMETERS, Sequence
 from millrace_shard.device import transfers
 from millrace_shard.kernels.masks import RowMasks
 from millrace_shard.kernels.sampling_kernels import SamplingKernels
