@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from glob import escape
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -58,20 +59,47 @@ class HubAccess:
     """Between two lines about progress."""
 
 
-def download_snapshot(model_id: str, *, revision: str | None, access: HubAccess) -> Path:
-    """Download the missing files of one commit, and return its snapshot folder.
+def download_snapshot(
+    model_id: str, *, revision: str | None, access: HubAccess, needs_weights: bool = True
+) -> Path:
+    """Download the missing files of one commit, without `needs_weights` only the small ones; returns their folder.
 
-    Weights are downloaded last, so a snapshot with weights is complete. Raises the hub client's errors after `TRIES`
-    attempts at a file, or at once for errors that a retry cannot fix.
+    Weights are downloaded last, so a snapshot with weights is complete. Raises IncompleteModelError,
+    PickledWeightsError, or the hub client's errors after `TRIES` attempts, at once for errors that a retry cannot fix.
     """
-    files = _list_files(model_id, revision=revision, access=access)
+    return _retried(
+        lambda: _download(model_id, revision, access, needs_weights=needs_weights),
+        what=model_id,
+        access=access,
+    )
 
-    def fetch(chosen: Sequence[RemoteFile]) -> list[Path]:
-        return [download_file(model_id, file, revision=revision, access=access) for file in chosen]
 
-    small = fetch(metadata_files(files))
-    index = next((path.read_bytes() for path in small if path.name == INDEX), None)
-    weights = weight_files(files, index=index)
+def _download(
+    model_id: str, revision: str | None, access: HubAccess, *, needs_weights: bool
+) -> Path:
+    def fetch(files: Sequence[RemoteFile]) -> Path:
+        # Files are requested by the name of the revision, so that the cache maps the name to its commit.
+        folder = snapshot_download(
+            model_id,
+            revision=revision,
+            cache_dir=access.cache,
+            endpoint=access.endpoint,
+            token=access.token,
+            allow_patterns=[escape(file.path) for file in files],
+        )
+        return Path(folder)
+
+    api = HfApi(endpoint=access.endpoint, token=access.token)
+    info = api.model_info(model_id, revision=revision, files_metadata=True)
+    files = [RemoteFile(sibling.rfilename, sibling.size or 0) for sibling in info.siblings or ()]
+    small = metadata_files(files)
+    if not small:
+        raise IncompleteModelError("there is no configuration and no tokenizer")
+    folder = fetch(small)
+    if not needs_weights:
+        return folder
+    index = folder / INDEX
+    weights = weight_files(files, index=index.read_bytes() if index.is_file() else None)
     blobs = access.cache / f"models--{model_id.replace('/', '--')}" / "blobs"
     total = sum(file.size for file in weights)
     what = "1 weight file" if len(weights) == 1 else f"{len(weights)} weight files"
@@ -80,52 +108,33 @@ def download_snapshot(model_id: str, *, revision: str | None, access: HubAccess)
     with DownloadProgress(
         total, lambda: folder_bytes(blobs, "*"), interval=access.progress_seconds
     ):
-        return fetch(weights)[0].parent
+        return fetch(weights)
 
 
-def download_metadata(model_id: str, *, revision: str | None, access: HubAccess) -> Path:
-    """Download the small files of one commit, and return its snapshot folder. Raises as `download_snapshot`."""
-    files = metadata_files(_list_files(model_id, revision=revision, access=access))
-    if not files:
-        raise IncompleteModelError("there is no configuration and no tokenizer")
-    paths = [download_file(model_id, file, revision=revision, access=access) for file in files]
-    return paths[0].parent
-
-
-def _list_files(model_id: str, *, revision: str | None, access: HubAccess) -> list[RemoteFile]:
-    check_connection(access.endpoint)
-    api = HfApi(endpoint=access.endpoint, token=access.token)
-    info = _retried(
-        lambda: api.model_info(model_id, revision=revision, files_metadata=True),
-        what=model_id,
-        wait=access.wait,
-    )
-    return [RemoteFile(sibling.rfilename, sibling.size or 0) for sibling in info.siblings or ()]
-
-
-def download_file(
-    model_id: str, file: RemoteFile, *, revision: str | None, access: HubAccess
-) -> Path:
-    """Download one file. It is requested by revision name, so that the cache maps the name to its commit."""
-    check_connection(access.endpoint)
+def download_file(model_id: str, name: str, *, revision: str | None, access: HubAccess) -> Path:
+    """Download one file. Raises as `download_snapshot`."""
     return Path(
         _retried(
             lambda: hf_hub_download(
                 model_id,
-                file.path,
+                name,
                 revision=revision,
                 cache_dir=access.cache,
                 endpoint=access.endpoint,
                 token=access.token,
             ),
-            what=file.path,
-            wait=access.wait,
+            what=name,
+            access=access,
         )
     )
 
 
-def _retried(attempt: Callable[[], T], *, what: str, wait: Callable[[float], None]) -> T:
-    """Call `attempt` until it succeeds, with doubled waits in between; the last error is raised."""
+def _retried(attempt: Callable[[], T], *, what: str, access: HubAccess) -> T:
+    """Call `attempt` until it succeeds, with doubled waits in between; the last error is raised.
+
+    The hub's client resumes files, but gives up at the first failed description of a repository.
+    """
+    check_connection(access.endpoint)
     for number in range(1, TRIES):
         try:
             return attempt()
@@ -136,7 +145,7 @@ def _retried(attempt: Callable[[], T], *, what: str, wait: Callable[[float], Non
             log.warning(
                 "%s: %s; try %d of %d in %g s", what, first_line(error), number + 1, TRIES, seconds
             )
-            wait(seconds)
+            access.wait(seconds)
     return attempt()
 
 

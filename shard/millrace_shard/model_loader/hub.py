@@ -28,7 +28,6 @@ from millrace_shard.model_loader.checkpoint_files import (
 from millrace_shard.model_loader.download import (
     TRANSIENT,
     HubAccess,
-    download_metadata,
     download_snapshot,
     first_line,
 )
@@ -184,7 +183,7 @@ def _tokenizer_from_hub(name: str, settings: HubSettings) -> Path:
             f"{TOKENIZER} of {name} is not in the cache {settings.access.cache}; HF_HUB_OFFLINE forbids the download"
         )
     try:
-        return download_metadata(name, revision=None, access=settings.access)
+        return download_snapshot(name, revision=None, access=settings.access, needs_weights=False)
     except DOWNLOAD_FAILURES as error:
         raise HubError(explain(error, name, revision=None, settings=settings)) from error
 
@@ -215,9 +214,13 @@ def _from_hub(model_id: str, *, revision: str | None, settings: HubSettings) -> 
             f"{model_id}{at} {what} in the cache {settings.access.cache}; HF_HUB_OFFLINE forbids the"
             " download: unset it, or point HUGGINGFACE_HUB_CACHE or HF_HOME at the cache that has the model"
         )
-    download = download_snapshot if settings.needs_weights else download_metadata
     try:
-        folder = download(model_id, revision=revision, access=settings.access)
+        folder = download_snapshot(
+            model_id,
+            revision=revision,
+            access=settings.access,
+            needs_weights=settings.needs_weights,
+        )
     except DOWNLOAD_FAILURES as error:
         raise HubError(explain(error, model_id, revision=revision, settings=settings)) from error
     missing = settings.missing(folder)
@@ -266,7 +269,7 @@ def explain(  # noqa: PLR0911
         case RepositoryNotFoundError():
             return f"there is no model {model_id} on {settings.access.endpoint}, or it is private: {token}"
         case HubUnreachableError():
-            return f"{model_id} is no folder, and not in the cache {settings.access.cache}; {error}"
+            return f"{model_id} is not a folder and is not in the cache {settings.access.cache}; {error}"
         case HfHubHTTPError() if error.response.status_code in (401, 403):
             return (
                 f"access to {model_id} was refused (status {error.response.status_code}): {token}"

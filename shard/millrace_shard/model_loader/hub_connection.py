@@ -19,8 +19,8 @@ class HubUnreachableError(ConnectionError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"{reason}: name a folder, set HF_ENDPOINT to a hub that can be reached, or HF_HUB_OFFLINE=1 to use the"
-            " cache alone"
+            f"{reason}: name a folder, set HF_ENDPOINT to a hub that can be reached, or HF_HUB_OFFLINE=1 to use only"
+            " the cache"
         )
 
 

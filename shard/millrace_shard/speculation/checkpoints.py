@@ -8,7 +8,6 @@ from pathlib import Path
 
 from huggingface_hub.errors import EntryNotFoundError
 
-from millrace_shard.model_loader.checkpoint_files import RemoteFile
 from millrace_shard.model_loader.download import download_file
 from millrace_shard.model_loader.hub import (
     DOWNLOAD_FAILURES,
@@ -102,8 +101,6 @@ def _file(model_id: str, name: str, *, revision: str | None, settings: HubSettin
             f"{name} of {model_id} is not in {settings.access.cache}, and HF_HUB_OFFLINE forbids the download"
         )
     try:
-        return download_file(
-            model_id, RemoteFile(name, 0), revision=revision, access=settings.access
-        )
+        return download_file(model_id, name, revision=revision, access=settings.access)
     except DOWNLOAD_FAILURES as error:
         raise HubError(explain(error, model_id, revision=revision, settings=settings)) from error
