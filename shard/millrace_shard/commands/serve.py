@@ -39,9 +39,6 @@ from millrace_shard.errors import EngineEnded, ModelError, UnsupportedModel
 from millrace_shard.kernels.kv.codes import cache_dtype_name, is_coded
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.logs import configure
-from millrace_shard.model_loader.hub import HubSettings
-from millrace_shard.model_loader.load_progress import readable_size
-from millrace_shard.model_loader.weights import checkpoint_bytes
 from millrace_shard.models.interface import ModelInfo
 from millrace_shard.models.load import load_model
 from millrace_shard.models.rope_override import RopeOverride
@@ -56,6 +53,9 @@ from millrace_shard.speculation.medusa_config import is_medusa
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.manager import GrammarManager
 from millrace_shard.variables import Variables
+from millrace_shard.weights.hub import HubSettings
+from millrace_shard.weights.read_ahead import readable_size
+from millrace_shard.weights.weights import checkpoint_bytes
 
 STOP_SECONDS = 5.0
 """Time for running calls, a step among them, to finish after a signal."""

@@ -12,7 +12,6 @@ from huggingface_hub.errors import StrictDataclassError
 
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.model_loader.json_object import read_json_object
 from millrace_shard.models import split
 from millrace_shard.models.config.config_reader import LARGEST_COUNT, LARGEST_COUNTS
 from millrace_shard.models.config.kv_cache_scheme import cache_dtype_of, kv_cache_scheme
@@ -22,6 +21,7 @@ from millrace_shard.models.interface import ModelInfo
 from millrace_shard.models.rope import longest_position
 from millrace_shard.models.rope_override import RopeOverride, override_config, override_spec
 from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.weights.json_object import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -20,10 +20,10 @@ from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.layer.norm_weights import NormWeights
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.linear_loader import LinearLoader, Part
 from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec, RouterSpec, SharedExpertSpec
 from millrace_shard.models.spec.weight_names import ExpertNames
+from millrace_shard.weights.weights import Weights
 
 
 class ExpertsLoader:

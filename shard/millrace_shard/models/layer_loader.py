@@ -14,8 +14,6 @@ from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearW
 from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.layer.rotation import Rotation
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.model_loader.quantized.module_tensors import KINDS
-from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.experts_loader import ExpertsLoader
 from millrace_shard.models.kv_scales import read_kv_scales
 from millrace_shard.models.linear_loader import LinearLoader, Part
@@ -25,6 +23,8 @@ from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
 from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec
 from millrace_shard.models.spec.norm_spec import NormPlaces, NormSpec
 from millrace_shard.models.split import kv_heads_per_rank
+from millrace_shard.weights.quantized.module_tensors import KINDS
+from millrace_shard.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
-from millrace_shard.model_loader.columns import Columns
-from millrace_shard.model_loader.weights import Weights
+from millrace_shard.weights.weights import Columns, Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,6 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.model_loader.gguf.files import MODEL
-from millrace_shard.model_loader.quantized.made_at_load import MadeAtLoad
-from millrace_shard.model_loader.quantized.quantization import Quantization
-from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.families.registry import FAMILIES
@@ -27,6 +23,10 @@ from millrace_shard.models.rope_override import RopeOverride
 from millrace_shard.models.rope_tables import RopeTables
 from millrace_shard.models.split import check_split
 from millrace_shard.models.unread_tensors import check_biases, check_unread
+from millrace_shard.weights.gguf.files import MODEL
+from millrace_shard.weights.quantized.made_at_load import MadeAtLoad
+from millrace_shard.weights.quantized.quantization import Quantization
+from millrace_shard.weights.weights import Weights
 
 
 def load_model(  # noqa: PLR0913

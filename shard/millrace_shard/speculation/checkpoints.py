@@ -8,8 +8,9 @@ from pathlib import Path
 
 from huggingface_hub.errors import EntryNotFoundError
 
-from millrace_shard.model_loader.download import download_file
-from millrace_shard.model_loader.hub import (
+from millrace_shard.speculation.medusa_config import WEIGHTS, MedusaConfig, is_medusa
+from millrace_shard.weights.download import download_file
+from millrace_shard.weights.hub import (
     DOWNLOAD_FAILURES,
     HubError,
     HubSettings,
@@ -19,8 +20,7 @@ from millrace_shard.model_loader.hub import (
     is_path,
     resolve,
 )
-from millrace_shard.model_loader.published.models import published_model
-from millrace_shard.speculation.medusa_config import WEIGHTS, MedusaConfig, is_medusa
+from millrace_shard.weights.published import published_model
 
 logger = logging.getLogger(__name__)
 

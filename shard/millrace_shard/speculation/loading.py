@@ -11,14 +11,14 @@ import torch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.model_loader.checkpoint_files import TOKENIZER
-from millrace_shard.model_loader.json_object import parse_json
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
 from millrace_shard.speculation.factory import Speculation
 from millrace_shard.speculation.medusa import MedusaModel
 from millrace_shard.speculation.medusa_config import MedusaConfig
+from millrace_shard.weights.checkpoint_files import TOKENIZER
+from millrace_shard.weights.json_object import parse_json
 
 DRAFT_MODEL_TOKENS = 4
 """Draft tokens without `--speculate`: each of them costs a forward pass of the draft model."""

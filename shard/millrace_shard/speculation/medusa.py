@@ -26,11 +26,11 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache, Linear
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.interface import MakeLayers
 from millrace_shard.speculation.medusa_config import WEIGHTS, MedusaConfig
 from millrace_shard.speculation.proposer import Proposer
+from millrace_shard.weights.weights import Weights
 
 NEWER_PREFIX = "medusa_head."
 """The prefix of tensor names in newer checkpoints."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace_shard.errors import ModelError, UnsupportedModel
-from millrace_shard.model_loader.json_object import parse_json
+from millrace_shard.weights.json_object import parse_json
 
 WEIGHTS = "medusa_lm_head.safetensors"
 PICKLE = "medusa_lm_head.pt"

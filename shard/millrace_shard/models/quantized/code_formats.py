@@ -11,15 +11,15 @@ import torch
 
 from millrace_shard.kernels.quantized.code_format import CodeFormat
 from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
-from millrace_shard.model_loader.gguf.files import GgufFiles
-from millrace_shard.model_loader.quantized.cut import Cut
-from millrace_shard.model_loader.quantized.linear_reader import LinearReader
-from millrace_shard.model_loader.quantized.made_at_load import MadeAtLoad, made_at_load
-from millrace_shard.model_loader.quantized.quantization import Quantization
-from millrace_shard.model_loader.quantized.quantization_config import read_quantization
-from millrace_shard.model_loader.weights import open_files
 from millrace_shard.models.quantized.named_linears import NamedLinear, named_linears
 from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.weights.gguf.files import GgufFiles
+from millrace_shard.weights.quantized.linear_reader import LinearReader
+from millrace_shard.weights.quantized.made_at_load import MadeAtLoad, made_at_load
+from millrace_shard.weights.quantized.module_tensors import Cut
+from millrace_shard.weights.quantized.quantization import Quantization
+from millrace_shard.weights.quantized.quantization_config import read_quantization
+from millrace_shard.weights.weights import open_files
 
 ROWS = 64
 """Outputs that are read of a linear: zero points that are all 0 in them are so in the others."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from millrace_shard.model_loader.quantized.made_at_load import MadeAtLoad, made_at_load
-from millrace_shard.model_loader.quantized.quantization import Quantization
-from millrace_shard.model_loader.quantized.quantization_config import read_quantization
 from millrace_shard.models.quantized.named_linears import expert_linears, named_linears
 from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.weights.quantized.made_at_load import MadeAtLoad, made_at_load
+from millrace_shard.weights.quantized.quantization import Quantization
+from millrace_shard.weights.quantized.quantization_config import read_quantization
 
 logger = logging.getLogger(__name__)
 

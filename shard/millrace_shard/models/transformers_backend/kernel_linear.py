@@ -11,12 +11,12 @@ from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
 from millrace_shard.models.transformers_backend.tensor_parallel.linear_share import LinearShare
 from millrace_shard.models.transformers_backend.tensor_parallel.plan import (
     Style,
     TensorParallelPlan,
 )
+from millrace_shard.weights.unmapped_tensors import TensorUnmapper
 
 
 class KernelLinear(nn.Module):

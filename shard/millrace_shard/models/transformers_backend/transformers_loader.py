@@ -16,9 +16,6 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.model_loader.read_ahead import ReadAhead
-from millrace_shard.model_loader.safetensor_files import SafetensorFiles
-from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
 from millrace_shard.models.interface import ModelInfo
 from millrace_shard.models.kv_scales import read_kv_scales
 from millrace_shard.models.transformers_backend.batch_invariant import (
@@ -39,6 +36,9 @@ from millrace_shard.models.transformers_backend.tensor_parallel.class_split impo
 from millrace_shard.models.transformers_backend.tensor_parallel.plan import TensorParallelPlan
 from millrace_shard.models.transformers_backend.tensor_parallel.split_modules import split_modules
 from millrace_shard.models.transformers_backend.transformers_model import TransformersModel
+from millrace_shard.weights.read_ahead import ReadAhead
+from millrace_shard.weights.safetensor_files import SafetensorFiles
+from millrace_shard.weights.unmapped_tensors import TensorUnmapper
 
 SMALL_BYTES = 128 << 20
 """Size of a checkpoint that is loaded in float32 too for its check."""

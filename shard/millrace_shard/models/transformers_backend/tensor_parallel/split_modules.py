@@ -7,12 +7,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
 from millrace_shard.models.transformers_backend.tensor_parallel.linear_share import part_of
 from millrace_shard.models.transformers_backend.tensor_parallel.plan import (
     Style,
     TensorParallelPlan,
 )
+from millrace_shard.weights.unmapped_tensors import TensorUnmapper
 
 _HALVED = frozenset((Style.PACKED_COLWISE, Style.PACKED_ROWWISE))
 _LAST_AXIS = frozenset((Style.ROWWISE, Style.PACKED_ROWWISE))
