@@ -39,7 +39,7 @@ from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.warmup import MemoryLimits, warm_up
 from millrace_shard.kernels.base import Layer, Layers, Reduce
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.layer.blocks import ComposedBlocks
+from millrace_shard.kernels.layer_blocks import ComposedBlocks
 from millrace_shard.model_runner.runner import StepRunner
 
 READY = "MILLRACE_BENCH_PROFILE"

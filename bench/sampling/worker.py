@@ -21,7 +21,7 @@ from millrace_proto.sampling import Sampling
 from millrace_shard.batch.sequence import PARAMETERS, Sequence
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.masks import RowMasks
+from millrace_shard.kernels.scores import RowMasks
 from millrace_shard.sampling.sampler import Sampler, SamplingRows
 
 NUM_PROMPT = 512

@@ -22,13 +22,13 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits, warm_up
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.runner import StepRunner
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.layer_loader import LayerLoader
-from millrace_shard.models.rope_tables import RopeTables
+from millrace_shard.models.rope import RopeTables
 
 STEPS_IN_FLIGHT = 2
 """Steps in flight, as in the router."""

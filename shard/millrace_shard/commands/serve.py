@@ -31,25 +31,22 @@ from millrace_shard.config import ShardConfig
 from millrace_shard.device.one_shot import SymmetricMemory
 from millrace_shard.device.process_group import GroupError, ProcessGroup, RanksMissing
 from millrace_shard.device.resources import usable_cores
-from millrace_shard.engine.adapter_memory import AdapterMemory
 from millrace_shard.engine.engine import Engine
-from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.engine.loaded_model import AdapterMemory, LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.errors import EngineEnded, ModelError, UnsupportedModel
-from millrace_shard.kernels.kv.codes import cache_dtype_name, is_coded
+from millrace_shard.kernels.kv_cache import cache_dtype_name, is_coded
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.logs import configure
 from millrace_shard.models.interface import ModelInfo
 from millrace_shard.models.load import load_model
-from millrace_shard.models.rope_override import RopeOverride
+from millrace_shard.models.rope import RopeOverride
 from millrace_shard.process import die_with_parent, end_in
 from millrace_shard.sampling.watermark import Watermark
-from millrace_shard.server.credentials import server_credentials
+from millrace_shard.server.address import SocketFile, for_this_user_only, server_credentials
 from millrace_shard.server.service import ShardService, new_server
-from millrace_shard.server.socket_file import SocketFile, for_this_user_only
-from millrace_shard.speculation.checkpoints import Checkpoints, find_draft
+from millrace_shard.speculation.checkpoints import Checkpoints, find_draft, is_medusa
 from millrace_shard.speculation.loading import SpeculationLoader
-from millrace_shard.speculation.medusa_config import is_medusa
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.manager import GrammarManager
 from millrace_shard.variables import Variables

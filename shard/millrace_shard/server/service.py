@@ -16,8 +16,7 @@ from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_proto.sequence import Grammar
 from millrace_shard.batch.step import StepReply
-from millrace_shard.engine.adapter_loading import AdapterLoading
-from millrace_shard.engine.engine import Engine
+from millrace_shard.engine.engine import AdapterLoading, Engine
 from millrace_shard.engine.kv_capacity import CapacityError
 from millrace_shard.errors import AdapterInvalid, AdapterMemoryFull, EngineEnded, WrongEpoch
 from millrace_shard.server.wire import (
@@ -28,8 +27,8 @@ from millrace_shard.server.wire import (
     step_from_pb,
     warmup_from_pb,
 )
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar_process import CompilerBusy
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.manager import NO_GRAMMARS
 
 SERVER_OPTIONS = (

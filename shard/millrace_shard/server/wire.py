@@ -28,7 +28,7 @@ from millrace_shard.batch.step import (
 from millrace_shard.engine.engine import Progress
 from millrace_shard.engine.kv_capacity import Capacity, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
-from millrace_shard.kernels.kv.codes import cache_dtype_name
+from millrace_shard.kernels.kv_cache import cache_dtype_name
 
 KINDS = {
     FailureKind.FAILED: pb.StepError.KIND_FAILED,

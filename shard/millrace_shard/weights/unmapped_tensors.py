@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from millrace_shard.device.staged_copies import copy_to
+from millrace_shard.device.transfers import copy_to
 from millrace_shard.weights.read_ahead import LoadProgress, ReadAhead
 from millrace_shard.weights.safetensor_files import MappedFiles, release_pages
 

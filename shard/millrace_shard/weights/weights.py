@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.device.staged_copies import copy_to
+from millrace_shard.device.transfers import copy_to
 from millrace_shard.errors import WeightsError
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_shard.weights.gguf.files import MODEL, GgufFiles
 from millrace_shard.weights.quantized.fp4 import read_expert

@@ -8,7 +8,7 @@ import pytest
 
 from millrace_proto.sampling import Sampling
 from millrace_shard.batch.step import Forward, StepResult
-from millrace_shard.speculation.factory import Speculation
+from millrace_shard.speculation.loading import Speculation
 from millrace_testing.engines.engine_driver import PROMPT, Driver, forward, ints
 from millrace_testing.engines.fake_engine import greedy, logits_for
 

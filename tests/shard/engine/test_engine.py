@@ -12,7 +12,7 @@ import torch
 
 from millrace_proto.sampling import Sampling
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.batch_limits import BatchLimits
+from millrace_shard.batch.device_tables import BatchLimits
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import (
     BatchChange,

@@ -17,8 +17,11 @@ from millrace_shard.models.interface import KVLayer
 from millrace_shard.models.load import load_model
 from millrace_shard.models.transformers_backend import supported, transformers_model
 from millrace_shard.models.transformers_backend.paged_attention import NAME, attending
-from millrace_shard.models.transformers_backend.shape_probe import ShapeProbe
-from millrace_shard.models.transformers_backend.supported import SUPPORTED, check_supported
+from millrace_shard.models.transformers_backend.supported import (
+    SUPPORTED,
+    ShapeProbe,
+    check_supported,
+)
 from millrace_shard.weights.read_ahead import ReadAhead
 from millrace_shard.weights.unmapped_tensors import TensorUnmapper
 from millrace_testing.engines.kernels import KERNELS, make_kernels

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from millrace_proto.sampling import Sampling
 from millrace_shard.batch.sequence import PARAMETERS, Sequence
-from millrace_shard.sampling import candidates
-from millrace_shard.sampling.candidates import NUM_CANDIDATES, CandidateWarpers, find_candidates
+from millrace_shard.sampling import warpers as warpers_module
 from millrace_shard.sampling.warpers import (
+    NUM_CANDIDATES,
+    CandidateWarpers,
     apply_temperature,
+    find_candidates,
     keep_min_p,
     keep_top_k,
     keep_top_p,
@@ -99,8 +101,8 @@ def test_complete_rows_keep_what_is_kept_over_the_vocabulary(
     chosen = data.draw(st.lists(kinds, min_size=len(table), max_size=len(table)))
     scores = torch.tensor(table)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates, "NUM_CANDIDATES", 8)
-        patch.setattr(candidates, "BLOCKS", (2,))
+        patch.setattr(warpers_module, "NUM_CANDIDATES", 8)
+        patch.setattr(warpers_module, "BLOCKS", (2,))
         warpers = CandidateWarpers(parameters_of(chosen), torch.device("cpu"))
         has_mass = not chosen[0].top_k
         found = find_candidates(scores, warpers.temperature if has_mass else None)

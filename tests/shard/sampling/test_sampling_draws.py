@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from millrace_proto.sampling import Sampling
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.sampling.fixed_point import uniforms
 from millrace_shard.sampling.sampler import Sampler, SamplingRows
+from millrace_shard.sampling.thresholds import uniforms
 from millrace_testing.engines.sampling_driver import going
 from millrace_testing.engines.sampling_reference import Row, probabilities, splitmix64, warped
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from millrace_proto.sampling import Sampling
 from millrace_shard.batch.sequence import PARAMETERS
 from millrace_shard.batch.sequence import Sequence as Admitted
-from millrace_shard.kernels.masks import RowMasks
+from millrace_shard.kernels.scores import RowMasks
 from millrace_shard.sampling import processors
 from millrace_shard.sampling.sampler import Sampler, SamplingRows
 

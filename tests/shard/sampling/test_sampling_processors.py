@@ -15,8 +15,8 @@ from torch import Tensor
 
 from millrace_proto.sampling import Sampling
 from millrace_shard.kernels.build import BuildError, load_operators
-from millrace_shard.kernels.masks import MaskTable, RowMasks
-from millrace_shard.sampling.biases import BiasTable
+from millrace_shard.kernels.scores import MaskTable, RowMasks
+from millrace_shard.sampling.penalties import BiasTable
 from millrace_shard.sampling.watermark import Watermark
 from millrace_testing.engines.sampling_driver import sample
 from millrace_testing.engines.sampling_reference import Row, is_green
@@ -35,7 +35,7 @@ def forbid(
         except BuildError as error:
             pytest.skip(str(error))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("millrace_shard.kernels.masks.operators_loaded", lambda: compiled)
+        patch.setattr("millrace_shard.kernels.scores.operators_loaded", lambda: compiled)
         MaskTable(CPU).forbid(scores, masks, most_elements=most_elements)
 
 

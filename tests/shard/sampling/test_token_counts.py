@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millrace_proto.sampling import Sampling
 from millrace_shard.batch.sequence import PARAMETERS, Sequence
-from millrace_shard.sampling.biases import BiasTable
+from millrace_shard.sampling.penalties import BiasTable
 from millrace_shard.sampling.processors import Processors
 from millrace_shard.sampling.sampling_rows import RowGroups, SamplingRows
 from millrace_shard.sampling.watermark import Watermark
@@ -22,7 +22,7 @@ from millrace_shard.sampling.watermark import Watermark
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.cuda import triton_penalties
-from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
+from millrace_shard.kernels.cuda.operators import TritonSampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, NUM_SLOTS, LENGTH = 40, 4, 64

@@ -23,11 +23,10 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.factory import Speculation
-from millrace_shard.speculation.loading import SpeculationLoader
+from millrace_shard.speculation.loading import Speculation, SpeculationLoader
 from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.multi_token import (
     FakeGrammars,

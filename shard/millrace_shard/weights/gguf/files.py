@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.errors import WeightsError
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.gguf.block_formats import BlockCodes, BlockFormat
 from millrace_shard.weights.gguf.header import GgufHeader, StoredTensor
 from millrace_shard.weights.gguf.metadata import Metadata

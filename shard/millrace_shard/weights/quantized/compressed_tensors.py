@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.fp4 import Mxfp4Linear, Nvfp4Linear
 from millrace_shard.weights.quantized.fp8 import Fp8Linear, block_of
 from millrace_shard.weights.quantized.gptq import input_order

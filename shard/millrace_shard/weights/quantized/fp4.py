@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.fp8 import EXACT
 from millrace_shard.weights.quantized.module_tensors import Cut, Groups, ModuleTensors, Shape, Span
 from millrace_shard.weights.quantized.quantization import Quantization

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.module_tensors import Cut, Groups, ModuleTensors
 from millrace_shard.weights.quantized.quantization import Quantization
 from millrace_shard.weights.quantized.settings import Settings

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.module_tensors import KINDS, Cut, ModuleTensors
 from millrace_shard.weights.quantized.quantization import Quantization
 from millrace_shard.weights.safetensor_files import SafetensorFiles

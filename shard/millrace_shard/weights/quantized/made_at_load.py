@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.unpacking import (
     FLOAT8,
     float8_values,

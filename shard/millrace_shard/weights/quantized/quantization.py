@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.module_tensors import (
     SMALLEST_GROUP,
     Cut,

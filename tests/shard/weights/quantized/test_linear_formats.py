@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from millrace_shard.errors import UnsupportedModel, WeightsError
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.linear_reader import LinearReader
 from millrace_shard.weights.quantized.module_tensors import Cut, Span
 from millrace_shard.weights.quantized.quantization_config import read_quantization

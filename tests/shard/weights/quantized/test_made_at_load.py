@@ -11,7 +11,7 @@ from torch import Tensor
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
 from millrace_shard.weights.quantized.made_at_load import (

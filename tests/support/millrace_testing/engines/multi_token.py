@@ -15,11 +15,10 @@ import torch
 from millrace_proto.sampling import Sampling
 from millrace_proto.sequence import Grammar, GrammarKind
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Ids
 from millrace_shard.batch.sequence import Sequence as Admitted
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
-from millrace_shard.batch.step_layout import StepRows
+from millrace_shard.batch.step_layout import DraftTokens, StepRows
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_runner.launched_step import LaunchedStep

@@ -13,20 +13,20 @@ import torch
 from millrace_proto.sampling import Dry, Sampling, SequenceRules
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.batch_limits import BatchLimits
+from millrace_shard.batch.device_tables import BatchLimits
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.model_runner.piecewise_layers import with_pieces
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 from millrace_shard.model_runner.step_planner import StepPlanner
 from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.factory import Speculation
+from millrace_shard.speculation.loading import Speculation
 from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.structured_output.manager import GrammarManager
 from millrace_testing.models.models import save_tiny
