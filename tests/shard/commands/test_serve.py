@@ -23,13 +23,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.__main__ import main
+from millrace_shard.commands.composition import load
 from millrace_shard.commands.device_settings import (
     choose_device,
     choose_dtype,
     graph_settings,
     is_deterministic,
 )
-from millrace_shard.commands.serve import load, serve
+from millrace_shard.commands.serve import serve
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import RanksMissing
 from millrace_shard.engine.engine import Engine
@@ -220,7 +221,7 @@ def test_a_shard_ends_with_its_engine(
             self.close()
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    monkeypatch.setattr("millrace_shard.commands.serve.Engine", DyingEngine)
+    monkeypatch.setattr("millrace_shard.commands.composition.Engine", DyingEngine)
     arguments = ["--device=cpu", "--cpu-threads=1", "--disable-custom-kernels"]
     config = ShardConfig.from_args([str(folder), f"--uds-path={tmp_path}/shard", *arguments])
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_shard.commands.serve import with_folders
+from millrace_shard.commands.composition import with_folders
 from millrace_shard.config import ShardConfig
 from millrace_shard.errors import ModelError
 from millrace_shard.speculation.checkpoints import Checkpoints, find_draft
