@@ -23,7 +23,7 @@ from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
-from millrace_shard.kernels.kv.codes import CACHE_DTYPES
+from millrace_shard.kernels.kv_cache import CACHE_DTYPES
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model

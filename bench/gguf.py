@@ -23,8 +23,8 @@ from bench.harness.server import ServerError
 from bench.peers.engines import OURS
 from millrace.load.levels import Level, closed, parse_level
 from millrace_launcher.host.threads import usable_cores
-from millrace_shard.model_loader.hub import HubSettings, resolve
 from millrace_shard.variables import Variables
+from millrace_shard.weights.hub import HubSettings, resolve
 
 PEER = "llama.cpp"
 LEVELS = (

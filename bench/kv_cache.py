@@ -19,7 +19,7 @@ from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.kv.codes import CACHE_DTYPES
+from millrace_shard.kernels.kv_cache import CACHE_DTYPES
 
 FILLED_AT_ONCE = 8192
 

@@ -24,7 +24,7 @@ TABLES = {
 KERNELS = {
     "shard/millrace_shard/kernels/cuda/triton_attention.py: attend_tiles",
     "shard/millrace_shard/kernels/cuda/triton_attention.py: attend_spans",
-    "shard/millrace_shard/kernels/cuda/quantized/triton_quantized.py: _multiply_codes",
+    "shard/millrace_shard/kernels/cuda/triton_quantized.py: _multiply_codes",
     "shard/millrace_shard/kernels/cuda/triton_rope.py: _rope_store",
     "shard/millrace_shard/kernels/cuda/triton_softmax.py: visit",
 }

@@ -21,13 +21,21 @@ from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Layer, Layers
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import NormWeights
-from millrace_shard.kernels.layer.rotation import Rotation
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
-from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
-from millrace_shard.kernels.lora.lora_site import LoraPart
-from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
+from millrace_shard.kernels.lora.adapter_table import (
+    AdapterRows,
+    AdapterTable,
+    LoraPart,
+    PackedAdapter,
+    PackedPart,
+    running,
+)
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 CPU = torch.device("cpu")

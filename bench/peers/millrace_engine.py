@@ -33,7 +33,7 @@ from millrace_router.shards.step_channel import StepChannel
 from millrace_router.sizing import Deployment, num_slots, prefill_tokens
 from millrace_router.startup import metrics_of
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_shard.commands.serve import load as load_model
+from millrace_shard.commands.composition import load as load_model
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.warmup import MemoryLimits

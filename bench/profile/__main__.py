@@ -33,13 +33,13 @@ from millrace.load.measurement import quantile
 from millrace_launcher.host.threads import usable_cores
 from millrace_shard.batch.sequence import Sequence as ShardSequence
 from millrace_shard.batch.step import BatchChange, Forward
-from millrace_shard.commands.serve import load
+from millrace_shard.commands.composition import load
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.warmup import MemoryLimits, warm_up
 from millrace_shard.kernels.base import Layer, Layers, Reduce
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.layer.blocks import ComposedBlocks
+from millrace_shard.kernels.layer_blocks import ComposedBlocks
 from millrace_shard.model_runner.runner import StepRunner
 
 READY = "MILLRACE_BENCH_PROFILE"

@@ -27,8 +27,8 @@ from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.model_loader.gguf.folder import prepare_gguf
 from millrace_shard.models.load import load_model
+from millrace_shard.weights.gguf.folder import prepare_gguf
 
 LENGTH = 48
 CPU = torch.device("cpu")

@@ -20,15 +20,15 @@ from bench.harness.quiet import Quiet
 from millrace_launcher.host.threads import usable_cores
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
-from millrace_shard.kernels.experts.expert_weights import (
+from millrace_shard.kernels.expert_weights import (
     ExpertsWeights,
     ExpertWeights,
     RouterWeights,
+    RoutingRule,
+    Scoring,
 )
-from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
-from millrace_shard.kernels.layer.activation import Activation, ClampedSwiglu
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
-from millrace_shard.kernels.quantized.code_format import CodeFormat
+from millrace_shard.kernels.layer_weights import Activation, ClampedSwiglu, LinearWeights
+from millrace_shard.kernels.quantized import CodeFormat
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 DTYPE = torch.bfloat16

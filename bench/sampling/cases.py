@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from millrace_shard.batch.sequence import SamplingParameters
+from millrace_proto.sampling import Sampling
 
-Kinds = Callable[[int], list[SamplingParameters]]
+Kinds = Callable[[int], list[Sampling]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Case:
     """Share of the rows with a grammar's mask."""
 
 
-EVERYTHING = SamplingParameters(
+EVERYTHING = Sampling(
     do_sample=True,
     temperature=0.8,
     top_k=50,
@@ -34,15 +34,15 @@ EVERYTHING = SamplingParameters(
     frequency_penalty=0.1,
     presence_penalty=0.1,
 )
-CHAT = SamplingParameters(do_sample=True, temperature=0.7, top_p=0.9)
+CHAT = Sampling(do_sample=True, temperature=0.7, top_p=0.9)
 
 
-def same(kind: SamplingParameters) -> Kinds:
+def same(kind: Sampling) -> Kinds:
     """The same parameters for all rows, with different seeds."""
     return lambda count: [replace(kind, seed=seed) for seed in range(count)]
 
 
-def mixed(count: int) -> list[SamplingParameters]:
+def mixed(count: int) -> list[Sampling]:
     """Different parameters in every row, with every combination of processors."""
     switches = list(product((False, True), repeat=5))
     kinds = []
@@ -50,7 +50,7 @@ def mixed(count: int) -> list[SamplingParameters]:
         by_rank, by_mass, typical, penalised, sampled = switches[i * 11 % len(switches)]
         part = i / count
         kinds.append(
-            SamplingParameters(
+            Sampling(
                 do_sample=sampled,
                 seed=i,
                 temperature=0.5 + part if sampled else 1.0,
@@ -65,7 +65,7 @@ def mixed(count: int) -> list[SamplingParameters]:
     return kinds
 
 
-def mixed_with_all(count: int) -> list[SamplingParameters]:
+def mixed_with_all(count: int) -> list[Sampling]:
     """The same, and every fourth with min-p, every eighth with 300 biases, every sixteenth watermarked."""
     bias = tuple((7 * i, math.sin(i)) for i in range(300))
     return [
@@ -80,7 +80,7 @@ def mixed_with_all(count: int) -> list[SamplingParameters]:
 
 
 CASES = (
-    Case(name="greedy", kinds=same(SamplingParameters())),
+    Case(name="greedy", kinds=same(Sampling())),
     Case(name="temperature and top-p (chat)", kinds=same(CHAT)),
     Case(name="temperature alone", kinds=same(replace(CHAT, top_p=1.0))),
     Case(name="top-k 50", kinds=same(replace(CHAT, top_p=1.0, top_k=50))),

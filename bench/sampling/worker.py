@@ -17,10 +17,11 @@ from torch import Tensor
 
 from bench.kernels import Model, Shape
 from bench.sampling.cases import CASES, Case
-from millrace_shard.batch.sequence import PARAMETERS, SamplingParameters, Sequence
+from millrace_proto.sampling import Sampling
+from millrace_shard.batch.sequence import PARAMETERS, Sequence
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.masks import RowMasks
+from millrace_shard.kernels.scores import RowMasks
 from millrace_shard.sampling.sampler import Sampler, SamplingRows
 
 NUM_PROMPT = 512
@@ -40,7 +41,7 @@ def scores(num_rows: int, vocab: int, *, is_flat: bool) -> Tensor:
     return noise.bfloat16().float()
 
 
-def rows_of(kinds: list[SamplingParameters], vocab: int) -> tuple[Tensor, SamplingRows]:
+def rows_of(kinds: list[Sampling], vocab: int) -> tuple[Tensor, SamplingRows]:
     """The token table, and the rows."""
     length = NUM_PROMPT + NUM_GENERATED
     history = np.random.default_rng(1).integers(0, vocab, (len(kinds), length + 8))

@@ -13,7 +13,7 @@ from bench.startup import MB, Start, Starts, kv_bytes, loading_seconds, peak_byt
 def test_the_loading_time_is_that_of_the_log() -> None:
     lines = [
         "Starting shard 0",
-        "  INFO millrace_shard.commands.serve: weights loaded in 1.25 s, 7 MB",
+        "  INFO millrace_shard.commands.composition: weights loaded in 1.25 s, 7 MB",
         "",
     ]
     assert loading_seconds(lines) == 1.25

@@ -14,6 +14,7 @@ import torch
 from bench.peers.in_process import InProcessShard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from millrace_proto.sampling import Sampling
 from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
 from millrace_router.engine.in_flight import InFlight
@@ -28,7 +29,7 @@ from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.entry import Entry
-from millrace_router.request.request import SamplingParameters, SchedulingParameters, ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
@@ -49,10 +50,10 @@ from millrace_testing.router.fake_router import collect, tiny_tokenizer
 VOCAB_SIZE = 97
 NUM_NEW, FEW_NEW = 40, 12
 SAMPLING = (
-    SamplingParameters(),
-    SamplingParameters(do_sample=True, seed=5, temperature=1.2, top_p=0.9),
-    SamplingParameters(repetition_penalty=1.3, frequency_penalty=0.4, openai_frequency_penalty=0.5),
-    SamplingParameters(do_sample=True, seed=2**63 + 1, top_k=20, presence_penalty=0.7),
+    Sampling(),
+    Sampling(do_sample=True, seed=5, temperature=1.2, top_p=0.9),
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.4, openai_frequency_penalty=0.5),
+    Sampling(do_sample=True, seed=2**63 + 1, top_k=20, presence_penalty=0.7),
 )
 Found = tuple[tuple[tuple[int, float], ...], tuple[float, ...]]
 """(token, logprob) of each, and the prompt's logprobs where they were asked for."""

@@ -15,7 +15,7 @@ from millrace_router.reasoning.splitter import Start
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_shard.structured_output.grammar.grammar_source import lark_of
+from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import load_vocabulary
 from millrace_testing.engines.grammars import lark, mask_of

@@ -19,7 +19,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
-from millrace_shard.server.credentials import CredentialsError, is_local, server_credentials
+from millrace_shard.server.address import CredentialsError, is_local, server_credentials
 from millrace_shard.server.service import ShardService, new_server
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel, fake_kernels
 from millrace_testing.launcher.certificates import Certificate, certificate

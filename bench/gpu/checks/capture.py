@@ -18,9 +18,9 @@ from bench.harness.checkpoints import Shape
 from millrace_shard.batch.step import StepResult
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.interface import CausalModel, MakeLayers
 
 NUM_STEPS = 2

@@ -9,10 +9,10 @@ from bench.gpu.engine.scale import Scale
 from bench.gpu.engine.session import Session
 from bench.gpu.figures import check
 from bench.gpu.setting import Emit, Setting
-from millrace_shard.batch.sequence import SamplingParameters
+from millrace_proto.sampling import Sampling
 from millrace_shard.device.failures import is_out_of_memory
 
-EVERYTHING = SamplingParameters(
+EVERYTHING = Sampling(
     temperature=0.9,
     top_p=0.9,
     typical_p=0.95,

@@ -11,11 +11,11 @@ from transformers import AutoConfig, PretrainedConfig
 
 from bench.harness.checkpoints import INITIALIZER_RANGE, Shape, describe
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.device.staged_copies import copy_directly
+from millrace_shard.device.transfers import copy_directly
 from millrace_shard.errors import WeightsError
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
-from millrace_shard.model_loader.quantized.cut import Cut
-from millrace_shard.model_loader.weights import Weights
+from millrace_shard.kernels.quantized import QuantizedTensor
+from millrace_shard.weights.quantized.module_tensors import Cut
+from millrace_shard.weights.weights import Weights
 
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -14,25 +14,26 @@ from bench.gpu.engine.kernels import kernels_for
 from bench.gpu.engine.random_weights import RandomWeights, read_description
 from bench.gpu.engine.scale import Scale
 from bench.harness.checkpoints import Shape
-from millrace_shard.batch.sequence import SamplingParameters, Sequence
+from millrace_proto.sampling import Sampling
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits, warm_up
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.runner import StepRunner
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.layer_loader import LayerLoader
-from millrace_shard.models.rope_tables import RopeTables
+from millrace_shard.models.rope import RopeTables
 
 STEPS_IN_FLIGHT = 2
 """Steps in flight, as in the router."""
 DTYPE = torch.bfloat16
-GREEDY = SamplingParameters()
+GREEDY = Sampling()
 SEED = 0
 
 
@@ -145,7 +146,7 @@ class Session:
         length: int,
         *,
         room: int,
-        parameters: SamplingParameters = GREEDY,
+        parameters: Sampling = GREEDY,
     ) -> list[StepResult]:
         """Compute `rows` more prompts of `length` in as few steps as allowed, with room for `room` more tokens each."""
         at_once = max(1, self._max_prefill_tokens // length)
@@ -202,9 +203,7 @@ class Session:
         times.forward.append(timings.forward_ns / 1e6)
         times.sampling.append(timings.decode_ns / 1e6)
 
-    def _admission(
-        self, rows: int, length: int, room: int, parameters: SamplingParameters
-    ) -> Forward:
+    def _admission(self, rows: int, length: int, room: int, parameters: Sampling) -> Forward:
         slots = np.arange(rows) + len(self._lengths)
         vocab_size = self._runner.batch.limits.vocab_size
         # One of the tokens submitted ahead may be stored past the reserved room.

@@ -86,6 +86,23 @@ class RequestModel(BaseModel):
     """Whether its fields are of no interest: what it stands for is left out of the prompt as a whole."""
 
 
+class SamplingModel(RequestModel):
+    """The sampling parameters that mean the same on TGI's and OpenAI's routes; null means absent."""
+
+    temperature: Float32 | None = None
+    top_k: Int32 | None = None
+    """On OpenAI's routes, 0 and -1 are no restriction."""
+    top_p: Float32 | None = None
+    min_p: Float32 | None = None
+    """Neither in TGI nor in OpenAI's: no token is drawn that is less likely than this share of the likeliest one."""
+    repetition_penalty: Float32 | None = None
+    """Not in OpenAI's."""
+
+    def shared_sampling(self) -> dict[str, Any]:
+        """These parameters by their names, which are those of a `GenerationRequest`."""
+        return {name: getattr(self, name) for name in SamplingModel.model_fields}
+
+
 Ids = Annotated[list[UInt32], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 IdLists = Annotated[list[Ids], Field(min_length=1, fail_fast=True)]

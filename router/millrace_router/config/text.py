@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, field_validator
 from pydantic_settings import NoDecode
 
+from millrace_proto.sampling import SamplingPresets
 from millrace_router.config.values import split_commas
+
+DEFAULTED = [field.name for field in fields(SamplingPresets)]
 
 
 class TextFlags(BaseModel):
@@ -97,7 +101,7 @@ class TextFlags(BaseModel):
     generation_config: Literal["auto", "off"] = Field(
         default="auto",
         description="Whether the model's generation_config.json gives defaults for what requests to OpenAI's and"
-        " Anthropic's routes leave out: temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens.",
+        f" Anthropic's routes leave out: {', '.join(DEFAULTED)}, max_new_tokens.",
     )
     task: Annotated[tuple[Literal["auto", "generate", "embed", "score"], ...], NoDecode] = Field(
         default=("auto",),

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 
-from millrace_router.request.request import NO_RULES, SchedulingParameters, ValidRequest
+from millrace_proto.sampling import NO_RULES
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 
 REFUSED_SECONDS = 600.0
 """How long equal requests are refused. Clients retry much sooner; after this time restarted shards may succeed."""

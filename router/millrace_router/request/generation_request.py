@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from millrace_proto.sampling import SamplingRequest
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.request import Grammar, Pooling, SchedulingParameters
@@ -41,7 +42,7 @@ class DryRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
+class GenerationRequest(SamplingRequest):
     """One generation as a client asks for it; None leaves the choice to the server."""
 
     prompt: str | tuple[int, ...] = ""
@@ -61,14 +62,6 @@ class GenerationRequest:
     best_of: int | None = None
     do_sample: bool = False
     seed: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    typical_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    """TGI's, over the prompt and the answer."""
     openai_frequency_penalty: float = 0.0
     """OpenAI's, over the answer."""
     presence_penalty: float = 0.0
@@ -79,9 +72,6 @@ class GenerationRequest:
     """The only tokens that may be drawn; empty: all."""
     bad_words: tuple[str, ...] = ()
     """Texts that the generated text may not have, as their tokens."""
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float = 0.1
     dry: DryRequest | None = None
     watermark: bool = False
     grammar: RawGrammar | Grammar | None = None

@@ -17,7 +17,6 @@ from millrace_router.shards.wire import (
     Capacity,
     ShardInfo,
     capacity_from_pb,
-    grammar_to_pb,
     info_from_pb,
 )
 
@@ -102,7 +101,7 @@ class ShardGroup:
 
     async def compile_grammar(self, grammar: Grammar) -> str | None:
         """Have rank 0 compile `grammar`; the reason of a refusal, or None."""
-        request = pb.CompileGrammarRequest(grammar=grammar_to_pb(grammar))
+        request = pb.CompileGrammarRequest(grammar=grammar.to_pb(pb.Grammar()))
         (answer,) = await self._all([self._shards[0].compile_grammar(request)])
         return answer.error if answer.HasField("error") else None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from millrace_proto.sampling import Dry, SequenceRules
 from millrace_router.errors import ValidationError
 from millrace_router.request.generation_request import DryRequest, GenerationRequest
-from millrace_router.request.request import Dry, SequenceRules
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 
 MAX_BAD_WORDS = 64

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
+from millrace_proto.sampling import NO_RULES, SequenceRules
 from millrace_router.errors import ValidationError
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import NO_RULES, Grammar, SequenceRules, Task, ValidRequest
+from millrace_router.request.request import Grammar, Task, ValidRequest
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.validation import rules
@@ -104,7 +105,7 @@ class Validator:
         valid = ValidRequest(
             input_ids=input_ids,
             max_new_tokens=max_new_tokens,
-            sampling=replace(rules.sampling_from(request), rules=sequence_rules),
+            sampling=rules.sampling_from(request, sequence_rules),
             stop_sequences=request.stop,
             ignore_eos=request.ignore_eos,
             stop_token_ids=tuple(sorted(set(request.stop_token_ids))),

@@ -16,12 +16,12 @@ from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.kernels.quantized.code_format import CodeFormat
-from millrace_shard.model_loader.quantized.quantization_config import is_quantized
+from millrace_shard.kernels.quantized import CodeFormat
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import check_model
-from millrace_shard.models.quantized.code_formats import code_formats
-from millrace_shard.speculation.medusa_config import is_medusa
+from millrace_shard.models.quantized import code_formats
+from millrace_shard.speculation.checkpoints import is_medusa
+from millrace_shard.weights.quantized.quantization_config import is_quantized
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from millrace_shard.errors import ModelError
-from millrace_shard.model_loader.checkpoint_files import INDEX, SINGLE
+from millrace_shard.weights.checkpoint_files import INDEX, SINGLE
 
 MAX_FILE_BYTES = 5_000_000_000
 # The errors of torch's restricted unpickler for bytes that are not a checkpoint; it validates little.

@@ -8,9 +8,12 @@ import torch
 
 from millrace_shard.config import ShardConfig
 from millrace_shard.errors import ModelError
-from millrace_shard.kernels.kv.codes import CACHE_DTYPES
-from millrace_shard.model_runner.graph_capture import CudaCapture
-from millrace_shard.model_runner.graph_settings import GraphSettings, ends_failed_captures
+from millrace_shard.kernels.kv_cache import CACHE_DTYPES
+from millrace_shard.model_runner.graph_capture import (
+    CudaCapture,
+    GraphSettings,
+    ends_failed_captures,
+)
 from millrace_shard.models.description import ModelDescription
 
 FLOAT16_OVERFLOWS = ("gemma2", "glm4")

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from millrace_shard.config import log_level
 from millrace_shard.errors import ModelError
 from millrace_shard.logs import configure
-from millrace_shard.model_loader.download_progress import REPORT_SECONDS
-from millrace_shard.model_loader.hub import HubSettings
 from millrace_shard.speculation.checkpoints import Checkpoints
 from millrace_shard.variables import Variables
+from millrace_shard.weights.download import REPORT_SECONDS
+from millrace_shard.weights.hub import HubSettings
 
 SAFETENSORS = ".safetensors"
 

@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from millrace_shard.errors import ModelError, WeightsError
-from millrace_shard.model_loader.gguf.files import MODEL
-from millrace_shard.model_loader.hub import HubSettings, resolve
-from millrace_shard.model_loader.safetensor_files import SafetensorFiles
 from millrace_shard.models.description import read_any_config
 from millrace_shard.variables import Variables
+from millrace_shard.weights.gguf.files import MODEL
+from millrace_shard.weights.hub import HubSettings, resolve
+from millrace_shard.weights.safetensor_files import SafetensorFiles
 
 
 class QuestionError(ModelError):

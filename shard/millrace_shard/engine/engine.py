@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.batch.step import (
     FailureKind,
     Filter,
@@ -30,14 +31,59 @@ from millrace_shard.batch.step import (
 )
 from millrace_shard.device.failures import clear_frames, is_lost, is_out_of_memory
 from millrace_shard.device.process_group import CollectiveError
-from millrace_shard.engine.epoch import Epoch
 from millrace_shard.engine.kv_capacity import Capacity, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.threads import EngineThreads
 from millrace_shard.engine.warmup import MemoryLimits, WarmedUp, warm_up
 from millrace_shard.errors import EngineEnded, StepInvalid, WrongEpoch
-from millrace_shard.model_runner.graph_settings import GraphSettings, empty_cache
+from millrace_shard.model_runner.graph_capture import GraphSettings, empty_cache
 from millrace_shard.model_runner.launched_step import LaunchedStep
+
+
+class Epoch:
+    """The open epoch, if any. `Open` starts the next one, even after a failure."""
+
+    def __init__(self) -> None:
+        self._epoch: int | None = None
+        self._number = 0
+        self._has_failed = False
+        self.last_answered = 0
+
+    def is_current(self, epoch: int) -> bool:
+        """Whether `epoch` is the open one."""
+        return self._epoch == epoch
+
+    def refusal(self, step: Step) -> str | None:
+        """The reason not to run `step`; None accepts the step and counts it."""
+        if isinstance(step.work, Open):
+            if step.number != 0 or step.epoch == self._epoch:
+                return f"an epoch opens once, with step 0, not with step {step.number}"
+            self._epoch, self._number, self._has_failed = step.epoch, 0, False
+            return None
+        if step.epoch != self._epoch:
+            return f"epoch {step.epoch} is not open"
+        if self._has_failed:
+            return "an earlier step of this epoch failed"
+        if step.number != self._number + 1:
+            return f"step {step.number} instead of {self._number + 1}"
+        self._number += 1
+        return None
+
+    def answered(self, step: Step) -> None:
+        """Count the answer to `step`, if the step was accepted."""
+        if step.epoch == self._epoch and step.number <= self._number:
+            self.last_answered = step.number
+
+    def fail(self, epoch: int) -> None:
+        """A step of `epoch` failed."""
+        if epoch == self._epoch:
+            self._has_failed = True
+
+    def end(self) -> None:
+        """Close the epoch."""
+        self._epoch = None
+        self._has_failed = False
+
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -297,3 +343,35 @@ class Engine:
             self._last_progress_ns = time.monotonic_ns()
             self._epoch.answered(step)
         future.set_result(StepReply(step.epoch, step.number, outcome))
+
+
+class AdapterLoading:
+    """Loads adapters into the slots of an engine's model. Methods raise WrongEpoch, and EngineEnded with the engine."""
+
+    def __init__(self, engine: Engine, store: AdapterStore) -> None:
+        self._engine = engine
+        self._store = store
+
+    def load(self, epoch: int, slot: int, digest: str) -> None:
+        """Put the adapter `digest` into `slot`, in place of another one; returns when it is there.
+
+        Raises AdapterInvalid and AdapterMemoryFull, and then the slot is as before.
+        """
+        self._engine.check_epoch(epoch)
+        with self._store.loading():
+            if self._store.holds(slot, digest):
+                return
+            adapter = self._store.read(slot, digest, partial(self._between_steps, epoch))
+            try:
+                self._between_steps(epoch, partial(self._store.put, slot, adapter))
+            except BaseException:
+                self._store.discard(slot, adapter)
+                raise
+
+    def unload(self, epoch: int, slot: int) -> None:
+        """Empty `slot`; returns when it is empty."""
+        self._between_steps(epoch, partial(self._store.remove, slot))
+
+    def _between_steps(self, epoch: int, change: Callable[[], None]) -> None:
+        """Run `change` on the engine thread, and wait for it."""
+        self._engine.between_steps(epoch, change).result()

@@ -13,16 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace_shard.kernels import experts_agreement
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache
-from millrace_shard.kernels.experts import experts_agreement
-from millrace_shard.kernels.greedy import choose_greedy
-from millrace_shard.kernels.layer.blocks import ComposedBlocks
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
-from millrace_shard.kernels.layer.rotation import Rotation
+from millrace_shard.kernels.layer_blocks import ComposedBlocks
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.kernels.masks import MaskTable, RowMasks
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    HeadNorms,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.scores import MaskTable, RowMasks, choose_greedy
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 QUERIES = (70, 1, 9)

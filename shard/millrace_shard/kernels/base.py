@@ -9,12 +9,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights, MixtureWeights
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import HeadNorms
-from millrace_shard.kernels.lora.lora_site import LoraSite
+from millrace_shard.kernels.expert_weights import ExpertsWeights, MixtureWeights
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    HeadNorms,
+    LinearWeights,
+    MlpWeights,
+)
+from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.kernels.sampling_kernels import SamplingKernels
+from millrace_shard.kernels.scores import SamplingKernels
 
 
 @dataclass(frozen=True, slots=True)

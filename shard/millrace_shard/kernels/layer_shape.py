@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from millrace_shard.kernels.quantized.code_format import CodeFormat
+from millrace_shard.kernels.quantized import CodeFormat
 
 AttentionKind = tuple[int | None, float | None]
 """Window and soft cap of a layer's attention."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.kv.rows import read_blocks
+from millrace_shard.kernels.kv_cache import read_blocks
 from millrace_shard.kernels.ragged import RaggedBatch
 
 QUERY_TILE = 16

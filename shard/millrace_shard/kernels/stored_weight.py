@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace_shard.device.staged_copies import Copy, copy_directly
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.device.transfers import Copy, copy_directly
+from millrace_shard.kernels.quantized import QuantizedTensor
 
 ELEMENTS_PER_PASS = 1 << 18
 """Elements that are widened to float32 at a time: intermediate tensors stay in the cache."""

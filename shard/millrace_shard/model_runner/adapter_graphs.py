@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.kernels.lora.adapter_rows import BLOCK_ROWS, AdapterRows, most_blocks
-from millrace_shard.kernels.lora.adapter_table import AdapterTable
+from millrace_shard.kernels.lora.adapter_table import (
+    BLOCK_ROWS,
+    AdapterRows,
+    AdapterTable,
+    most_blocks,
+)
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun
-from millrace_shard.model_runner.graph_capture import Capture, Captured
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import Capture, Captured, GraphSettings
 
 KIND = "CUDA graphs of decodes with adapters"
 

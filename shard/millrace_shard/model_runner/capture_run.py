@@ -14,8 +14,12 @@ from torch import Tensor
 
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.device.process_group import CollectiveError, ProcessGroup
-from millrace_shard.model_runner.graph_capture import Capture, CaptureError
-from millrace_shard.model_runner.graph_settings import GraphSettings, empty_cache
+from millrace_shard.model_runner.graph_capture import (
+    Capture,
+    CaptureError,
+    GraphSettings,
+    empty_cache,
+)
 
 Graph = TypeVar("Graph")
 logger = logging.getLogger(__name__)

@@ -21,12 +21,11 @@ from millrace_shard.batch.batch import Batch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.transfers import upload_columns, upload_columns_into, upload_into
 from millrace_shard.kernels.base import Kernels, LayerCache
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.adapter_graphs import AdaptedWork, AdapterGraphs
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun, check_equal
-from millrace_shard.model_runner.graph_capture import Capture, Captured
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import Capture, Captured, GraphSettings
 from millrace_shard.model_runner.token_graphs import NUM_INPUTS, Choice, TokenGraphs
 from millrace_shard.model_runner.trial_sequence import TrialSequence, trial_sequence
 from millrace_shard.models.interface import CausalModel

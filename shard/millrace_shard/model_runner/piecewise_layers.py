@@ -17,11 +17,10 @@ from torch import Tensor
 from millrace_shard.batch.batch import Batch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache, Layers, Reduce
-from millrace_shard.kernels.layer.blocks import ComposedAttention
+from millrace_shard.kernels.layer_blocks import ComposedAttention
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun, check_equal
-from millrace_shard.model_runner.graph_capture import Capture, Captured
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import Capture, Captured, GraphSettings
 from millrace_shard.model_runner.trial_sequence import trial_sequence
 from millrace_shard.models.interface import CausalModel
 

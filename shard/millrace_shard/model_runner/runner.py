@@ -13,17 +13,20 @@ from torch import Tensor
 
 from millrace_shard.arrays import Ints, no_ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward
-from millrace_shard.batch.step_layout import StepLayout
+from millrace_shard.batch.step_layout import DraftTokens, StepLayout
 from millrace_shard.batch.step_tokens import StepTokens, expected
 from millrace_shard.device.stopwatch import DeviceProgress, Stopwatch
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
-from millrace_shard.model_runner.launched_step import LaunchedStep
-from millrace_shard.model_runner.pooled_rows import PooledRows, pooled_rows
-from millrace_shard.model_runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from millrace_shard.model_runner.launched_step import (
+    LaunchedStep,
+    PooledRows,
+    PromptLogprobs,
+    pooled_rows,
+    prompt_logprobs,
+)
 from millrace_shard.model_runner.step_inputs import StepInputs, upload_inputs
 from millrace_shard.model_runner.step_planner import StepPlan, StepPlanner
 from millrace_shard.model_runner.token_graphs import Choice
@@ -32,8 +35,7 @@ from millrace_shard.sampling.sampler import Sampled, Sampler
 from millrace_shard.sampling.sampling_rows import SamplingRows
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.speculation.proposer import Proposer
-from millrace_shard.structured_output.manager import GrammarManager
-from millrace_shard.structured_output.step_masks import GrammarConstraints, StepMasks
+from millrace_shard.structured_output.manager import GrammarConstraints, GrammarManager, StepMasks
 
 logger = logging.getLogger(__name__)
 

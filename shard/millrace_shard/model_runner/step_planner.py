@@ -9,11 +9,9 @@ import numpy as np
 
 from millrace_shard.arrays import Ints, no_ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.draft_tokens import DraftTokens
-from millrace_shard.batch.pending_verification import PendingVerification
 from millrace_shard.batch.step import Forward
-from millrace_shard.batch.step_layout import MultiTokenRows, StepLayout, StepRows
-from millrace_shard.batch.step_tokens import StepTokens
+from millrace_shard.batch.step_layout import DraftTokens, MultiTokenRows, StepLayout, StepRows
+from millrace_shard.batch.step_tokens import PendingVerification, StepTokens
 from millrace_shard.speculation.proposer import Proposer
 
 

@@ -13,13 +13,12 @@ from torch import Tensor
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache, Layers, Reduce
 from millrace_shard.kernels.elementwise import elementwise
-from millrace_shard.kernels.layer.normalised import added_and_normalised
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
-from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
+from millrace_shard.kernels.layer_blocks import added_and_normalised
+from millrace_shard.kernels.lora.adapter_table import AdapterRows, AdapterTable, running
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.interface import KVGeometry, KVLayer, MakeLayers, ModelInfo
 from millrace_shard.models.layer_loader import LayerLoader
-from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.spec import DecoderSpec
 from millrace_shard.models.split import kv_heads_per_rank
 
 

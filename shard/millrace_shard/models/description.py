@@ -12,16 +12,24 @@ from huggingface_hub.errors import StrictDataclassError
 
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.model_loader.json_object import read_json_object
 from millrace_shard.models import split
-from millrace_shard.models.config.config_reader import LARGEST_COUNT, LARGEST_COUNTS
-from millrace_shard.models.config.kv_cache_scheme import cache_dtype_of, kv_cache_scheme
-from millrace_shard.models.config.text_part import text_part
+from millrace_shard.models.config import (
+    LARGEST_COUNT,
+    LARGEST_COUNTS,
+    cache_dtype_of,
+    kv_cache_scheme,
+    text_part,
+)
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import ModelInfo
-from millrace_shard.models.rope import longest_position
-from millrace_shard.models.rope_override import RopeOverride, override_config, override_spec
-from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.rope import (
+    RopeOverride,
+    longest_position,
+    override_config,
+    override_spec,
+)
+from millrace_shard.models.spec import DecoderSpec
+from millrace_shard.weights.json_object import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -98,7 +106,7 @@ class ModelDescription:
                 eos_token_ids=self.eos_token_ids,
                 window_size=windows.pop() if len(windows) == 1 else None,
             )
-        from millrace_shard.models.transformers_backend.transformers_rope import longest_sequence  # noqa: PLC0415
+        from millrace_shard.models.transformers_backend.rotary import longest_sequence  # noqa: PLC0415
 
         assert self.config is not None
         return ModelInfo(
@@ -115,7 +123,7 @@ class ModelDescription:
         if self.spec is not None:
             return split.layer_shape(self.spec, world_size)
         # The classes of transformers are imported only where one of them runs.
-        from millrace_shard.models.transformers_backend.tensor_parallel.class_split import (  # noqa: PLC0415
+        from millrace_shard.models.transformers_backend.tensor_parallel import (  # noqa: PLC0415
             layer_shape,
         )
 

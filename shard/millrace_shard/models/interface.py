@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from millrace_shard.kernels.base import Layer, LayerCache, Layers, Reduce
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 
 

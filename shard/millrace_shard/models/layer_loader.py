@@ -9,22 +9,30 @@ from torch import Tensor
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import AttentionBlock, Finish, Kernels, Layer, Linear, MlpBlock
-from millrace_shard.kernels.layer.blocks import ResultNorm
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
-from millrace_shard.kernels.layer.rotation import Rotation
+from millrace_shard.kernels.layer_blocks import ResultNorm
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    HeadNorms,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.model_loader.quantized.module_tensors import KINDS
-from millrace_shard.model_loader.weights import Weights
-from millrace_shard.models.experts_loader import ExpertsLoader
 from millrace_shard.models.kv_scales import read_kv_scales
-from millrace_shard.models.linear_loader import LinearLoader, Part
-from millrace_shard.models.rope_tables import RopeTables
-from millrace_shard.models.spec.attention_spec import AttentionSpec
-from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
-from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec
-from millrace_shard.models.spec.norm_spec import NormPlaces, NormSpec
+from millrace_shard.models.linear_loader import ExpertsLoader, LinearLoader, Part
+from millrace_shard.models.rope import RopeTables
+from millrace_shard.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    NormPlaces,
+    NormSpec,
+)
 from millrace_shard.models.split import kv_heads_per_rank
+from millrace_shard.weights.quantized.module_tensors import KINDS
+from millrace_shard.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -11,22 +11,52 @@ import torch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.layer_weights import Activation
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.model_loader.gguf.files import MODEL
-from millrace_shard.model_loader.quantized.made_at_load import MadeAtLoad
-from millrace_shard.model_loader.quantized.quantization import Quantization
-from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import CausalModel, ModelInfo
 from millrace_shard.models.layer_loader import LayerLoader
-from millrace_shard.models.operations import uses_plain_torch
-from millrace_shard.models.quantized.quantization import quantization_of
-from millrace_shard.models.rope_override import RopeOverride
-from millrace_shard.models.rope_tables import RopeTables
+from millrace_shard.models.quantized import quantization_of
+from millrace_shard.models.rope import RopeOverride, RopeTables
+from millrace_shard.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, NormSpec
 from millrace_shard.models.split import check_split
 from millrace_shard.models.unread_tensors import check_biases, check_unread
+from millrace_shard.weights.gguf.files import MODEL
+from millrace_shard.weights.quantized.made_at_load import MadeAtLoad
+from millrace_shard.weights.quantized.quantization import Quantization
+from millrace_shard.weights.weights import Weights
+
+
+def uses_plain_torch(spec: DecoderSpec) -> bool:
+    """Whether norms, rotations or activations are composed in plain torch.
+
+    On CUDA the order of torch's sums over a row may depend on the number of rows.
+    """
+    return not (_is_plain_norm(spec.norm) and all(map(_is_plain_layer, set(spec.layers))))
+
+
+def _is_plain_layer(layer: LayerSpec) -> bool:
+    attention, head_norm = layer.attention, layer.attention.head_norm
+    rotates = attention.rope is not None and not attention.rope.interleaved
+    heads_are = head_norm is None or (
+        _is_plain_norm(head_norm.norm)
+        and not (head_norm.whole_width or head_norm.weight_per_head or head_norm.after_rope)
+    )
+    mlp = layer.feed_forward
+    if isinstance(mlp, ExpertsSpec):
+        is_silu = mlp.activation is not Activation.GELU_TANH
+        if mlp.shared is not None:
+            is_silu &= mlp.shared.mlp.activation is Activation.SILU and not mlp.shared.gated
+    else:
+        is_silu = mlp.activation is Activation.SILU
+    is_plain = rotates and attention.query_scaling is None and is_silu
+    return is_plain and heads_are and _is_plain_norm(layer.norm)
+
+
+def _is_plain_norm(norm: NormSpec) -> bool:
+    return not (norm.centred or norm.plus_one or norm.wide)
 
 
 def load_model(  # noqa: PLR0913

@@ -6,9 +6,13 @@ from collections.abc import Iterable
 
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.models.spec.attention_spec import AttentionSpec
-from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
-from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec, FeedForwardSpec
+from millrace_shard.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    LayerSpec,
+)
 
 
 def kv_heads_per_rank(attention: AttentionSpec, world_size: int) -> int:

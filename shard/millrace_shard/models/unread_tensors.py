@@ -6,11 +6,9 @@ import logging
 from collections.abc import Iterable
 
 from millrace_shard.errors import WeightsError
-from millrace_shard.model_loader.gguf.files import GgufFiles
-from millrace_shard.model_loader.safetensor_files import LAYER, SafetensorFiles
-from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
-from millrace_shard.models.spec.feed_forward_spec import GatedSpec
-from millrace_shard.models.spec.weight_names import LayerNames
+from millrace_shard.models.spec import DecoderSpec, GatedSpec, LayerNames, LayerSpec
+from millrace_shard.weights.gguf.files import GgufFiles
+from millrace_shard.weights.safetensor_files import LAYER, SafetensorFiles
 
 WITHOUT_EFFECT = (
     ".inv_freq",

@@ -15,20 +15,24 @@ from torch import Tensor
 
 from millrace_shard.arrays import Ints
 from millrace_shard.device.transfers import upload
-from millrace_shard.kernels.masks import MaskTable, RowMasks
-from millrace_shard.kernels.sampling_kernels import SamplingKernels
-from millrace_shard.sampling.biases import BiasTable
+from millrace_shard.kernels.scores import MaskTable, RowMasks, SamplingKernels
 from millrace_shard.sampling.penalties import (
+    BiasTable,
     PastTokens,
     Penalties,
+    TokenCounts,
     forbid,
     forbid_if_others,
     penalise,
 )
-from millrace_shard.sampling.row_indexes import RowIndexes
-from millrace_shard.sampling.sampling_rows import RowGroups, SamplingRows, is_counted, is_too_short
-from millrace_shard.sampling.sequence_rules.rule_table import RuleTable
-from millrace_shard.sampling.token_counts import TokenCounts
+from millrace_shard.sampling.sampling_rows import (
+    RowGroups,
+    RowIndexes,
+    SamplingRows,
+    is_counted,
+    is_too_short,
+)
+from millrace_shard.sampling.sequence_rules import RuleTable
 from millrace_shard.sampling.watermark import Watermark
 
 TILE_ELEMENTS = 1 << 19

@@ -1,5 +1,8 @@
 """From logits to tokens: processors, warpers and choice, in TGI's order, vectorised over the rows of a step.
 
+The number of tokens that tie at the last place is on the device, and the host must not wait for it. The device
+therefore returns a few tokens more than requested; the host reads the whole row in the rare case that all of these tie.
+
 The operations on a row depend on its own parameters and scores alone, and each operation treats rows independently, so
 the bits of a row's token, log probability and top tokens do not depend on the composition of the batch.
 """
@@ -15,33 +18,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace_shard.arrays import Ints
+from millrace_proto.sampling import NO_RULES, SequenceRules
+from millrace_shard.arrays import Floats, Ints
 from millrace_shard.device import transfers
-from millrace_shard.device.transfers import upload
-from millrace_shard.kernels.greedy import choose_greedy
-from millrace_shard.kernels.masks import RowMasks
-from millrace_shard.kernels.row_alignment import aligned
-from millrace_shard.kernels.sampling_kernels import SamplingKernels
-from millrace_shard.sampling.biases import Bias, BiasTable
-from millrace_shard.sampling.candidates import (
+from millrace_shard.device.transfers import download_on_side_stream, upload
+from millrace_shard.kernels.scores import RowMasks, SamplingKernels, aligned, choose_greedy
+from millrace_shard.sampling.penalties import Bias, BiasTable
+from millrace_shard.sampling.processors import Processors, tile_height
+from millrace_shard.sampling.sampling_rows import RowGroups, RowIndexes
+from millrace_shard.sampling.sampling_rows import SamplingRows as SamplingRows
+from millrace_shard.sampling.thresholds import draw_from, find_threshold, uniforms
+from millrace_shard.sampling.warpers import (
     NUM_CANDIDATES,
     Candidates,
     CandidateWarpers,
+    apply_temperature,
     draw_candidate,
+    exclude_top_choices,
     find_candidates,
     join_candidates,
-)
-from millrace_shard.sampling.fixed_point import draw_from, uniforms
-from millrace_shard.sampling.processors import Processors, tile_height
-from millrace_shard.sampling.row_indexes import RowIndexes
-from millrace_shard.sampling.sampling_rows import RowGroups
-from millrace_shard.sampling.sampling_rows import SamplingRows as SamplingRows
-from millrace_shard.sampling.sequence_rules.rules import NO_RULES, SequenceRules
-from millrace_shard.sampling.thresholds import find_threshold
-from millrace_shard.sampling.top_tokens import TopTokens
-from millrace_shard.sampling.warpers import (
-    apply_temperature,
-    exclude_top_choices,
     keep_min_p,
     keep_top_k,
     keep_top_n_sigma,
@@ -49,6 +44,64 @@ from millrace_shard.sampling.warpers import (
     keep_typical,
 )
 from millrace_shard.sampling.watermark import Watermark
+
+TIE_ROOM = 16
+"""Tokens beyond the requested ones that may tie with the last one before the whole row is read."""
+LEAST = np.finfo(np.float32).min
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopTokens:
+    """The W best tokens of each of n rows."""
+
+    rows: Ints
+    """[n]."""
+    wanted: Ints
+    """[n], at least 1 and at most V."""
+    best: Tensor
+    """[2, n, W] int32: ids and bits of log probabilities, the most likely first."""
+    logprobs: Tensor
+    """[n, V] float32, or [n, W] where `best` holds all possible tokens."""
+
+    @classmethod
+    def of(cls, logprobs: Tensor, rows: Ints, wanted: Ints) -> TopTokens:
+        """The top tokens of `logprobs` [n, V] float32, without a wait for the device; `wanted` is limited to V."""
+        wanted = np.minimum(wanted, logprobs.shape[1])
+        width = min(logprobs.shape[1], int(wanted.max()) + TIE_ROOM)
+        values, ids = logprobs.topk(width, dim=-1)
+        best = torch.stack([ids.to(torch.int32), values.view(torch.int32)])
+        return cls(rows=rows, wanted=wanted, best=best, logprobs=logprobs)
+
+    @classmethod
+    def among(cls, ids: Tensor, logprobs: Tensor, rows: Ints, wanted: Ints) -> TopTokens:
+        """The top tokens among `ids` [n, W] int64 with `logprobs` [n, W] float32, all possible tokens of each row."""
+        ordered = logprobs.sort(dim=-1, descending=True)
+        ids = ids.gather(1, ordered.indices).to(torch.int32)
+        best = torch.stack([ids, ordered.values.view(torch.int32)])
+        wanted = np.minimum(wanted, logprobs.shape[1])
+        return cls(rows=rows, wanted=wanted, best=best, logprobs=ordered.values)
+
+    def chosen(self, best: Tensor) -> tuple[Ints, Ints, Floats]:
+        """Row, id and log probability of the `wanted` best tokens of each row, and of all that tie with the last one.
+
+        Impossible tokens are excluded. `best` is the host copy of the field of this name.
+        """
+        ids, bits = best.numpy()
+        values = bits.view(np.float32)
+        n, width = values.shape
+        last = np.maximum(values[np.arange(n), self.wanted - 1], LEAST)[:, None]
+        is_chosen = values >= last
+        may_tie_on = is_chosen[:, -1] & (width < self.logprobs.shape[1])
+        overflows = np.flatnonzero(may_tie_on)
+        is_chosen[overflows] = False
+        owners, columns = np.nonzero(is_chosen)
+        parts = [(self.rows[owners], ids[owners, columns], values[owners, columns])]
+        for place in overflows:
+            whole = download_on_side_stream(self.logprobs[place])
+            tied = np.flatnonzero(whole >= last[place])
+            parts.append((np.full(len(tied), self.rows[place]), tied, whole[tied]))
+        rows, tokens, logprobs = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return rows, tokens.astype(np.int64), logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step_layout import StepLayout, StepRows
+from millrace_shard.batch.step_layout import DraftTokens, StepLayout, StepRows
 from millrace_shard.batch.step_tokens import ForcedTokens
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.models.interface import CausalModel

@@ -1,4 +1,4 @@
-"""Loads a draft model, or Medusa heads for a decoder."""
+"""Loads a draft model, or Medusa heads for a decoder, and makes the proposer of a loaded model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,53 @@ from pathlib import Path
 
 import torch
 
+from millrace_shard.batch.batch import Batch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel
-from millrace_shard.kernels.base import Kernels
-from millrace_shard.model_loader.checkpoint_files import TOKENIZER
-from millrace_shard.model_loader.json_object import parse_json
+from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.models.decoder import Decoder
-from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.factory import Speculation
-from millrace_shard.speculation.medusa import MedusaModel
-from millrace_shard.speculation.medusa_config import MedusaConfig
+from millrace_shard.speculation.checkpoints import MedusaConfig
+from millrace_shard.speculation.draft_model import DraftProposer
+from millrace_shard.speculation.medusa import MedusaModel, MedusaProposer
+from millrace_shard.speculation.ngrams import CopyingNgramProposer, NgramProposer
+from millrace_shard.speculation.proposer import Proposer
+from millrace_shard.weights.checkpoint_files import TOKENIZER
+from millrace_shard.weights.json_object import parse_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Draft tokens from a draft model or Medusa heads if there are any, else from n-grams."""
+
+    max_draft_tokens: int
+    """For one sequence in one step, at least 1."""
+    draft: CausalModel | None = None
+
+    @property
+    def layers(self) -> tuple[KVLayer, ...]:
+        """The layers of the draft model, which needs a KV cache."""
+        return () if self.draft is None else self.draft.geometry.layers
+
+    def proposer(
+        self,
+        model: CausalModel,
+        kernels: Kernels,
+        cache: list[LayerCache],
+        batch: Batch,
+        dtype: torch.dtype,
+    ) -> Proposer:
+        """A proposer for the sequences of `batch`, which `model` runs; `cache` is the KV cache of `layers`."""
+        if self.draft is not None:
+            return DraftProposer(self.draft, kernels, cache, batch)
+        if isinstance(model, MedusaModel):
+            return MedusaProposer(model, batch, dtype)
+        if (tokens := batch.token_table.on_host) is not None:
+            return NgramProposer(tokens, batch.device)
+        limits = batch.limits
+        return CopyingNgramProposer(limits.max_batch_size, limits.max_tokens + 1, batch.device)
+
 
 DRAFT_MODEL_TOKENS = 4
 """Draft tokens without `--speculate`: each of them costs a forward pass of the draft model."""

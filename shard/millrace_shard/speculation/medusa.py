@@ -18,19 +18,18 @@ from torch import Tensor
 
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step_layout import StepLayout, StepRows
+from millrace_shard.batch.step_layout import DraftTokens, StepLayout, StepRows
 from millrace_shard.batch.step_tokens import ForcedTokens
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache, Linear
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.interface import MakeLayers
-from millrace_shard.speculation.medusa_config import WEIGHTS, MedusaConfig
+from millrace_shard.speculation.checkpoints import WEIGHTS, MedusaConfig
 from millrace_shard.speculation.proposer import Proposer
+from millrace_shard.weights.weights import Weights
 
 NEWER_PREFIX = "medusa_head."
 """The prefix of tensor names in newer checkpoints."""

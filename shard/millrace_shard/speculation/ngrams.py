@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from millrace_shard.arrays import Ints, no_ints
-from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step_layout import StepRows
+from millrace_shard.batch.step_layout import DraftTokens, StepRows
 from millrace_shard.speculation.proposer import Proposer
 
 LONGEST_SUFFIX = 3

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
 
-from millrace_shard.batch.sequence import Grammar
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid, lark_of
+from millrace_proto.sequence import Grammar
 from millrace_shard.structured_output.grammar_process import CompilerBusy, GrammarProcess
+from millrace_shard.structured_output.grammar_source import GrammarInvalid, lark_of
 from millrace_shard.structured_output.grammar_worker import use_idle_cpus
 from millrace_shard.structured_output.matcher import Lexer, Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary, load_vocabulary

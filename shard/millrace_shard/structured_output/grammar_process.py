@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from threading import Lock
 
-from millrace_shard.batch.sequence import Grammar
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
+from millrace_proto.sequence import Grammar
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar_worker import READY
 
 START_SECONDS = 50.0

@@ -26,9 +26,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from millrace_shard.batch.sequence import Grammar, GrammarKind
+from millrace_proto.sequence import Grammar, GrammarKind
 from millrace_shard.process import die_with_parent
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid, lark_of
+from millrace_shard.structured_output.grammar_source import GrammarInvalid, lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary, load_vocabulary
 

@@ -9,9 +9,8 @@ from time import perf_counter
 
 from llguidance import LLMatcher, LLParserLimits
 
-from millrace_shard.structured_output.closing.closing import Closing, ClosingState
-from millrace_shard.structured_output.closing.ending import Ending
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
+from millrace_shard.structured_output.closing import Closing, ClosingState, Ending
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.vocabulary import Vocabulary
 
 MAX_MESSAGE = 500

@@ -12,10 +12,10 @@ from bench.quantized.encoders import ENCODERS, GROUP, int4
 from safetensors.torch import save_file
 from torch import Tensor
 
-from millrace_shard.model_loader.quantized.cut import Cut
-from millrace_shard.model_loader.quantized.linear_reader import LinearReader
-from millrace_shard.model_loader.quantized.quantization_config import read_quantization
-from millrace_shard.model_loader.safetensor_files import SafetensorFiles
+from millrace_shard.weights.quantized.linear_reader import LinearReader
+from millrace_shard.weights.quantized.module_tensors import Cut
+from millrace_shard.weights.quantized.quantization_config import read_quantization
+from millrace_shard.weights.safetensor_files import SafetensorFiles
 
 NAME = "model.layers.0.mlp.up_proj"
 OUTPUTS, INPUTS = 136, 2 * GROUP

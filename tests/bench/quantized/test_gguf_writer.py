@@ -12,8 +12,8 @@ from bench.quantized.gguf_writer import write_gguf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from millrace_shard.model_loader.gguf.files import GgufFiles
-from millrace_shard.model_loader.gguf.folder import prepare_gguf
+from millrace_shard.weights.gguf.files import GgufFiles
+from millrace_shard.weights.gguf.folder import prepare_gguf
 
 SMALL = Shape(
     hidden_size=64,

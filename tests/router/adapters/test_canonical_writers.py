@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from millrace_shard.adapters.canonical_file import read_canonical
+from millrace_shard.adapters.packing import read_canonical
 from millrace_testing.adapters.fetch_jobs import fetch_folder
 from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_gpt2, tiny_llama
 from millrace_testing.models.adapters import write_canonical

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from millrace_proto import generate_pb2 as pb
+from millrace_proto.sampling import Sampling
 from millrace_router.journal import journal as journal_module
 from millrace_router.journal import writer as writer_module
 from millrace_router.journal.frames import read_frames
@@ -32,7 +33,7 @@ from millrace_router.journal.records import Kind, split
 from millrace_router.journal.rotation import JournalFolder, journal_files
 from millrace_router.journal.shard_state import ShardState
 from millrace_router.journal.writer import JournalWriter
-from millrace_router.request.request import Grammar, GrammarKind, SamplingParameters, ValidRequest
+from millrace_router.request.request import Grammar, GrammarKind, ValidRequest
 from millrace_router.telemetry.instruments import Counter
 from millrace_testing.router.journals import (
     BUDGETS,
@@ -297,7 +298,7 @@ def secret_run(folder: Path, *, keeps_tokens: bool) -> bytes:
         folder, header(shard, keeps_tokens=keeps_tokens), max_bytes=1 << 16
     )
     driver = RecordedDriver(BUDGETS, shard, journal)
-    sampling = SamplingParameters(bias=((41, 2.0), (42, 3.0), (43, 4.0)), seed=5, do_sample=True)
+    sampling = Sampling(bias=((41, 2.0), (42, 3.0), (43, 4.0)), seed=5, do_sample=True)
     for number in range(30):
         driver.submit(
             ValidRequest(

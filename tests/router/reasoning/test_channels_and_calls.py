@@ -12,7 +12,7 @@ from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.tool_calls.call_format import chat_grammar
 from millrace_router.tool_calls.formats import format_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
-from millrace_shard.structured_output.grammar.grammar_source import lark_of
+from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
 from millrace_testing.engines.grammars import lark

@@ -17,8 +17,8 @@ from millrace_router.reasoning.reasoning_format import ReasoningFormat, ThoughtL
 from millrace_router.reasoning.splitter import Start
 from millrace_router.reasoning.tagged import TaggedReasoning
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_shard.structured_output.closing.ending import short_ending
-from millrace_shard.structured_output.grammar.grammar_source import lark_of
+from millrace_shard.structured_output.closing import short_ending
+from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
 from millrace_testing.engines.grammars import lark, mask_of

@@ -11,20 +11,19 @@ from typing import Any
 import orjson
 import pytest
 
+from millrace_proto.sampling import Sampling, SequenceRules
 from millrace_router.recovery.quarantine import REFUSED_SECONDS, Quarantine
 from millrace_router.request.request import (
     Grammar,
     GrammarKind,
     Pooling,
-    SamplingParameters,
     SchedulingParameters,
-    SequenceRules,
     ValidRequest,
 )
 from millrace_testing.adapters.fake_adapters import version_of
 from millrace_testing.router.edge import serving
 
-SAMPLED = SamplingParameters(do_sample=True, temperature=0.7, seed=7, bias=((70009, 1.0),))
+SAMPLED = Sampling(do_sample=True, temperature=0.7, seed=7, bias=((70009, 1.0),))
 POISON = ValidRequest(
     input_ids=(70001, 70002, 70003),
     max_new_tokens=20,
@@ -106,9 +105,7 @@ def test_the_version_of_an_adapter_counts_and_its_name_does_not() -> None:
     assert not quarantine.refuses(POISON)
 
 
-@pytest.mark.parametrize(
-    "name", [field.name for field in fields(SamplingParameters) if field.name != "seed"]
-)
+@pytest.mark.parametrize("name", [field.name for field in fields(Sampling) if field.name != "seed"])
 def test_a_request_that_is_sampled_in_another_way_is_not(name: str) -> None:
     sampling = replace(SAMPLED, **{name: OTHER_SAMPLING[name]})
     assert not holding().refuses(replace(POISON, sampling=sampling))
@@ -116,11 +113,11 @@ def test_a_request_that_is_sampled_in_another_way_is_not(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_generated", "sampling", "refused"),
-    [(0, SAMPLED, True), (1, SAMPLED, False), (1, SamplingParameters(seed=7), True)],
+    [(0, SAMPLED, True), (1, SAMPLED, False), (1, Sampling(seed=7), True)],
     ids=["before its first token", "after a sampled token", "after a greedy token"],
 )
 def test_another_seed_helps_only_if_it_could_choose_other_tokens(
-    num_generated: int, sampling: SamplingParameters, *, refused: bool
+    num_generated: int, sampling: Sampling, *, refused: bool
 ) -> None:
     poison = replace(POISON, sampling=sampling)
     quarantine = holding(poison, num_generated=num_generated)

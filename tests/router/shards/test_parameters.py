@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.request.request import Dry, SamplingParameters, SequenceRules, ValidRequest
-from millrace_router.shards.parameters import parameters_to_pb
-from millrace_shard.server.parameters import parameters_from_pb
+from millrace_proto.sampling import Dry, Sampling, SequenceRules
+from millrace_router.request.request import ValidRequest
+from millrace_router.shards.wire import parameters_to_pb
 
-SAMPLED = SamplingParameters(
+SAMPLED = Sampling(
     temperature=0.5,
     top_k=3,
     top_p=0.75,
@@ -42,34 +42,37 @@ REQUEST = ValidRequest(
 )
 
 
-def sent(request: ValidRequest) -> pb.Sequence:
-    return pb.Sequence.FromString(
-        pb.Sequence(parameters=parameters_to_pb(request)).SerializeToString()
-    )
+def read(request: ValidRequest) -> Sampling:
+    """What a shard reads of what the router writes."""
+    message = parameters_to_pb(request)
+    return Sampling.from_pb(pb.NextTokenChooserParameters.FromString(message.SerializeToString()))
 
 
 def test_every_parameter_arrives() -> None:
-    defaults, read = SamplingParameters(), parameters_from_pb(sent(REQUEST))
-    for field in fields(SamplingParameters):
+    defaults, arrived = Sampling(), read(REQUEST)
+    for field in fields(Sampling):
         value = getattr(SAMPLED, field.name)
         assert value != getattr(defaults, field.name), field.name
         if field.name != "rules":
-            assert getattr(read, field.name) == value, field.name
+            assert getattr(arrived, field.name) == value, field.name
     rules, dry = SAMPLED.rules, SAMPLED.rules.dry
-    assert (read.rules.allowed_ids, read.rules.bad_words) == (rules.allowed_ids, rules.bad_words)
+    assert (arrived.rules.allowed_ids, arrived.rules.bad_words) == (
+        rules.allowed_ids,
+        rules.bad_words,
+    )
     assert dry is not None
-    assert read.rules.dry is not None
+    assert arrived.rules.dry is not None
     assert all(
-        getattr(read.rules.dry, field.name) == getattr(dry, field.name) for field in fields(Dry)
+        getattr(arrived.rules.dry, field.name) == getattr(dry, field.name) for field in fields(Dry)
     )
 
 
-def test_stop_tokens_are_sent_for_a_minimum_alone() -> None:
-    assert parameters_from_pb(sent(REQUEST)).rules.stop_ids == (6, 8)
-    assert not parameters_from_pb(sent(replace(REQUEST, min_new_tokens=0))).rules.stop_ids
+def test_stop_tokens_are_sent_only_for_a_minimum() -> None:
+    assert read(REQUEST).rules.stop_ids == (6, 8)
+    assert not read(replace(REQUEST, min_new_tokens=0)).rules.stop_ids
 
 
 def test_what_an_older_router_wrote_has_no_rules() -> None:
-    read = parameters_from_pb(pb.Sequence(parameters=pb.NextTokenChooserParameters(temperature=1)))
-    assert not read.rules
-    assert (read.top_n_sigma, read.xtc_probability) == (0, 0)
+    arrived = Sampling.from_pb(pb.NextTokenChooserParameters(temperature=1))
+    assert not arrived.rules
+    assert (arrived.top_n_sigma, arrived.xtc_probability) == (0, 0)

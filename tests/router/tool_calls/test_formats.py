@@ -20,7 +20,7 @@ from millrace_router.tool_calls.expressions.formats import ExpressionFormat
 from millrace_router.tool_calls.formats import ALIASES, FORMATS, format_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_router.tool_calls.xml.formats import XmlFormat
-from millrace_shard.structured_output.grammar.grammar_source import lark_of
+from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
 from millrace_testing.engines.grammars import lark, mask_of

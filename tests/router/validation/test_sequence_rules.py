@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace_router.request.request import NO_RULES, Dry, SamplingParameters
+from millrace_proto.sampling import NO_RULES, Dry, Sampling
 from millrace_testing.router.edge import Edge, echo, limits_with, serving
 from millrace_testing.text.texts import tokenizer
 
@@ -15,7 +15,7 @@ BYTES = tokenizer("byte_level")
 ROUTE = "/v1/completions"
 
 
-async def sampling_of(edge: Edge, **fields: Any) -> SamplingParameters:
+async def sampling_of(edge: Edge, **fields: Any) -> Sampling:
     body = {"prompt": "hello", "max_tokens": 1, **fields}
     status, answer, _ = await edge.post(ROUTE, body)
     assert status == 200, answer

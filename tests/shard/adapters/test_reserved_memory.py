@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millrace_shard.adapters.adapter_store import AdapterStore
-from millrace_shard.adapters.arena import AdapterArena, run_of
-from millrace_shard.adapters.page_runs import PageRuns, Run
+from millrace_shard.adapters.arena import AdapterArena, PageRuns, Run, run_of
 from millrace_shard.errors import AdapterMemoryFull
-from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.kernels.lora.lora_site import LoraPart, Packing
-from millrace_shard.kernels.lora.packed_adapter import PackedPart
+from millrace_shard.kernels.lora.adapter_table import AdapterTable, LoraPart, PackedPart, Packing
 from millrace_testing.models.adapters import write_file
 
 CPU = torch.device("cpu")

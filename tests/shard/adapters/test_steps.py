@@ -16,7 +16,7 @@ from millrace_shard.batch.step import Forward
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.factory import Speculation
+from millrace_shard.speculation.loading import Speculation
 from millrace_testing.engines.steps import Stepper, beside, ints
 from millrace_testing.models.adapters import (
     AdaptedModel,

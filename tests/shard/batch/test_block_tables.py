@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.batch_limits import BatchLimits
-from millrace_shard.batch.block_tables import BlockTables
+from millrace_shard.batch.device_tables import BatchLimits, BlockTables
 from millrace_shard.device import transfers
 from millrace_testing.engines.steps import ints
 

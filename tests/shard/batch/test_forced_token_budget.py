@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace_shard.batch.forced_token_budget import within_budget
+from millrace_shard.batch.sequence_table import within_budget
 from millrace_testing.engines.steps import ints
 
 

@@ -18,7 +18,7 @@ from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.batch.step import StepFailure, StepReply
 from millrace_shard.server.service import SERVICE_NAME, ShardService, new_server
 from millrace_shard.server.wire import reply_to_pb, step_from_pb
-from millrace_shard.speculation.factory import Speculation
+from millrace_shard.speculation.loading import Speculation
 from millrace_testing.engines.engine_driver import Driver
 from millrace_testing.engines.fake_engine import greedy
 

@@ -24,7 +24,7 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.factory import Speculation
+from millrace_shard.speculation.loading import Speculation
 from millrace_shard.speculation.ngrams import NgramProposer, lookup
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.engines.multi_token import (

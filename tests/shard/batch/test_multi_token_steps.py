@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from millrace_shard.batch.sequence import SamplingParameters
+from millrace_proto.sampling import Sampling
 from millrace_shard.batch.step import Forward, StepResult
-from millrace_shard.speculation.factory import Speculation
+from millrace_shard.speculation.loading import Speculation
 from millrace_testing.engines.engine_driver import PROMPT, Driver, forward, ints
 from millrace_testing.engines.fake_engine import greedy, logits_for
 
 LOOP = [5, 9, 2, 5, 9, 2, 5]
 OTHER = [44, 17, 3, 60]
 FEW = (2, 5, 9)
-BIASED = SamplingParameters(bias=tuple((id_, 100.0) for id_ in FEW))
+BIASED = Sampling(bias=tuple((id_, 100.0) for id_ in FEW))
 """Few tokens make the text repeat, so n-grams have drafts."""
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from millrace_shard.__main__ import main
 from millrace_shard.commands.reference import answers, load_reference
 from millrace_shard.errors import ModelError
-from millrace_shard.model_loader.gguf.folder import prepare_gguf
+from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_testing.models.gguf_files import TinyGguf
 from millrace_testing.models.models import VOCAB, prompt_of, save_tiny
 

@@ -23,20 +23,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.__main__ import main
+from millrace_shard.commands.composition import load
 from millrace_shard.commands.device_settings import (
     choose_device,
     choose_dtype,
     graph_settings,
     is_deterministic,
 )
-from millrace_shard.commands.serve import load, serve
+from millrace_shard.commands.serve import serve
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import RanksMissing
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.errors import EngineEnded, UnsupportedModel
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
-from millrace_shard.server.socket_file import SocketTaken
+from millrace_shard.server.address import SocketTaken
 from millrace_testing.launcher.ports import kept_port
 from millrace_testing.models.models import save_tiny
 from millrace_testing.shards.forked import Forked
@@ -220,7 +221,7 @@ def test_a_shard_ends_with_its_engine(
             self.close()
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    monkeypatch.setattr("millrace_shard.commands.serve.Engine", DyingEngine)
+    monkeypatch.setattr("millrace_shard.commands.composition.Engine", DyingEngine)
     arguments = ["--device=cpu", "--cpu-threads=1", "--disable-custom-kernels"]
     config = ShardConfig.from_args([str(folder), f"--uds-path={tmp_path}/shard", *arguments])
     try:

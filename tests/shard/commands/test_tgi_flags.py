@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from millrace_shard.commands import download_weights
-from millrace_shard.commands.serve import with_folders
-from millrace_shard.commands.tgi_flags import WITHOUT_EFFECT, notices
+from millrace_shard.commands.composition import with_folders
+from millrace_shard.commands.serve import WITHOUT_EFFECT, notices
 from millrace_shard.config import ShardConfig
-from millrace_shard.model_loader.hub import HubError
+from millrace_shard.weights.hub import HubError
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
 

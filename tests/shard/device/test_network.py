@@ -3,7 +3,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from millrace_shard.device.network import VARIABLES, interface_to, use_interface_to
+from millrace_shard.device.process_group import VARIABLES, interface_to, use_interface_to
 
 
 def test_the_interface_that_leads_to_an_address_is_found() -> None:

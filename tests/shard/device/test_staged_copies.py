@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace_shard.device.staged_copies import StagedCopies, copy_directly, copy_to
+from millrace_shard.device.transfers import StagedCopies, copy_directly, copy_to
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 CPU = torch.device("cpu")

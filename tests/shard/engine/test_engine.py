@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from millrace_proto.sampling import Sampling
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.batch_limits import BatchLimits
-from millrace_shard.batch.sequence import SamplingParameters, Sequence
+from millrace_shard.batch.device_tables import BatchLimits
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import (
     BatchChange,
     FailureKind,
@@ -39,7 +40,7 @@ from millrace_testing.engines.engine_driver import (
 )
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, VOCAB_SIZE, greedy, logits_for
 
-SAMPLING = SamplingParameters(
+SAMPLING = Sampling(
     do_sample=True, temperature=1.3, top_k=30, top_p=0.95, repetition_penalty=1.2, seed=11
 )
 
@@ -195,7 +196,7 @@ def test_a_replayed_sequence_goes_on_with_the_same_samples(driver: Driver) -> No
             parameters=SAMPLING,
         )
         assert whole[:kept] + rest == whole
-    assert whole != generate(driver, 0, 8, parameters=SamplingParameters(do_sample=True, seed=12))
+    assert whole != generate(driver, 0, 8, parameters=Sampling(do_sample=True, seed=12))
 
 
 def test_a_cached_prefix_is_read_and_not_cleared(driver: Driver) -> None:
@@ -276,8 +277,8 @@ INVALID: dict[str, dict[str, Any]] = {
     "leaves no token to compute": {"ids": [1] * 8, "cached_tokens": 8},
     "do not fill": {"cached_tokens": 3},
     "has no prompt": {"generated_tokens": 6},
-    "have to be positive": {"parameters": SamplingParameters(temperature=0.0)},
-    "have to be finite": {"parameters": SamplingParameters(presence_penalty=float("inf"))},
+    "`temperature` must be strictly positive": {"parameters": Sampling(temperature=0.0)},
+    "`presence_penalty` must be finite": {"parameters": Sampling(presence_penalty=float("inf"))},
 }
 
 

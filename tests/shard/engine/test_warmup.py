@@ -13,12 +13,11 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine import warmup
 from millrace_shard.engine.kv_capacity import CapacityError, KVMemory, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
-from millrace_shard.engine.profile_run import LongestDecode, run_largest
-from millrace_shard.engine.warmup import MemoryLimits, WarmedUp, warm_up
+from millrace_shard.engine.warmup import LongestDecode, MemoryLimits, WarmedUp, run_largest, warm_up
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.interface import KVGeometry, KVLayer
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kernels
 from millrace_testing.engines.graphs import Recorder

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+from millrace_proto.sampling import Sampling
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.sequence import SamplingParameters, Sequence
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward, Open, Step, StepResult, Work
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine
@@ -27,10 +28,10 @@ from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
 
 NUM_TOKENS = 6
 SAMPLING = (
-    SamplingParameters(do_sample=True, seed=5, temperature=1.2, top_p=0.9),
-    SamplingParameters(),
-    SamplingParameters(do_sample=True, seed=5, top_k=20, repetition_penalty=1.3),
-    SamplingParameters(do_sample=True, seed=9, typical_p=0.8, frequency_penalty=0.4),
+    Sampling(do_sample=True, seed=5, temperature=1.2, top_p=0.9),
+    Sampling(),
+    Sampling(do_sample=True, seed=5, top_k=20, repetition_penalty=1.3),
+    Sampling(do_sample=True, seed=9, typical_p=0.8, frequency_penalty=0.4),
 )
 PROMPTS = tuple(
     torch.randint(300, (length,), generator=torch.Generator().manual_seed(length)).numpy()

@@ -22,15 +22,13 @@ from millrace_shard.kernels.base import (
     MlpBlock,
     Reduce,
 )
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
-from millrace_shard.kernels.greedy import Best, choose_greedy
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import HeadNorms
+from millrace_shard.kernels.expert_weights import ExpertsWeights
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.kernels.lora.lora_site import LoraSite
-from millrace_shard.kernels.masks import MaskTable, RowMasks
+from millrace_shard.kernels.layer_weights import AttentionWeights, HeadNorms, MlpWeights
+from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.scores import Best, MaskTable, RowMasks, choose_greedy
 
 
 class Broken(PlainKernels):

@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels import greedy
+from millrace_shard.kernels import scores
 from millrace_shard.kernels.build import BuildError, load_operators
 
-Choose = Callable[[Tensor], greedy.Best]
+Choose = Callable[[Tensor], scores.Best]
 
 
 @pytest.fixture(params=["compiled", "plain"])
 def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Choose:
     if request.param == "plain":
-        monkeypatch.setattr(greedy, "operators_loaded", lambda: False)
+        monkeypatch.setattr(scores, "operators_loaded", lambda: False)
     else:
         try:
             load_operators()
         except BuildError as error:
             pytest.skip(str(error))
-    return greedy.choose_greedy
+    return scores.choose_greedy
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, 49152])

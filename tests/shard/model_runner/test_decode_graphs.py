@@ -17,8 +17,7 @@ from millrace_shard.batch.step import Forward, StepResult
 from millrace_shard.device.process_group import CollectiveError, ProcessGroup
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner.decode_graphs import KIND
-from millrace_shard.model_runner.graph_capture import CudaCapture
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import CudaCapture, GraphSettings
 from millrace_shard.model_runner.trial_sequence import TrialSequence
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model

@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace_shard.model_runner.graph_capture import CaptureError, CudaCapture
-from millrace_shard.model_runner.graph_settings import ends_failed_captures
+from millrace_shard.model_runner.graph_capture import (
+    CaptureError,
+    CudaCapture,
+    ends_failed_captures,
+)
 
 
 @dataclass

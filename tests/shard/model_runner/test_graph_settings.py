@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from millrace_shard.model_runner.graph_capture import CudaCapture
-from millrace_shard.model_runner.graph_settings import (
+from millrace_shard.model_runner.graph_capture import (
+    CudaCapture,
     GraphSettings,
     empty_cache,
     ends_failed_captures,

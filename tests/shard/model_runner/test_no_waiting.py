@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from millrace_shard.batch.step import Forward
 from millrace_shard.device import transfers
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
+from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_shard.model_runner.graph_capture import CudaCapture
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import CudaCapture, GraphSettings
 from millrace_shard.models.interface import CausalModel
-from millrace_shard.speculation.factory import Speculation
+from millrace_shard.speculation.loading import Speculation
 from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.engines.steps import SAMPLING, Stepper, beside, ints, tiny_llama

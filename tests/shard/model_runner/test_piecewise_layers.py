@@ -21,11 +21,10 @@ from millrace_shard.kernels.base import (
     Layers,
     Reduce,
 )
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights
+from millrace_shard.kernels.layer_weights import AttentionWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_runner import decode_graphs, piecewise_layers
-from millrace_shard.model_runner.graph_capture import CudaCapture
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import CudaCapture, GraphSettings
 from millrace_shard.model_runner.piecewise_layers import PiecewiseLayers, with_pieces
 from millrace_shard.models.interface import CausalModel
 from millrace_testing.engines.graphs import Recorder, out_of_memory

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from millrace_shard.batch.pooling.pooling import Pooling
+from millrace_proto.sequence import Pooling
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import StepInvalid, UnsupportedModel, WeightsError

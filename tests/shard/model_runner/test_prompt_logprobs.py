@@ -14,8 +14,8 @@ from torch import Tensor
 from millrace_shard.arrays import Floats, Ints
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
-from millrace_shard.model_runner import prompt_logprobs
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
+from millrace_shard.model_runner import launched_step
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import KERNELS, make_kernels
 from millrace_testing.engines.steps import Stepper, ints
@@ -134,7 +134,7 @@ def test_bits_depend_neither_on_chunks_nor_on_the_batch_nor_on_slices(
         (CUTS[0], False, 1),
         (CUTS[2], True, 11 * VOCAB),
     ]:
-        monkeypatch.setattr(prompt_logprobs, "SLICE_ELEMENTS", at_once)
+        monkeypatch.setattr(launched_step, "SLICE_ELEMENTS", at_once)
         runner, _ = stepper(tmp_path, kernels=kernels)
         found.append(score(runner, cuts, others=others))
     for other in found[1:]:
@@ -155,7 +155,7 @@ def test_no_more_logits_exist_than_a_slice_has(
         sizes.append(len(states))
         return logits(states, adapters)
 
-    monkeypatch.setattr(prompt_logprobs, "SLICE_ELEMENTS", 16 * VOCAB + VOCAB // 2)
+    monkeypatch.setattr(launched_step, "SLICE_ELEMENTS", 16 * VOCAB + VOCAB // 2)
     monkeypatch.setattr(model, "logits", counted)
     score(runner, [50, 30])
     # Of each chunk: the position that samples or is checked, then slices of the prompt.

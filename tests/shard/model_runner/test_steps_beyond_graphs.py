@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from millrace_shard.batch.step import Forward
-from millrace_shard.model_runner import graph_settings, piecewise_layers
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner import graph_capture, piecewise_layers
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.engines.multi_token import PlannedProposer
@@ -53,7 +53,7 @@ class Steppers:
 
 @pytest.fixture
 def steppers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Steppers:
-    monkeypatch.setattr(graph_settings, "SIZES", SIZES)
+    monkeypatch.setattr(graph_capture, "SIZES", SIZES)
     monkeypatch.setattr(piecewise_layers, "TOKEN_COUNTS", TOKEN_COUNTS)
     kernels = make_kernels("plain", deterministic=False)
     model = tiny_llama(tmp_path, kernels, FP32)

@@ -16,7 +16,7 @@ from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device import transfers
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner import decode_graphs, token_graphs
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.interface import CausalModel
 from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.kernels import make_kernels

@@ -9,15 +9,19 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.config import ConfigReader
 from millrace_shard.models.families.family import GENERAL
 from millrace_shard.models.families.registry import FAMILIES
-from millrace_shard.models.operations import uses_plain_torch
-from millrace_shard.models.spec.attention_spec import AttentionSpec
-from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
-from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec, GatedSpec
-from millrace_shard.models.spec.norm_spec import NormSpec
-from millrace_shard.models.spec.rope_spec import RopeSpec
+from millrace_shard.models.load import uses_plain_torch
+from millrace_shard.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    GatedSpec,
+    LayerSpec,
+    NormSpec,
+    RopeSpec,
+)
 from millrace_shard.models.split import check_split, kv_heads_per_rank
 from millrace_testing.models.models import CONFIGS
 

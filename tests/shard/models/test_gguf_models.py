@@ -10,9 +10,9 @@ import torch
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.model_loader.gguf.config import CLASSES
-from millrace_shard.model_loader.gguf.folder import prepare_gguf
 from millrace_shard.models.load import load_model
+from millrace_shard.weights.gguf.config import CLASSES
+from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_testing.models.gguf_files import BLOCK_TYPES, TinyGguf, read_config
 from millrace_testing.models.models import Driver, Run, logprobs, prompt_of
 from millrace_testing.shards.rank_processes import run_ranks

@@ -12,7 +12,7 @@ from torch import Tensor
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import LayerCache, Linear
-from millrace_shard.kernels.lora.lora_site import LoraSite
+from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.description import ModelDescription

@@ -11,7 +11,7 @@ from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.load import load_model
-from millrace_shard.models.rope_override import RopeOverride
+from millrace_shard.models.rope import RopeOverride
 from millrace_testing.models.models import (
     VOCAB,
     Driver,

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
+from millrace_shard.kernels.expert_weights import ExpertsWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels

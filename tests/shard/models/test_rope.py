@@ -13,8 +13,8 @@ from transformers.models.stablelm.modeling_stablelm import StableLmRotaryEmbeddi
 
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.models.rope import longest_position, model_rope_table, rope_table
-from millrace_shard.models.spec.rope_spec import RopeSpec
-from millrace_shard.models.transformers_backend.transformers_rope import rope_of
+from millrace_shard.models.spec import RopeSpec
+from millrace_shard.models.transformers_backend.rotary import rope_of
 
 YARN = {
     "rope_type": "yarn",

@@ -17,7 +17,7 @@ from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import load_model
-from millrace_shard.models.quantized.code_formats import code_formats
+from millrace_shard.models.quantized import code_formats
 from millrace_testing.models.models import CPU, VOCAB, Driver, edit_json, prompt_of, save_tiny
 from millrace_testing.quantized.linears import FORMATS
 

@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millrace_shard.batch.sequence import PARAMETERS, SamplingParameters, Sequence
-from millrace_shard.sampling import candidates
-from millrace_shard.sampling.candidates import NUM_CANDIDATES, CandidateWarpers, find_candidates
+from millrace_proto.sampling import Sampling
+from millrace_shard.batch.sequence import PARAMETERS, Sequence
+from millrace_shard.sampling import warpers as warpers_module
 from millrace_shard.sampling.warpers import (
+    NUM_CANDIDATES,
+    CandidateWarpers,
     apply_temperature,
+    find_candidates,
     keep_min_p,
     keep_top_k,
     keep_top_p,
@@ -46,7 +49,7 @@ def test_the_first_is_as_likely_as_in_the_whole_row_at_its_temperature() -> None
     torch.testing.assert_close(found.best_probability[:, 0].double(), expected, rtol=1e-5, atol=0)
 
 
-def parameters_of(kinds: list[SamplingParameters]) -> np.ndarray:
+def parameters_of(kinds: list[Sampling]) -> np.ndarray:
     columns = np.zeros(len(kinds), dtype=PARAMETERS)
     for i, kind in enumerate(kinds):
         ids = np.zeros(1, dtype=np.int64)
@@ -54,7 +57,7 @@ def parameters_of(kinds: list[SamplingParameters]) -> np.ndarray:
     return columns
 
 
-def over_the_vocabulary(scores: Tensor, kind: SamplingParameters) -> Tensor:
+def over_the_vocabulary(scores: Tensor, kind: Sampling) -> Tensor:
     """One row [1, V], by the warpers of whole rows."""
 
     def column(value: float) -> Tensor:
@@ -76,12 +79,12 @@ shared = {
     "min_p": st.sampled_from([0.0, 0.02, 0.3]),
 }
 by_rank = st.builds(
-    SamplingParameters,
+    Sampling,
     top_k=st.integers(1, 7),
     top_p=st.sampled_from([1.0, 0.93, 0.31]),
     **shared,
 )
-by_mass = st.builds(SamplingParameters, top_p=st.sampled_from([0.99, 0.83, 0.31]), **shared)
+by_mass = st.builds(Sampling, top_p=st.sampled_from([0.99, 0.83, 0.31]), **shared)
 rows_of_scores = st.binary(min_size=50, max_size=50).map(
     lambda row: [(n % 49 - 24) / 3 for n in row]
 )
@@ -93,13 +96,13 @@ tables = st.lists(rows_of_scores, min_size=1, max_size=4)
 @given(tables, st.data())
 @pytest.mark.parametrize("kinds", [by_rank, by_mass], ids=["by-rank", "by-mass"])
 def test_complete_rows_keep_what_is_kept_over_the_vocabulary(
-    kinds: st.SearchStrategy[SamplingParameters], table: list[list[float]], data: st.DataObject
+    kinds: st.SearchStrategy[Sampling], table: list[list[float]], data: st.DataObject
 ) -> None:
     chosen = data.draw(st.lists(kinds, min_size=len(table), max_size=len(table)))
     scores = torch.tensor(table)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates, "NUM_CANDIDATES", 8)
-        patch.setattr(candidates, "BLOCKS", (2,))
+        patch.setattr(warpers_module, "NUM_CANDIDATES", 8)
+        patch.setattr(warpers_module, "BLOCKS", (2,))
         warpers = CandidateWarpers(parameters_of(chosen), torch.device("cpu"))
         has_mass = not chosen[0].top_k
         found = find_candidates(scores, warpers.temperature if has_mass else None)
@@ -116,7 +119,7 @@ def test_usual_rows_are_complete_and_flat_ones_are_not() -> None:
     peaked[:, :30] += 12
     flat = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(4)) / 100
     scores = torch.cat([peaked, flat])
-    kinds = [SamplingParameters(top_p=0.9), SamplingParameters(min_p=0.1)] * 2
+    kinds = [Sampling(top_p=0.9), Sampling(min_p=0.1)] * 2
     warpers = CandidateWarpers(parameters_of(kinds), torch.device("cpu"))
     _, is_complete = warpers.apply(find_candidates(scores, warpers.temperature))
     assert is_complete.tolist() == [True, True, False, False]
@@ -126,7 +129,7 @@ def test_ties_that_may_go_on_past_the_candidates_are_not_complete() -> None:
     scores = torch.zeros(2, 20_000)
     scores[0, :100] = 5.0
     scores[1, :300] = 5.0
-    kinds = [SamplingParameters(top_k=40)] * 2
+    kinds = [Sampling(top_k=40)] * 2
     warpers = CandidateWarpers(parameters_of(kinds), torch.device("cpu"))
     left, is_complete = warpers.apply(find_candidates(scores, None))
     assert is_complete.tolist() == [True, False]
@@ -137,7 +140,7 @@ def test_top_p_counts_the_ties_of_top_k_that_lie_past_the_candidates() -> None:
     scores = torch.full((1, 20_000), -20.0)
     scores[0, :2] = torch.tensor([9.0, 8.0])
     scores[0, 2:402] = 1.0
-    kind = SamplingParameters(top_k=100, top_p=0.93)
+    kind = Sampling(top_k=100, top_p=0.93)
     warpers = CandidateWarpers(parameters_of([kind]), torch.device("cpu"))
     _, is_complete = warpers.apply(find_candidates(scores, None))
     assert is_complete.tolist() == [False]

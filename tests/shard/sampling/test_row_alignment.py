@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millrace_shard.batch.sequence import PARAMETERS, SamplingParameters
+from millrace_proto.sampling import Sampling
+from millrace_shard.batch.sequence import PARAMETERS
 from millrace_shard.batch.sequence import Sequence as Admitted
 from millrace_shard.sampling.sampler import Sampler, SamplingRows
 from millrace_testing.engines.sampling_driver import going, sample, top_of
@@ -20,11 +21,11 @@ from millrace_testing.engines.sampling_reference import Row
 
 META = torch.device("meta")
 KINDS = [
-    SamplingParameters(),
-    SamplingParameters(do_sample=True),
-    SamplingParameters(do_sample=True, top_p=0.9),
-    SamplingParameters(do_sample=True, typical_p=0.9, top_k=2),
-    SamplingParameters(do_sample=True, min_p=0.1),
+    Sampling(),
+    Sampling(do_sample=True),
+    Sampling(do_sample=True, top_p=0.9),
+    Sampling(do_sample=True, typical_p=0.9, top_k=2),
+    Sampling(do_sample=True, min_p=0.1),
 ]
 
 
@@ -50,7 +51,7 @@ class Softmaxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("vocab", [5, 501, 502, 503, 504])
 @pytest.mark.parametrize("kind", KINDS)
 def test_softmax_reads_rows_that_begin_at_16_bytes(
-    vocab: int, kind: SamplingParameters, monkeypatch: pytest.MonkeyPatch
+    vocab: int, kind: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     columns = Admitted(slot=0, request_id=0, input_ids=np.zeros(3, np.int64), parameters=kind)
@@ -67,7 +68,7 @@ def test_softmax_reads_rows_that_begin_at_16_bytes(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_is_never_chosen(kind: SamplingParameters) -> None:
+def test_padding_is_never_chosen(kind: Sampling) -> None:
     logits = [[1.0, 0.5, 0.9, 0.2, 1.1], [math.nan] * 5, [-math.inf] * 5, [1.0, math.inf, 0, 0, 0]]
     rows = [Row(logits=each, prompt=[0], generated=[], parameters=kind) for each in logits]
     with going("nothing read back"):

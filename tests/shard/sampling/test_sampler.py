@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_shard.batch.sequence import SamplingParameters
-from millrace_shard.sampling.sequence_rules.rules import NO_RULES, Dry, SequenceRules
+from millrace_proto.sampling import NO_RULES, Dry, Sampling, SequenceRules
 from millrace_testing.engines.sampling_driver import (
     WAYS,
     columns,
@@ -56,7 +55,7 @@ rules = st.builds(
     ),
 )
 parameters = st.builds(
-    SamplingParameters,
+    Sampling,
     temperature=st.sampled_from([1.0, 0.5, 2.0]),
     top_k=st.sampled_from([0, 0, 1, 3, 10, 400]),
     top_p=st.sampled_from([1.0, 0.93, 0.41, 0.07]),
@@ -173,22 +172,22 @@ def two_threads() -> Iterator[None]:
 
 
 KINDS = [
-    SamplingParameters(),
-    SamplingParameters(do_sample=True, seed=1),
-    SamplingParameters(do_sample=True, seed=2, temperature=0.7),
-    SamplingParameters(do_sample=True, seed=3, temperature=1.4, top_k=50),
-    SamplingParameters(do_sample=True, seed=4, top_k=5000),
-    SamplingParameters(do_sample=True, seed=5, top_p=0.9),
-    SamplingParameters(do_sample=True, seed=6, temperature=2.5, top_p=0.99),
-    SamplingParameters(do_sample=True, seed=7, typical_p=0.3),
-    SamplingParameters(do_sample=True, seed=8, temperature=0.9, top_k=40, top_p=0.8, typical_p=0.9),
-    SamplingParameters(repetition_penalty=1.3),
-    SamplingParameters(frequency_penalty=0.5, presence_penalty=0.5, openai_frequency_penalty=0.1),
-    SamplingParameters(do_sample=True, seed=9, repetition_penalty=1.1, top_p=0.5),
-    SamplingParameters(do_sample=True, seed=10, min_p=0.05),
-    SamplingParameters(do_sample=True, seed=11, temperature=0.4, top_p=0.7, min_p=0.01),
-    SamplingParameters(do_sample=True, seed=12, watermark=True, bias=((3, 9.5), (500, -2.0))),
-    SamplingParameters(bias=((7, 30.0),), watermark=True),
+    Sampling(),
+    Sampling(do_sample=True, seed=1),
+    Sampling(do_sample=True, seed=2, temperature=0.7),
+    Sampling(do_sample=True, seed=3, temperature=1.4, top_k=50),
+    Sampling(do_sample=True, seed=4, top_k=5000),
+    Sampling(do_sample=True, seed=5, top_p=0.9),
+    Sampling(do_sample=True, seed=6, temperature=2.5, top_p=0.99),
+    Sampling(do_sample=True, seed=7, typical_p=0.3),
+    Sampling(do_sample=True, seed=8, temperature=0.9, top_k=40, top_p=0.8, typical_p=0.9),
+    Sampling(repetition_penalty=1.3),
+    Sampling(frequency_penalty=0.5, presence_penalty=0.5, openai_frequency_penalty=0.1),
+    Sampling(do_sample=True, seed=9, repetition_penalty=1.1, top_p=0.5),
+    Sampling(do_sample=True, seed=10, min_p=0.05),
+    Sampling(do_sample=True, seed=11, temperature=0.4, top_p=0.7, min_p=0.01),
+    Sampling(do_sample=True, seed=12, watermark=True, bias=((3, 9.5), (500, -2.0))),
+    Sampling(bias=((7, 30.0),), watermark=True),
 ]
 
 
@@ -256,11 +255,9 @@ def test_impossible_tokens_in_finite_logits_are_no_failure() -> None:
 
 @pytest.mark.parametrize("kind", [p for p in KINDS if p.do_sample and not p.bias])
 @pytest.mark.parametrize("way", WAYS)
-def test_extreme_parameters_never_leave_the_vocabulary(way: str, kind: SamplingParameters) -> None:
+def test_extreme_parameters_never_leave_the_vocabulary(way: str, kind: Sampling) -> None:
     for temperature in (1e-300, 1e-42, 1e-30, 1e30, 1e300):
-        hard = SamplingParameters(
-            do_sample=True, seed=kind.seed, temperature=temperature, top_p=1e-300
-        )
+        hard = Sampling(do_sample=True, seed=kind.seed, temperature=temperature, top_p=1e-300)
         row = Row(logits=[3.0, 9.0, -5.0, -math.inf], prompt=[0], generated=[], parameters=hard)
         with going(way):
             found = sample([row])
@@ -276,9 +273,7 @@ def test_what_is_impossible_is_never_drawn_at_any_temperature(way: str) -> None:
             logits=scores,
             prompt=[0],
             generated=[],
-            parameters=SamplingParameters(
-                do_sample=True, seed=seed, temperature=temperature, top_k=top_k
-            ),
+            parameters=Sampling(do_sample=True, seed=seed, temperature=temperature, top_k=top_k),
         )
         for seed in range(40)
         for temperature in (1e-40, 1.0, 1e38)
@@ -291,7 +286,7 @@ def test_what_is_impossible_is_never_drawn_at_any_temperature(way: str) -> None:
 
 
 def top_ids(scores: list[float], n: int, **fields: object) -> list[int]:
-    row = Row(logits=scores, prompt=[0], generated=[], parameters=SamplingParameters(**fields))  # type: ignore[arg-type]
+    row = Row(logits=scores, prompt=[0], generated=[], parameters=Sampling(**fields))  # type: ignore[arg-type]
     found = sample([row], [n])
     return [id_ for _, id_, _ in top_of(found)]
 
@@ -341,7 +336,7 @@ EXTREME: dict[str, dict[str, Any]] = {
 )
 def test_penalties_never_make_a_finite_row_fail(name: str, others: dict[str, Any]) -> None:
     scores = [0.0, 5.0, -5.0, 0.0, *[float(i % 7) for i in range(VOCAB - 4)]]
-    parameters = SamplingParameters(**EXTREME[name], **others)
+    parameters = Sampling(**EXTREME[name], **others)
     row = Row(
         logits=scores,
         prompt=[0, 1, 2, 1, 1],
@@ -357,7 +352,7 @@ def test_penalties_never_make_a_finite_row_fail(name: str, others: dict[str, Any
 
 
 def test_impossible_tokens_stay_impossible_whatever_is_added() -> None:
-    parameters = SamplingParameters(
+    parameters = Sampling(
         do_sample=True,
         repetition_penalty=1e-30,
         presence_penalty=-1e30,

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from millrace_shard.batch.sequence import SamplingParameters, Sequence
-from millrace_shard.sampling.fixed_point import uniforms
+from millrace_proto.sampling import Sampling
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.sampling.sampler import Sampler, SamplingRows
+from millrace_shard.sampling.thresholds import uniforms
 from millrace_testing.engines.sampling_driver import going
 from millrace_testing.engines.sampling_reference import Row, probabilities, splitmix64, warped
 
@@ -28,18 +29,18 @@ FIXED: dict[str, Callable[[NDArray[np.int64]], tuple[NDArray[Any], NDArray[Any]]
     "both": lambda i: (i // 50, i % 50 + 1),
 }
 KINDS = {
-    "plain": SamplingParameters(do_sample=True),
-    "hot": SamplingParameters(do_sample=True, temperature=1.7),
-    "top-k": SamplingParameters(do_sample=True, top_k=5),
-    "top-p": SamplingParameters(do_sample=True, temperature=0.8, top_p=0.8),
-    "typical": SamplingParameters(do_sample=True, typical_p=0.7),
-    "min-p": SamplingParameters(do_sample=True, min_p=0.2),
+    "plain": Sampling(do_sample=True),
+    "hot": Sampling(do_sample=True, temperature=1.7),
+    "top-k": Sampling(do_sample=True, top_k=5),
+    "top-p": Sampling(do_sample=True, temperature=0.8, top_p=0.8),
+    "typical": Sampling(do_sample=True, typical_p=0.7),
+    "min-p": Sampling(do_sample=True, min_p=0.2),
 }
 
 
 def draws(
     scores: list[float],
-    kind: SamplingParameters,
+    kind: Sampling,
     seeds: NDArray[np.uint64],
     positions: NDArray[np.int64],
     *,
@@ -140,7 +141,7 @@ def test_uniforms_are_splitmix64(seed: int, position: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
 def test_every_seed_of_64_bits_is_one_of_its_own(seed: int) -> None:
     """None is cut, made signed or taken for "no seed" on its way to the generator."""
-    parameters = SamplingParameters(do_sample=True, seed=seed)
+    parameters = Sampling(do_sample=True, seed=seed)
     one = Sequence(
         slot=0, request_id=0, input_ids=np.zeros(1, dtype=np.int64), parameters=parameters
     )

@@ -13,9 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from millrace_shard.batch.sequence import PARAMETERS, SamplingParameters
+from millrace_proto.sampling import Sampling
+from millrace_shard.batch.sequence import PARAMETERS
 from millrace_shard.batch.sequence import Sequence as Admitted
-from millrace_shard.kernels.masks import RowMasks
+from millrace_shard.kernels.scores import RowMasks
 from millrace_shard.sampling import processors
 from millrace_shard.sampling.sampler import Sampler, SamplingRows
 
@@ -24,12 +25,12 @@ VOCAB, LENGTH = 2000, 6000
 TILE = 1 << 16
 """Elements; 32 rows of the vocabulary, or 10 of the longest sequences."""
 KINDS = {
-    "top-p": SamplingParameters(do_sample=True, top_p=0.9),
-    "typical-p": SamplingParameters(do_sample=True, typical_p=0.9),
-    "top-k": SamplingParameters(do_sample=True, top_k=1500),
-    "penalties": SamplingParameters(repetition_penalty=1.1, frequency_penalty=0.1),
-    "watermark": SamplingParameters(watermark=True),
-    "mask": SamplingParameters(do_sample=True),
+    "top-p": Sampling(do_sample=True, top_p=0.9),
+    "typical-p": Sampling(do_sample=True, typical_p=0.9),
+    "top-k": Sampling(do_sample=True, top_k=1500),
+    "penalties": Sampling(repetition_penalty=1.1, frequency_penalty=0.1),
+    "watermark": Sampling(watermark=True),
+    "mask": Sampling(do_sample=True),
 }
 
 
@@ -68,7 +69,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def peak(kind: SamplingParameters, num_rows: int, *, masked: bool) -> int:
+def peak(kind: Sampling, num_rows: int, *, masked: bool) -> int:
     """Bytes beside the logits while `num_rows` rows of the greatest length are sampled."""
     columns = Admitted(
         slot=0, request_id=0, input_ids=np.zeros(LENGTH, dtype=np.int64), parameters=kind

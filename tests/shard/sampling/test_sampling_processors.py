@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millrace_shard.batch.sequence import SamplingParameters
+from millrace_proto.sampling import Sampling
 from millrace_shard.kernels.build import BuildError, load_operators
-from millrace_shard.kernels.masks import MaskTable, RowMasks
-from millrace_shard.sampling.biases import BiasTable
+from millrace_shard.kernels.scores import MaskTable, RowMasks
+from millrace_shard.sampling.penalties import BiasTable
 from millrace_shard.sampling.watermark import Watermark
 from millrace_testing.engines.sampling_driver import sample
 from millrace_testing.engines.sampling_reference import Row, is_green
@@ -35,7 +35,7 @@ def forbid(
         except BuildError as error:
             pytest.skip(str(error))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("millrace_shard.kernels.masks.operators_loaded", lambda: compiled)
+        patch.setattr("millrace_shard.kernels.scores.operators_loaded", lambda: compiled)
         MaskTable(CPU).forbid(scores, masks, most_elements=most_elements)
 
 
@@ -95,7 +95,7 @@ def test_a_row_whose_mask_allows_nothing_fails_alone() -> None:
             logits=[1.0, 2.0, 3.0],
             prompt=[0],
             generated=[],
-            parameters=SamplingParameters(do_sample=bool(i % 2)),
+            parameters=Sampling(do_sample=bool(i % 2)),
             allowed=frozenset() if i in (1, 2) else None,
         )
         for i in range(4)
@@ -124,7 +124,7 @@ def test_the_end_is_banned_until_enough_is_generated_unless_nothing_else_is_allo
         logits=logits,
         prompt=[1],
         generated=[2, 2],
-        parameters=SamplingParameters(),
+        parameters=Sampling(),
         min_new_tokens=3,
         eos=(0, 3),
         allowed=allowed,
@@ -136,7 +136,7 @@ def test_the_end_is_banned_until_enough_is_generated_unless_nothing_else_is_allo
         logits=logits,
         prompt=[1],
         generated=[2, 2, 2],
-        parameters=SamplingParameters(),
+        parameters=Sampling(),
         min_new_tokens=3,
         eos=(0, 3),
         allowed=allowed,
@@ -220,7 +220,7 @@ def test_a_watermark_can_be_found_with_gamma() -> None:
                 logits=[0.0] * 50,
                 prompt=[1],
                 generated=ids[1:],
-                parameters=SamplingParameters(do_sample=True, seed=3, watermark=marked),
+                parameters=Sampling(do_sample=True, seed=3, watermark=marked),
                 gamma=0.25,
                 delta=2.0,
             )

@@ -10,13 +10,17 @@ from torch import Tensor
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.sequence import PARAMETERS
 from millrace_shard.device import transfers
-from millrace_shard.sampling import row_indexes
-from millrace_shard.sampling.fixed_point import uniforms
-from millrace_shard.sampling.plain_choice import choose_plain
-from millrace_shard.sampling.row_indexes import RowIndexes
+from millrace_shard.sampling import sampling_rows
 from millrace_shard.sampling.sampler import Sampler
-from millrace_shard.sampling.sampling_rows import SamplingRows
-from millrace_shard.sampling.slot_parameters import PENALTIES, DeviceRows, SlotParameters
+from millrace_shard.sampling.sampling_rows import (
+    PENALTIES,
+    DeviceRows,
+    RowIndexes,
+    SamplingRows,
+    SlotParameters,
+)
+from millrace_shard.sampling.thresholds import uniforms
+from millrace_shard.sampling.warpers import choose_plain
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 12
@@ -106,6 +110,6 @@ def test_row_numbers_go_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = index(np.array([1, 3]))
     assert index(np.array([1, 3])) is first
     assert index(np.array([1, 4])).tolist() == [1, 4]
-    monkeypatch.setattr(row_indexes, "MOST_KEPT", 2)
+    monkeypatch.setattr(sampling_rows, "MOST_KEPT", 2)
     assert index(np.array([7])).tolist() == [7]
     assert index(np.array([1, 3])) is not first

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millrace_shard.batch.sequence import PARAMETERS, SamplingParameters, Sequence
-from millrace_shard.sampling.biases import BiasTable
+from millrace_proto.sampling import Sampling
+from millrace_shard.batch.sequence import PARAMETERS, Sequence
+from millrace_shard.sampling.penalties import BiasTable
 from millrace_shard.sampling.processors import Processors
 from millrace_shard.sampling.sampling_rows import RowGroups, SamplingRows
 from millrace_shard.sampling.watermark import Watermark
@@ -21,14 +22,14 @@ from millrace_shard.sampling.watermark import Watermark
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.cuda import triton_penalties
-from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
+from millrace_shard.kernels.cuda.operators import TritonSampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, NUM_SLOTS, LENGTH = 40, 4, 64
 FLOAT_MAX = float(torch.finfo(torch.float32).max)
 
 penalties = st.builds(
-    SamplingParameters,
+    Sampling,
     repetition_penalty=st.sampled_from([1.0, 1.5, 0.75, 1e-38, 1e38]),
     frequency_penalty=st.sampled_from([0.0, 1.0, -0.3, FLOAT_MAX]),
     presence_penalty=st.sampled_from([0.0, 1.7, -1.0]),
@@ -75,7 +76,7 @@ class Both:
             for each in (self.kernels, None)
         )
 
-    def admit(self, slot: int, ids: list[int], parameters: SamplingParameters) -> None:
+    def admit(self, slot: int, ids: list[int], parameters: Sampling) -> None:
         """A sequence with one generated token, if it has more than one."""
         self.table[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
         self.sequences[slot] = Sequence(
@@ -115,7 +116,7 @@ def scores_of(num_rows: int, seed: int, vocab: int = VOCAB) -> Tensor:
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(events)
 def test_counts_by_slot_penalise_as_whole_sequences_do(
-    drawn: list[tuple[str, int, int, SamplingParameters]],
+    drawn: list[tuple[str, int, int, Sampling]],
 ) -> None:
     both = Both()
     ends = dict.fromkeys(range(NUM_SLOTS), 0)
@@ -157,7 +158,7 @@ def test_counts_by_slot_penalise_as_whole_sequences_do(
 
 def test_a_step_counts_only_the_tokens_since_the_last_one() -> None:
     both = Both()
-    kind = SamplingParameters(presence_penalty=0.5)
+    kind = Sampling(presence_penalty=0.5)
     for slot, length in ((0, 30), (2, 11)):
         both.admit(slot, list(range(length)), kind)
     for step in range(3):
@@ -172,7 +173,7 @@ def test_a_step_counts_only_the_tokens_since_the_last_one() -> None:
 
 def test_the_sequence_before_leaves_no_counts() -> None:
     both = Both()
-    kind = SamplingParameters(repetition_penalty=2.0)
+    kind = Sampling(repetition_penalty=2.0)
     both.admit(1, [3, 3, 5], kind)
     both.check([1], [3], scores_of(1, 1))
     both.admit(1, [8, 9, 9, 9], kind)
@@ -184,7 +185,7 @@ def test_the_sequence_before_leaves_no_counts() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_scores_that_are_not_finite_stay_so(bad: float) -> None:
     both = Both()
-    both.admit(0, [4, 4, 6], SamplingParameters(repetition_penalty=2.0, presence_penalty=1.0))
+    both.admit(0, [4, 4, 6], Sampling(repetition_penalty=2.0, presence_penalty=1.0))
     scores = torch.zeros(1, VOCAB, device=DEVICE)
     scores[0, 4] = bad
     found = both.check([0], [3], scores)
@@ -199,5 +200,5 @@ def test_long_prompts_and_vocabularies_take_several_programs(
     monkeypatch.setattr(triton_penalties, "SCORES_PER_PROGRAM", 32)
     both = Both(vocab=100)
     ids = np.random.default_rng(0).integers(0, 100, 50).tolist()
-    both.admit(3, ids, SamplingParameters(frequency_penalty=0.7, openai_frequency_penalty=0.1))
+    both.admit(3, ids, Sampling(frequency_penalty=0.7, openai_frequency_penalty=0.1))
     both.check([3], [50], scores_of(1, 2, vocab=100))

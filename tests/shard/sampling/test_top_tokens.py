@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_shard.sampling.top_tokens import TIE_ROOM, TopTokens
+from millrace_shard.sampling.sampler import TIE_ROOM, TopTokens
 
 SIZE = 3 * TIE_ROOM
 INFINITY = float("inf")
@@ -62,7 +62,7 @@ def test_the_whole_row_is_read_only_when_ties_go_on(
         read.append(len(row))
         return row.numpy()
 
-    monkeypatch.setattr("millrace_shard.sampling.top_tokens.download_on_side_stream", fetch)
+    monkeypatch.setattr("millrace_shard.sampling.sampler.download_on_side_stream", fetch)
     logprobs = torch.full((1, SIZE), -9.0)
     logprobs[0, -ties:] = -1.0
     top = TopTokens.of(logprobs, np.array([0]), np.array([1]))

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from millrace_shard.device import transfers
-from millrace_shard.sampling.fixed_point import SCALE_BITS, UNIFORM_BITS, draw, entropy, fixed_point
+from millrace_shard.sampling.thresholds import SCALE_BITS, UNIFORM_BITS, draw, entropy, fixed_point
 from millrace_shard.sampling.warpers import (
     apply_temperature,
     keep_min_p,

@@ -19,9 +19,8 @@ from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.engine.adapter_memory import AdapterMemory
 from millrace_shard.engine.engine import Engine
-from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.engine.loaded_model import AdapterMemory, LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.plain import PlainKernels

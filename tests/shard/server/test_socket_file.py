@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from millrace_shard.server.socket_file import SocketFile, SocketTaken, for_this_user_only
+from millrace_shard.server.address import SocketFile, SocketTaken, for_this_user_only
 
 
 @contextmanager

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from millrace_shard.commands.serve import with_folders
+from millrace_shard.commands.composition import with_folders
 from millrace_shard.config import ShardConfig
 from millrace_shard.errors import ModelError
-from millrace_shard.model_loader.download import HubAccess
-from millrace_shard.model_loader.hub import HubError, HubSettings
 from millrace_shard.speculation.checkpoints import Checkpoints, find_draft
+from millrace_shard.weights.download import HubAccess
+from millrace_shard.weights.hub import HubError, HubSettings
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import REPO, Hub
 

@@ -16,17 +16,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace_shard.batch.sequence import SamplingParameters, Sequence
+from millrace_proto.sampling import Sampling
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.factory import Speculation
-from millrace_shard.speculation.loading import SpeculationLoader
+from millrace_shard.speculation.loading import Speculation, SpeculationLoader
 from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.multi_token import (
     FakeGrammars,
@@ -215,7 +215,7 @@ def test_a_draft_model_reads_blocks_that_another_sequence_filled(setup: Setup) -
         request_id=1,
         input_ids=ints(prompt),
         cached_tokens=2 * BLOCK_SIZE,
-        parameters=SamplingParameters(),
+        parameters=Sampling(),
     )
     change = BatchChange(
         admitted=(sequence,), grown_slots=ints([1] * 6), grown_blocks=ints([*shared, *own])

@@ -23,13 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_proto import generate_pb2 as pb
-from millrace_shard.batch.sequence import Grammar
+from millrace_proto.sequence import Grammar
 from millrace_shard.engine.engine import Progress
 from millrace_shard.server.service import ShardService
 from millrace_shard.structured_output import grammar_compiler, grammar_process
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.grammar_process import CompilerBusy, GrammarProcess
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager
 from millrace_shard.structured_output.mask_computer import MaskRequest
 from millrace_testing.engines.grammars import Words, lark, mask_of, regex, schema

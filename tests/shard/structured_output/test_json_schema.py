@@ -14,8 +14,8 @@ from urllib.parse import unquote
 import pytest
 from bench.structured_output.schemas import Schemas, problem
 
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
-from millrace_shard.structured_output.grammar.json_schema import (
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
+from millrace_shard.structured_output.json_schema import (
     MAX_DEPTH,
     SchemaInvalid,
     read_schema,

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from millrace_router.tool_calls.arguments_schema import arguments_schema
 from millrace_router.tool_calls.lark import json_value
 from millrace_router.tool_calls.tool import Tool
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
-from millrace_shard.structured_output.grammar.lark_schemas import with_exact_schemas
+from millrace_shard.structured_output.grammar_source import GrammarInvalid, with_exact_schemas
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_testing.engines.grammars import Words, lark
 

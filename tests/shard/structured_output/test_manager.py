@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_shard.batch.sequence import Grammar
+from millrace_proto.sequence import Grammar
 from millrace_shard.structured_output.manager import GrammarManager
 from millrace_shard.structured_output.mask_computer import Bitmasks, MaskRequest
 from millrace_shard.structured_output.matcher import Matcher

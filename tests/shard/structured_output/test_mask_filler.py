@@ -8,8 +8,8 @@ from itertools import count
 import numpy as np
 import pytest
 
-from millrace_shard.structured_output import mask_filler
-from millrace_shard.structured_output.mask_filler import (
+from millrace_shard.structured_output import mask_computer
+from millrace_shard.structured_output.mask_computer import (
     ALONE_SECONDS,
     NUM_SHARED,
     MaskFiller,
@@ -36,7 +36,7 @@ def test_masks_do_not_depend_on_threads_and_stay_in_their_lines(
 ) -> None:
     clock = seconds(step)
     monkeypatch.setattr(
-        "millrace_shard.structured_output.mask_filler.perf_counter", lambda: next(clock)
+        "millrace_shard.structured_output.mask_computer.perf_counter", lambda: next(clock)
     )
     matchers = [WORDS.matcher(regex(f"[{chr(ord('a') + row)}-z]")) for row in range(num_rows)]
     expected = [mask_of(matcher) for matcher in matchers]
@@ -56,7 +56,7 @@ def test_slow_masks_go_to_threads_while_there_are_enough_of_them(
 ) -> None:
     by_threads: list[int] = []
     monkeypatch.setattr(
-        mask_filler,
+        mask_computer,
         "fill_next_token_bitmask_par",
         lambda _, asked, __: by_threads.append(len(asked)),
     )
@@ -70,7 +70,7 @@ def test_slow_masks_go_to_threads_while_there_are_enough_of_them(
     ):
         clock = seconds(step)
         monkeypatch.setattr(
-            "millrace_shard.structured_output.mask_filler.perf_counter",
+            "millrace_shard.structured_output.mask_computer.perf_counter",
             lambda clock=clock: next(clock),
         )
         MaskFiller(overlap=False).fill(asked[:num_rows], masks)

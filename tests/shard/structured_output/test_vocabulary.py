@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from millrace_shard.structured_output.grammar.grammar_source import lark_of
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
+from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary, load_vocabulary

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from millrace_proto.sampling import WARPERS
 from millrace_router.api.chat.shown import ShownText
 from millrace_router.api.fields import (
     UINT32_MAX,
     UINT64_MAX,
     Float32,
-    Int32,
     Items,
-    RequestModel,
+    SamplingModel,
     UInt32,
 )
 from millrace_router.errors import ValidationError
@@ -22,7 +22,7 @@ from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import DryRequest, FieldNames, GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.validation.rules import check_sampling
-from millrace_router.validation.sampling_defaults import GREEDY_NAMES, WARPERS
+from millrace_router.validation.sampling_defaults import GREEDY_NAMES
 from millrace_router.validation.sampling_defaults import NAMES as DEFAULTED
 
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -41,22 +41,15 @@ OPENAI_NAMES = replace(
 )
 
 
-class SamplingFields(RequestModel):
+class SamplingFields(SamplingModel):
     """Fields of chats, text completions and responses; null means absent."""
 
     seed: Seed | None = None
     stop: str | Items[str] | None = None
-    temperature: Float32 | None = None
-    top_p: Float32 | None = None
     frequency_penalty: Float32 | None = None
     presence_penalty: Float32 | None = None
-    repetition_penalty: Float32 | None = None
-    """Not in OpenAI's, like all fields below."""
-    top_k: Int32 | None = None
-    """0 and -1 are no restriction."""
-    min_p: Float32 | None = None
-    """0 is no restriction."""
     ignore_eos: bool | None = None
+    """Not in OpenAI's, like all fields below."""
     min_tokens: UInt32 | None = None
     """Tokens before which no end-of-sequence token is drawn."""
     priority: int | None = None
@@ -122,10 +115,6 @@ class SamplingFields(RequestModel):
         return GenerationRequest(
             seed=None if self.seed is None else self.seed & UINT64_MAX,
             stop=tuple(self.stop_sequences),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
             min_new_tokens=self.min_tokens,
             ignore_eos=bool(self.ignore_eos),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -138,7 +127,7 @@ class SamplingFields(RequestModel):
             xtc_threshold=0.1 if self.xtc_threshold is None else self.xtc_threshold,
             dry=self._dry(),
             names=TGI_NAMES if dialect.has_tgi_errors else OPENAI_NAMES,
-            **self._penalties(dialect),
+            **self.shared_sampling() | self._penalties(dialect),
         )
 
     def _dry(self) -> DryRequest | None:
@@ -167,7 +156,6 @@ class SamplingFields(RequestModel):
                 "frequency_penalty": self.frequency_penalty,
             }
         return {
-            "repetition_penalty": repetition,
             "openai_frequency_penalty": self.frequency_penalty or 0.0,
             "presence_penalty": presence or 0.0,
         }

@@ -9,10 +9,10 @@ from pydantic import AliasChoices, Field
 from millrace_router.api.adapters.merged import MergedAdapters
 from millrace_router.api.fields import (
     Float32,
-    Int32,
     NullIs,
     Place,
     RequestModel,
+    SamplingModel,
     Switch,
     UInt32,
     UInt64,
@@ -34,17 +34,13 @@ LORAX_FIELDS = frozenset(
 """Fields that LoRAX has and TGI lacks."""
 
 
-class GenerateParameters(RequestModel):
+class GenerateParameters(SamplingModel):
     """How to generate. None means that the client left the choice to the server; null is the default everywhere."""
 
     place = Place.PARAMETERS
 
     best_of: UInt64 | None = None
-    temperature: Float32 | None = None
-    repetition_penalty: Float32 | None = None
     frequency_penalty: Float32 | None = None
-    top_k: Int32 | None = None
-    top_p: Float32 | None = None
     typical_p: Float32 | None = None
     do_sample: Switch = False
     max_new_tokens: UInt32 | None = None
@@ -80,8 +76,6 @@ class GenerateParameters(RequestModel):
     """Not in TGI: generate `max_new_tokens` tokens even after an end-of-sequence token, for benchmarks."""
     min_new_tokens: UInt32 | None = None
     """Not in TGI: tokens before which no end-of-sequence token is drawn."""
-    min_p: Float32 | None = None
-    """Not in TGI: tokens less likely than this share of the likeliest one are not drawn."""
 
     @property
     def is_lorax(self) -> bool:
@@ -100,12 +94,7 @@ class GenerateParameters(RequestModel):
             best_of=self.best_of,
             do_sample=self.do_sample,
             seed=self.seed,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
             typical_p=self.typical_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty,
             watermark=self.watermark,
             grammar=self._grammar(),
@@ -113,6 +102,7 @@ class GenerateParameters(RequestModel):
             if self.top_n_tokens is None
             else self.top_n_tokens,
             decoder_input_details=self.decoder_input_details,
+            **self.shared_sampling(),
         )
 
     def _grammar(self) -> RawGrammar | None:

@@ -26,12 +26,11 @@ from millrace_shard.kernels.base import (
 )
 from millrace_shard.kernels.build import operators_loaded
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights, ExpertWeights
-from millrace_shard.kernels.layer.blocks import ComposedBlocks
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.lora.lora_site import LoraSite
-from millrace_shard.kernels.quantized.plain_linear import quantize_rows, rounded_rows
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.expert_weights import ExpertsWeights, ExpertWeights
+from millrace_shard.kernels.layer_blocks import ComposedBlocks
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.lora.adapter_table import LoraSite
+from millrace_shard.kernels.quantized import QuantizedTensor, quantize_rows, rounded_rows
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 ZERO = 128

@@ -15,9 +15,13 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import Layer, LayerCache
 from millrace_shard.kernels.cpu.packed_weight import or_empty, packed
-from millrace_shard.kernels.layer.activation import Activation
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.lora.lora_site import LoraSite
+from millrace_shard.kernels.layer_weights import (
+    Activation,
+    AttentionWeights,
+    LinearWeights,
+    MlpWeights,
+)
+from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
 
 TILE_DEPTH = 32

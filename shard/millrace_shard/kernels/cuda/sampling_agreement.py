@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.agreement import CPU, Random
-from millrace_shard.kernels.greedy import choose_greedy
-from millrace_shard.kernels.sampling_kernels import SCALE_BITS, SamplingKernels
+from millrace_shard.kernels.scores import SCALE_BITS, SamplingKernels, choose_greedy
 
 NUM_ROWS = 5
 UNEVEN_VOCAB = 5003

@@ -25,11 +25,11 @@ from millrace_shard.kernels.agreement import (
 )
 from millrace_shard.kernels.base import Kernels, Linear
 from millrace_shard.kernels.cuda import sampling_agreement
-from millrace_shard.kernels.experts.experts_agreement import experts_weights
-from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
+from millrace_shard.kernels.expert_weights import RoutingRule, Scoring
+from millrace_shard.kernels.experts_agreement import experts_weights
 from millrace_shard.kernels.layer_shape import AttentionKind, LayerShape
-from millrace_shard.kernels.quantized.code_format import CodeFormat
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.quantized import CodeFormat
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 PROMPT = 70

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.layer.norm_weights import HeadNorms
+from millrace_shard.kernels.layer_weights import HeadNorms
 from millrace_shard.kernels.ragged import RaggedBatch
 
 ELEMENTS = 1024

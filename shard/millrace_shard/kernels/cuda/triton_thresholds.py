@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_shard.kernels.sampling_kernels import SCALE_BITS
+from millrace_shard.kernels.scores import SCALE_BITS
 
 LEVELS = ((21, 11), (10, 11), (0, 10))
 """The lowest bit and the number of bits of each level."""

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.kernels.lora.lora_site import LoraSite
-from millrace_shard.kernels.lora.packed_adapter import PackedPart
+from millrace_shard.kernels.lora.adapter_table import LoraSite, PackedPart
 
 ROWS = 32
 """Rows of one product in deterministic mode, since libraries select a kernel by the number of rows."""

@@ -28,10 +28,16 @@ from millrace_shard.kernels.agreement import (
 )
 from millrace_shard.kernels.base import Kernels, Layer, Layers, Linear
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
-from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
-from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
-from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart, pack_part
+from millrace_shard.kernels.lora.adapter_table import (
+    AdapterRows,
+    AdapterTable,
+    LoraPart,
+    LoraSite,
+    PackedAdapter,
+    PackedPart,
+    pack_part,
+    running,
+)
 
 VOCAB = 80
 SLOTS = (1, 0, 2)

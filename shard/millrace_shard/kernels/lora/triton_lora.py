@@ -22,9 +22,7 @@ from torch import Tensor
 from triton import knobs
 
 from millrace_shard.kernels.lora.adapted_linear import Product
-from millrace_shard.kernels.lora.adapter_rows import BLOCK_ROWS
-from millrace_shard.kernels.lora.lora_site import LoraSite
-from millrace_shard.kernels.lora.packed_adapter import DEPTH
+from millrace_shard.kernels.lora.adapter_table import BLOCK_ROWS, DEPTH, LoraSite
 
 INPUTS = 64
 """Inputs per iteration of a shrink."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.models.config.config_reader import ConfigReader
-from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.config import ConfigReader
+from millrace_shard.models.spec import DecoderSpec
 
 GENERAL: Mapping[str, Any] = {"hidden_act": "silu", "rope_theta": 10_000.0}
 """Defaults of most classes."""

@@ -7,16 +7,15 @@ from transformers.pytorch_utils import Conv1D
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Linear
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
-from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.lora.adapter_table import AdapterTable, LoraPart, LoraSite
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
-from millrace_shard.models.transformers_backend.tensor_parallel.linear_share import LinearShare
-from millrace_shard.models.transformers_backend.tensor_parallel.plan import (
+from millrace_shard.models.transformers_backend.tensor_parallel import (
+    LinearShare,
     Style,
     TensorParallelPlan,
 )
+from millrace_shard.weights.unmapped_tensors import TensorUnmapper
 
 
 class KernelLinear(nn.Module):

@@ -16,7 +16,7 @@ from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.transformers_backend.paged_attention import NAME
-from millrace_shard.models.transformers_backend.shape_probe import refusing_errors_of
+from millrace_shard.models.transformers_backend.supported import refusing_errors_of
 
 NUM_TOKENS = 24
 IN_PARTS = "as states and then logits"

@@ -68,7 +68,7 @@ def test_parts_add_up_to_the_pause() -> None:
 def test_of_several_attempts_and_ranks_the_last_counts() -> None:
     second = [
         Line(101.0, "millrace_launcher", "Starting shard 1"),
-        Line(103.5, "millrace_shard.commands.serve", "weights loaded in 0.25 s, 7 MB"),
+        Line(103.5, "millrace_shard.commands.composition", "weights loaded in 0.25 s, 7 MB"),
     ]
     found = parts([*lines(), *second], since=100.0, until=104.5)
     assert found["started"] == pytest.approx(0.9)

@@ -11,18 +11,15 @@ from torch import Tensor
 
 from millrace_shard.kernels.agreement import Random
 from millrace_shard.kernels.base import Experts
-from millrace_shard.kernels.cpu import coded_experts
+from millrace_shard.kernels.cpu import tile_experts
 from millrace_shard.kernels.cpu.int8_linear import int8_weight, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
-from millrace_shard.kernels.experts.composed_experts import ComposedExperts
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights, ExpertWeights
-from millrace_shard.kernels.experts.experts_agreement import RULES, experts_weights
-from millrace_shard.kernels.experts.routing import RoutingRule
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
-from millrace_shard.kernels.quantized.code_format import CodeFormat
-from millrace_shard.kernels.quantized.plain_linear import PlainQuantizedLinear
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.expert_weights import ExpertsWeights, ExpertWeights, RoutingRule
+from millrace_shard.kernels.experts_agreement import RULES, experts_weights
+from millrace_shard.kernels.layer_blocks import ComposedExperts
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.quantized import CodeFormat, PlainQuantizedLinear, QuantizedTensor
 from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
 from millrace_testing.quantized.defined_experts import defined_experts
 
@@ -199,10 +196,10 @@ def test_an_operator_that_is_wrong_is_not_used(
         return lambda x: right(weight, None, integer=integer)(x) * 1.1
 
     right = PlainQuantizedLinear
-    monkeypatch.setattr(coded_experts, "PlainQuantizedLinear", wrong)
-    coded_experts.codes_agree.cache_clear()
+    monkeypatch.setattr(tile_experts, "PlainQuantizedLinear", wrong)
+    tile_experts.codes_agree.cache_clear()
     made = CpuKernels(deterministic=True).experts(weights_of(BY_SHARES, "odd", "int8"))
-    coded_experts.codes_agree.cache_clear()
+    tile_experts.codes_agree.cache_clear()
     assert isinstance(made, ComposedExperts)
     assert "the operator is wrong" in caplog.text
     check(made, weights_of(BY_SHARES, "odd", "int8"), "odd")

@@ -23,10 +23,10 @@ from millrace_shard.kernels.base import Kernels, Layer
 from millrace_shard.kernels.cpu.int8_linear import int8_weight, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_blocks import TiledLayers
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
 

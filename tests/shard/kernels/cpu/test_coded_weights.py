@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.cpu import coded_weight
-from millrace_shard.kernels.cpu.coded_weight import has_integer_products, packed_codes
+from millrace_shard.kernels.cpu import packed_weight
 from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.cpu.packed_weight import has_integer_products, packed_codes
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
-from millrace_shard.kernels.quantized.plain_linear import PlainQuantizedLinear, rounded_rows
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.quantized import PlainQuantizedLinear, QuantizedTensor, rounded_rows
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
 
@@ -257,7 +256,7 @@ def test_an_operator_that_is_wrong_is_not_used(
 
     right = PlainQuantizedLinear.__call__
     monkeypatch.setattr(PlainQuantizedLinear, "__call__", wrong)
-    monkeypatch.setattr(coded_weight, "_agrees", coded_weight._agrees.__wrapped__)
+    monkeypatch.setattr(packed_weight, "_agrees", packed_weight._agrees.__wrapped__)
     weight = random_weight("int4", 160, 32)
     assert packed_codes([weight], integer=False) is None
     assert "the operator is wrong" in caplog.text

@@ -16,7 +16,7 @@ from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized.plain_linear import quantize_rows, rounded_rows
+from millrace_shard.kernels.quantized import quantize_rows, rounded_rows
 from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16

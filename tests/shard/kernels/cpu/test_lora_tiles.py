@@ -22,16 +22,25 @@ from millrace_shard.kernels.cpu.tile_blocks import (
     TiledLayers,
     TiledMlp,
 )
-from millrace_shard.kernels.layer.blocks import ComposedLayers
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import NormWeights
-from millrace_shard.kernels.layer.rotation import Rotation
+from millrace_shard.kernels.layer_blocks import ComposedLayers
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.lora.adapted_linear import AdaptedLinear
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
-from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
-from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
-from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.lora.adapter_table import (
+    AdapterRows,
+    AdapterTable,
+    LoraPart,
+    LoraSite,
+    PackedAdapter,
+    PackedPart,
+    running,
+)
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
 

@@ -20,9 +20,14 @@ from millrace_shard.kernels.build import BuildError, load_operators
 from millrace_shard.kernels.cpu import tile_blocks
 from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
-from millrace_shard.kernels.layer.rotation import Rotation
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    HeadNorms,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -35,7 +40,7 @@ HIDDEN, HEADS, DIM = 64, 2, 32
 OUT_OF_MEMORY = """
 import resource
 import torch
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
+from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.stored_weight import StoredWeight

@@ -15,11 +15,10 @@ from millrace_shard.kernels.agreement import Random
 from millrace_shard.kernels.base import Experts
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
-from millrace_shard.kernels.experts.composed_experts import ComposedExperts
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
-from millrace_shard.kernels.experts.experts_agreement import RULES, experts_weights
-from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
-from millrace_shard.kernels.layer.activation import Activation
+from millrace_shard.kernels.expert_weights import ExpertsWeights, RoutingRule, Scoring
+from millrace_shard.kernels.experts_agreement import RULES, experts_weights
+from millrace_shard.kernels.layer_blocks import ComposedExperts
+from millrace_shard.kernels.layer_weights import Activation
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.quantized.defined_experts import defined_experts

@@ -11,12 +11,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.agreement import Random
-from millrace_shard.kernels.cuda.experts.grouped_experts import GroupedExperts
-from millrace_shard.kernels.cuda.experts.triton_choice import group_pairs
+from millrace_shard.kernels.cuda.grouped_experts import GroupedExperts
 from millrace_shard.kernels.cuda.operators import CudaKernels
-from millrace_shard.kernels.experts.composed_experts import ComposedExperts
-from millrace_shard.kernels.experts.experts_agreement import RULES, experts_weights
-from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
+from millrace_shard.kernels.cuda.triton_choice import group_pairs
+from millrace_shard.kernels.expert_weights import RoutingRule, Scoring
+from millrace_shard.kernels.experts_agreement import RULES, experts_weights
+from millrace_shard.kernels.layer_blocks import ComposedExperts
 from millrace_shard.kernels.plain import PlainKernels
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -15,18 +15,21 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
-from millrace_shard.adapters.canonical_file import CanonicalModule
-from millrace_shard.adapters.packing import AdapterPacker
+from millrace_shard.adapters.packing import AdapterPacker, CanonicalModule
 from millrace_shard.kernels import agreement
 from millrace_shard.kernels.base import Linear
 from millrace_shard.kernels.cuda.operators import CudaKernels
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
-from millrace_shard.kernels.lora import adapter_rows, lora_agreement, triton_lora
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows, most_blocks
-from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.lora import adapter_table, lora_agreement, triton_lora
+from millrace_shard.kernels.lora.adapter_table import (
+    AdapterRows,
+    AdapterTable,
+    LoraPart,
+    PackedAdapter,
+    most_blocks,
+    running,
+)
 from millrace_shard.kernels.lora.lora_agreement import adapter_difference
-from millrace_shard.kernels.lora.lora_site import LoraPart
-from millrace_shard.kernels.lora.packed_adapter import PackedAdapter
 from millrace_shard.kernels.lora.triton_lora import TritonAdaptedLinear
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -287,8 +290,8 @@ def test_the_head_adds_to_float32_logits(over_codes: bool) -> None:
 
 def test_the_adapter_of_a_neighbour_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: each row has the adapter of the row before."""
-    blocks = adapter_rows._blocks
-    monkeypatch.setattr(adapter_rows, "_blocks", lambda host: blocks(np.roll(host, 1)))
+    blocks = adapter_table._blocks
+    monkeypatch.setattr(adapter_table, "_blocks", lambda host: blocks(np.roll(host, 1)))
     assert not is_right(Bench(FP32), 7)
 
 

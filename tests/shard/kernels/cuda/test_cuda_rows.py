@@ -11,7 +11,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
+from millrace_shard.kernels.layer_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.agreement import TOLERANCE, distance
-from millrace_shard.kernels.greedy import Best, choose_greedy
+from millrace_shard.kernels.scores import Best, choose_greedy
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.cuda import sampling_agreement
-from millrace_shard.kernels.cuda.operators import CudaKernels
+from millrace_shard.kernels.cuda.operators import CudaKernels, TritonSampling
 from millrace_shard.kernels.cuda.served_agreement import served_difference
-from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 

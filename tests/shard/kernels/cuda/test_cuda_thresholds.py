@@ -23,7 +23,7 @@ from millrace_testing.project import ROOT
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.cuda import triton_thresholds
-from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
+from millrace_shard.kernels.cuda.operators import TritonSampling
 
 PROGRAM = ROOT / "tests/support/millrace_testing/engines/compile_sampling.py"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
-from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
+from millrace_shard.kernels.expert_weights import RoutingRule, Scoring
 
 NUM_EXPERTS = 12
 RULES = {

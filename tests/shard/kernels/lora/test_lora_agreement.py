@@ -14,10 +14,10 @@ from millrace_shard.kernels import choose
 from millrace_shard.kernels.agreement import TOLERANCE
 from millrace_shard.kernels.base import Linear
 from millrace_shard.kernels.choose import choose_kernels
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.lora.lora_agreement import adapter_difference
-from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_testing.engines.kernels import KERNELS, make_kernels
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 
 
 def test_elements_are_scaled_values_with_offsets_in_the_order_of_inputs() -> None:

@@ -12,16 +12,15 @@ from millrace_shard.commands import chosen_kernels
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Linear
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized.code_format import CodeFormat
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
-from millrace_shard.model_loader.gguf.folder import prepare_gguf
-from millrace_shard.model_loader.quantized.made_at_load import METHODS
+from millrace_shard.kernels.quantized import CodeFormat, QuantizedTensor
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import load_model
-from millrace_shard.models.quantized.code_formats import code_formats
+from millrace_shard.models.quantized import code_formats
+from millrace_shard.weights.gguf.folder import prepare_gguf
+from millrace_shard.weights.quantized.made_at_load import METHODS
 from millrace_testing.models.gguf_files import TinyGguf
 from millrace_testing.models.models import CPU, save_tiny
 from millrace_testing.quantized.checkpoints import save_mixed, save_quantized

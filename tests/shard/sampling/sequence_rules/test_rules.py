@@ -13,8 +13,7 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from millrace_shard.batch.sequence import SamplingParameters
-from millrace_shard.sampling.sequence_rules.rules import Dry, SequenceRules
+from millrace_proto.sampling import Dry, Sampling, SequenceRules
 from millrace_shard.sampling.warpers import keep_top_n_sigma
 from millrace_testing.engines.sampling_driver import sample, sampler_for
 from millrace_testing.engines.sampling_reference import Row
@@ -26,7 +25,7 @@ texts = st.lists(ids, max_size=8)
 
 
 def row_with(rules: SequenceRules, generated: list[int], **other: object) -> Row:
-    parameters = SamplingParameters(rules=rules)
+    parameters = Sampling(rules=rules)
     logits = [float(id_ % 5) for id_ in range(VOCAB)]
     return Row(
         logits=logits,
@@ -113,7 +112,7 @@ def test_xtc_is_on_as_often_as_asked() -> None:
             logits=logits,
             prompt=[0],
             generated=[],
-            parameters=SamplingParameters(
+            parameters=Sampling(
                 do_sample=True, seed=seed, xtc_probability=share, xtc_threshold=0.25
             ),
         )

@@ -15,7 +15,7 @@ from bench.structured_output.everyday import everyday
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_shard.structured_output.closing.ending import short_ending
+from millrace_shard.structured_output.closing import short_ending
 from millrace_shard.structured_output.mask_computer import MaskRequest
 from millrace_testing.engines.grammars import Words, allowed, lark, new_manager, regex, schema, walk
 

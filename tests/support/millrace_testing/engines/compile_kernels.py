@@ -17,9 +17,13 @@ import torch
 import triton
 
 from millrace_shard.kernels.cuda import (
+    grouped_experts,
     linear_tilings,
     triton_attention,
+    triton_choice,
+    triton_experts,
     triton_linear,
+    triton_quantized,
     triton_rope,
     triton_rows,
 )
@@ -29,11 +33,8 @@ from millrace_shard.kernels.cuda.cuda_attention import (
     span_tiling,
     tile_tiling,
 )
-from millrace_shard.kernels.cuda.experts import grouped_experts, triton_choice, triton_experts
 from millrace_shard.kernels.cuda.linear_tilings import RowTiling
-from millrace_shard.kernels.cuda.quantized import triton_quantized
-from millrace_shard.kernels.cuda.quantized.packed_codes import step_length
-from millrace_shard.kernels.cuda.quantized.quantized_linear import SUM_STEPS
+from millrace_shard.kernels.cuda.quantized_linear import SUM_STEPS, step_length
 from millrace_shard.kernels.lora import triton_lora
 from millrace_testing.engines.triton_compiler import SHARED_BYTES, Compiled, compile_kernel
 

@@ -95,8 +95,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _describe(self, rest: str, *, with_body: bool) -> None:
         if self.hub.failures:
             return self._fail(self.hub.failures.pop(0), "", with_body=with_body)
-        if rest not in ("", "/revision/main", f"/revision/{COMMIT}"):
+        if rest not in ("", "/revision/main", f"/revision/{COMMIT}", f"/tree/{COMMIT}"):
             return self._fail(404, "RevisionNotFound", with_body=with_body)
+        if rest == f"/tree/{COMMIT}":
+            tree = [
+                {"type": "file", "path": name, "size": len(body), "oid": "0" * 40}
+                for name, body in self.hub.files.items()
+            ]
+            return self._json(tree, with_body=with_body)
         siblings = [{"rfilename": name, "size": len(body)} for name, body in self.hub.files.items()]
         body = {
             "id": REPO,
@@ -106,12 +112,11 @@ class _Handler(BaseHTTPRequestHandler):
             "siblings": siblings,
             "tags": [],
         }
-        return self._send(
-            200,
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-            with_body=with_body,
-        )
+        return self._json(body, with_body=with_body)
+
+    def _json(self, body: object, *, with_body: bool) -> None:
+        headers = {"Content-Type": "application/json"}
+        self._send(200, json.dumps(body).encode(), headers, with_body=with_body)
 
     def _file(self, name: str, *, with_body: bool) -> None:
         body = self.hub.files[name]

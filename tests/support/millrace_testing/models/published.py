@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from millrace_shard.model_loader.published.models import PublishedModel
+from millrace_shard.weights.published import PublishedModel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 400
 TINY = PublishedModel(

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from millrace_shard.kernels.quantized.code_format import CodeFormat
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import CodeFormat, QuantizedTensor
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _NF4 = torch.tensor(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
-from millrace_shard.kernels.layer.activation import Activation
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.expert_weights import ExpertsWeights
+from millrace_shard.kernels.layer_weights import Activation, LinearWeights
+from millrace_shard.kernels.quantized import QuantizedTensor
 
 
 def defined_experts(weights: ExpertsWeights, x: Tensor, *, integer: bool = False) -> Tensor:

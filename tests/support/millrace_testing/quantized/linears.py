@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace_shard.model_loader.quantized.made_at_load import NF4, fp4_values
+from millrace_shard.weights.quantized.made_at_load import NF4, fp4_values
 from millrace_testing.quantized.packing import into_awq_words, into_bytes, into_words
 
 GROUP = 32

@@ -9,6 +9,7 @@ from random import Random
 from typing import cast
 
 from millrace_proto import generate_pb2 as pb
+from millrace_proto.sampling import Sampling
 from millrace_router.adapters.place import Place, PlaceState
 from millrace_router.journal.header import Header
 from millrace_router.journal.journal import Journal
@@ -16,7 +17,7 @@ from millrace_router.journal.reader import read_epochs
 from millrace_router.journal.replay.player import Outcome, Player
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.writer import JournalWriter
-from millrace_router.request.request import SamplingParameters, ValidRequest
+from millrace_router.request.request import ValidRequest
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import StepFailed
@@ -201,7 +202,7 @@ def requests(count: int, *, seed: int = 0, adapters: bool = False) -> list[Valid
             input_ids=(*([1 + random.randrange(2)] * random.choice((0, 4, 9, 13))), number % 90),
             max_new_tokens=random.randint(3, 14),
             ignore_eos=True,
-            sampling=SamplingParameters(seed=number % 3, do_sample=number % 3 > 0),
+            sampling=Sampling(seed=number % 3, do_sample=number % 3 > 0),
             prefill_logprobs=number % 5 == 0,
             prompt_top_n_tokens=number % 2 * 2,
             adapter=versions[number % len(versions)] if adapters else None,

@@ -6,13 +6,8 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from millrace_router.request.request import (
-    Grammar,
-    GrammarKind,
-    SamplingParameters,
-    SchedulingParameters,
-    ValidRequest,
-)
+from millrace_proto.sampling import Sampling
+from millrace_router.request.request import Grammar, GrammarKind, SchedulingParameters, ValidRequest
 from millrace_router.scheduler.budgets import Budgets
 from millrace_testing.adapters.fake_adapters import version_of
 from millrace_testing.shards.hash_tokens import POISON_TOKEN_ID, expected_tokens
@@ -68,7 +63,7 @@ def valid_requests(
     return ValidRequest(
         input_ids=prompt,
         max_new_tokens=count,
-        sampling=SamplingParameters(seed=seed, do_sample=seed > 0),
+        sampling=Sampling(seed=seed, do_sample=seed > 0),
         stop_sequences=(draw(st.sampled_from(stops)),)
         if stops and draw(st.integers(0, 3)) == 0
         else (),

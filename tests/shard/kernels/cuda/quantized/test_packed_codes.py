@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from millrace_shard.device.staged_copies import copy_directly
-from millrace_shard.kernels.cuda.quantized.packed_codes import PackedCodes, can_join, pack
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.device.transfers import copy_directly
+from millrace_shard.kernels.cuda.quantized_linear import PackedCodes, can_join, pack
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_testing.quantized.code_formats import TABLES, random_codes
 
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ from millrace_shard.kernels.agreement import distance
 from millrace_shard.kernels.base import Linear
 from millrace_shard.kernels.cuda.linear_tilings import MANY_ROWS
 from millrace_shard.kernels.cuda.operators import CudaKernels
-from millrace_shard.kernels.cuda.quantized.quantized_linear import QuantizedLinear, SideBySide
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
+from millrace_shard.kernels.cuda.quantized_linear import QuantizedLinear, SideBySide
+from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_testing.quantized.code_formats import TABLES, random_codes
 

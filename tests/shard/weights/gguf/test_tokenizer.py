@@ -1,0 +1,225 @@
+"""Byte-level tokenizers in GGUF files, beside tokenizers made by hand and transformers' reading of the same files."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.ecosystem.prepare import TOKENIZERS
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_SPLIT
+
+from millrace_shard.errors import ModelError
+from millrace_shard.weights.gguf.folder import prepare_gguf
+from millrace_shard.weights.gguf.tokenizer import PRE_TOKENIZERS
+from millrace_testing.models.gguf_files import CONTROL, NORMAL, USER_DEFINED, TinyGguf
+from millrace_testing.text.texts import CORPUS
+
+TEXTS: list[str] = [*json.loads((TOKENIZERS / "texts.json").read_text()), *CORPUS[:6]]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+"""The first tokens; they are padding, bos and eos."""
+OWN = "<think>"
+"""A token of the user's, the last one."""
+PATTERNS = {
+    **{name: GGUF_PRE_TOKENIZER_SPLITS[name] for name in ("llama-bpe", "llama3", "llama-v3")},
+    **{name: GGUF_PRE_TOKENIZER_SPLITS[name] for name in ("falcon3", "smaug-bpe")},
+    **{name: GGUF_PRE_TOKENIZER_SPLITS[name] for name in ("tekken", "gpt-4o")},
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2_SPLIT),
+}
+"""The patterns that transformers knows, by the names in `tokenizer.ggml.pre`."""
+NORMALIZED = ("qwen2", "deepseek-r1-qwen", "megrez")
+"""Tokenizers of Qwen 2 bring text into normal form C, as the tokenizer.json of the models says."""
+DIGITS = ("smollm", "starcoder", "refact")
+PIECES = {
+    "default": "Don|'|t| stop|,| naïve|:| x|+=|123|45| |$|7|!!| \n|\n|end",
+    "deepseek-coder": "Don|'|t| stop|,| naïve|:| x|+=|1|2|3|4|5| $|7|!!| |\n|\n|end",
+    "deepseek-v3": "Don|'t| stop|,| naïve|:| x|+=|123|45| $|7|!!| \n\n|end",
+}
+"""The words of a text, parted by bars, for patterns that neither library has."""
+
+
+def split_of(pre: str) -> pre_tokenizers.PreTokenizer:
+    """The pre-tokenizer of `pre`, of parts of the library."""
+    if pre in PATTERNS:
+        split = pre_tokenizers.Split(Regex(PATTERNS[pre]), behavior="isolated")
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([split, to_bytes])
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre in DIGITS:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    assert pre == "gpt-2"
+    return gpt2
+
+
+def by_hand(pre: str) -> Tokenizer:
+    """A tokenizer trained on a small corpus, without bos and eos."""
+    rust = Tokenizer(models.BPE())
+    rust.pre_tokenizer = split_of(pre)
+    if pre in NORMALIZED:
+        rust.normalizer = normalizers.NFC()
+    trainer = trainers.BpeTrainer(
+        vocab_size=480,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rust.train_from_iterator(CORPUS, trainer)
+    rust.add_tokens([OWN])
+    return rust
+
+
+def metadata_of(rust: Tokenizer, pre: str) -> dict[str, Any]:
+    """The metadata that a converter writes for `rust`."""
+    model = json.loads(rust.to_str())["model"]
+    vocab = rust.get_vocab(with_added_tokens=True)
+    tokens = sorted(vocab, key=lambda token: vocab[token])
+    kinds = dict.fromkeys(SPECIAL, CONTROL) | {OWN: USER_DEFINED}
+    return {
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [kinds.get(token, NORMAL) for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+
+def write(folder: Path, metadata: dict[str, Any]) -> tuple[Path, Path]:
+    """A GGUF file with that tokenizer, and its prepared folder."""
+    vocab_size = len(metadata["tokenizer.ggml.tokens"])
+    path = TinyGguf("llama", metadata=metadata, vocab_size=vocab_size).write(folder / "m.gguf")
+    return path, prepare_gguf(path, folder / "cache", tokenizer=None)
+
+
+def ours(folder: Path, metadata: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_file(str(write(folder, metadata)[1] / "tokenizer.json"))
+
+
+def theirs(folder: Path) -> PreTrainedTokenizerBase:
+    """The reading of transformers of the file that `ours` wrote."""
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, gguf_file="m.gguf")
+    return found
+
+
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS.keys() - PIECES))
+def test_ids_are_those_of_a_tokenizer_by_hand(pre: str, tmp_path: Path) -> None:
+    expected = by_hand(pre)
+    found = ours(tmp_path, metadata_of(expected, pre))
+    for text in TEXTS:
+        ids = expected.encode(text).ids
+        assert found.encode(text).ids == ids, text
+        normal = unicodedata.normalize("NFC", text) if pre in NORMALIZED else text
+        assert found.decode(ids, skip_special_tokens=False) == normal
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_words_of_other_patterns(pre: str, tmp_path: Path) -> None:
+    found = ours(tmp_path, metadata_of(by_hand("gpt-2"), pre))
+    expected = PIECES[pre].split("|")
+    assert found.pre_tokenizer is not None
+    text = "".join(expected)
+    words = found.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in words] == expected
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", *PATTERNS])
+def test_ids_are_those_of_transformers(pre: str, tmp_path: Path) -> None:
+    """transformers' reading leaves out the normal form, so that it gets the text in this form."""
+    found = ours(tmp_path, metadata_of(by_hand(pre), pre))
+    expected = theirs(tmp_path)
+    for text in TEXTS:
+        normal = unicodedata.normalize("NFC", text) if pre in NORMALIZED else text
+        ids = expected.encode(normal, add_special_tokens=False)
+        assert found.encode(text).ids == ids, text
+        for skip in (False, True):
+            decoded = expected.decode(ids, skip_special_tokens=skip)
+            assert found.decode(ids, skip_special_tokens=skip) == decoded
+
+
+def test_the_normal_form_is_what_transformers_leaves_out(tmp_path: Path) -> None:
+    found = ours(tmp_path, metadata_of(by_hand("qwen2"), "qwen2"))
+    composed, parts = "caf\u00e9", "cafe\u0301"
+    assert found.encode(parts).ids == found.encode(composed).ids
+    assert theirs(tmp_path).encode(parts) != theirs(tmp_path).encode(composed)
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "tekken", "smaug-bpe", "qwen2"])
+def test_words_that_no_merges_build(pre: str, tmp_path: Path) -> None:
+    """The models' tokenizer.json has `ignore_merges` for Llama 3 and Tekken; transformers' reading leaves it out."""
+    expected = by_hand(pre)
+    metadata = metadata_of(expected, pre)
+    whole = metadata["tokenizer.ggml.tokens"]
+    metadata["tokenizer.ggml.tokens"] = [*whole[:-1], "jxq", OWN]
+    metadata["tokenizer.ggml.token_type"].insert(-1, NORMAL)
+    found = ours(tmp_path, metadata).encode("jxq")
+    is_whole = pre in ("llama-bpe", "tekken")
+    assert found.tokens == (["jxq"] if is_whole else ["j", "x", "q"])
+    assert len(theirs(tmp_path).encode("jxq", add_special_tokens=False)) == 3
+
+
+@pytest.mark.parametrize(
+    ("pre", "flags", "around"),
+    [
+        ("llama-bpe", {"add_bos_token": None}, (1, None)),
+        ("qwen2", {"add_bos_token": None}, (None, None)),
+        ("qwen2", {"add_bos_token": True}, (1, None)),
+        ("llama-bpe", {"add_bos_token": False, "add_eos_token": True}, (None, 2)),
+        ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, (1, 2)),
+    ],
+)
+def test_ends_of_a_prompt(
+    pre: str, flags: dict[str, bool | None], around: tuple[int | None, int | None], tmp_path: Path
+) -> None:
+    """Where the file says nothing, the pre-tokenizer decides, as in llama.cpp; transformers adds nothing then."""
+    metadata = metadata_of(by_hand(pre), pre)
+    metadata |= {f"tokenizer.ggml.{name}": value for name, value in flags.items()}
+    found = ours(tmp_path, metadata)
+    plain = found.encode("hello", add_special_tokens=False).ids
+    begin, end = ([] if each is None else [each] for each in around)
+    assert found.encode("hello").ids == [*begin, *plain, *end]
+    assert found.encode("hello", "hello").ids == [*begin, *plain, *end] * 2
+    if None not in flags.values():
+        assert theirs(tmp_path).encode("hello") == found.encode("hello").ids
+
+
+def test_special_tokens_and_templates(tmp_path: Path) -> None:
+    metadata = metadata_of(by_hand("gpt-2"), "gpt-2")
+    metadata |= {
+        "tokenizer.chat_template": "default {{ messages }}",
+        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.chat_template.tool_use": "tools {{ tools }}",
+    }
+    path, folder = write(tmp_path, metadata)
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    expected: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        path.parent, gguf_file=path.name
+    )
+    for name in ("bos_token", "eos_token", "pad_token"):
+        assert getattr(found, name) == getattr(expected, name)
+    assert found.chat_template == {
+        "default": "default {{ messages }}",
+        "tool_use": "tools {{ tools }}",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "t5"}, "tokenizer.ggml.model='t5' is not supported"),
+        ({"merges": None}, "no tokenizer.ggml.merges"),
+        ({"merges": ["ab"]}, "has 'ab', which is no pair"),
+        ({"merges": ["zzz yyy"]}, "tokenizer is damaged"),
+        ({"add_bos_token": True, "bos_token_id": None}, "no tokenizer.ggml.bos_token_id"),
+    ],
+)
+def test_what_cannot_be_used_is_named(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    metadata = metadata_of(by_hand("gpt-2"), "gpt-2")
+    metadata |= {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    with pytest.raises(ModelError, match=message):
+        write(tmp_path, metadata)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from millrace_shard.errors import UnsupportedModel, WeightsError
+from millrace_shard.kernels.quantized import QuantizedTensor
+from millrace_shard.weights.quantized.linear_reader import LinearReader
+from millrace_shard.weights.quantized.module_tensors import Cut, Span
+from millrace_shard.weights.quantized.quantization_config import read_quantization
+from millrace_shard.weights.safetensor_files import SafetensorFiles
+from millrace_testing.models.models import edit_json
+from millrace_testing.quantized.linears import FORMATS
+
+OUTPUTS, INPUTS = 72, 192
+NAME = "model.layers.0.mlp.up_proj"
+SCATTERED = ("gptq-desc-act", "pack-quantized-actorder")
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    save_file(
+        {f"{NAME}.{kind}": each for kind, each in tensors.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text("{}")
+    edit_json(folder / "config.json", quantization_config=config)
+
+
+def read(folder: Path, cut: Cut) -> QuantizedTensor:
+    quantization = read_quantization(folder, None)
+    assert quantization is not None
+    views = []
+    reader = LinearReader(SafetensorFiles(folder), quantization, lambda *view: views.append(view))
+    found = reader.read(f"{NAME}.weight", cut)
+    assert found is not None
+    assert views
+    return found
+
+
+def part(rows: Span = (0, OUTPUTS), columns: Span = (0, INPUTS)) -> Cut:
+    return Cut(outputs=OUTPUTS, inputs=INPUTS, rows=rows, columns=columns)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_code_stands_for_its_number(tmp_path: Path, name: str) -> None:
+    tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
+    write(tmp_path, tensors, FORMATS[name].config)
+    assert torch.equal(read(tmp_path, part()).dequantized(), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [(SCATTERED[0], "desc_act"), (SCATTERED[1], "actorder")]
+)
+def test_scattered_inputs_count_though_the_config_denies_them(
+    name: str, order: str, tmp_path: Path
+) -> None:
+    tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
+    config = copy.deepcopy(FORMATS[name].config)
+    groups = config.get("config_groups", {"": {"weights": config}})
+    for group in groups.values():
+        group["weights"].pop(order)
+    write(tmp_path, tensors, config)
+    assert torch.equal(read(tmp_path, part()).dequantized(), expected)
+    with pytest.raises(WeightsError, match="one shard alone can serve this model"):
+        read(tmp_path, part(columns=(0, 96)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [(0, 36), (36, 72), (20, 28), (67, 72)])
+def test_outputs_of_a_rank(tmp_path: Path, name: str, rows: Span) -> None:
+    tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
+    write(tmp_path, tensors, FORMATS[name].config)
+    found = read(tmp_path, part(rows=rows))
+    assert torch.equal(found.dequantized(), expected[slice(*rows)])
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in SCATTERED])
+@pytest.mark.parametrize("columns", [(0, 96), (96, 192), (64, 128), (48, 80), (176, 192)])
+def test_inputs_of_a_rank(tmp_path: Path, name: str, columns: Span) -> None:
+    tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
+    write(tmp_path, tensors, FORMATS[name].config)
+    found = read(tmp_path, part(columns=columns))
+    assert found.group_size >= 16
+    assert torch.equal(found.dequantized(), expected[:, slice(*columns)])
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq", "awq", "pack-quantized", "fp8-block", "nf4", "nvfp4-pack-quantized"]
+)
+def test_groups_that_end_inside_the_last_one(tmp_path: Path, name: str) -> None:
+    """160 inputs are 3.3 blocks of 48 and 2.5 of 64; a rank's 80 are no groups of 32."""
+    tensors, expected = FORMATS[name].pack(OUTPUTS, 160, torch.Generator().manual_seed(1))
+    write(tmp_path, tensors, FORMATS[name].config)
+    for columns in ((0, 160), (80, 160)):
+        cut = Cut(outputs=OUTPUTS, inputs=160, rows=(0, OUTPUTS), columns=columns)
+        assert torch.equal(read(tmp_path, cut).dequantized(), expected[:, slice(*columns)])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_ranks_that_share_groups(tmp_path: Path, name: str) -> None:
+    write(tmp_path, {}, FORMATS[name].config)
+    quantization = read_quantization(tmp_path, None)
+    assert quantization is not None
+    quantization.check_ranks([(NAME, INPUTS)], 1)
+    if name in SCATTERED:
+        with pytest.raises(UnsupportedModel, match=r"2 shards .*up_proj.* shards work: 1$"):
+            quantization.check_ranks([(NAME, INPUTS)], 2)
+        return
+    quantization.check_ranks([(NAME, INPUTS)], 2)
+    if quantization.format_of([NAME]).group_size(INPUTS) == INPUTS:  # type: ignore[union-attr]
+        return
+    with pytest.raises(UnsupportedModel, match=r"24 shards .*192 inputs.*shards work: 1, 2, 3"):
+        quantization.check_ranks([(NAME, INPUTS)], 24)

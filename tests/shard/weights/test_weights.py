@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.errors import WeightsError
+from millrace_shard.weights.safetensor_files import SafetensorFiles
+from millrace_shard.weights.weights import Columns, Weights
+
+CPU = torch.device("cpu")
+MATRIX = torch.arange(48.0).view(8, 6)
+
+
+def weights(
+    folder: Path, rank: int = 0, world_size: int = 1, dtype: torch.dtype = torch.float32
+) -> Weights:
+    return Weights(folder, dtype=dtype, device=CPU, group=ProcessGroup(rank, world_size, CPU))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file(
+        {
+            "model.a.weight": MATRIX,
+            "model.b.weight": -MATRIX,
+            "model.a.bias": MATRIX[:, 0].clone(),
+            "model.b.bias": MATRIX[:, 1].clone(),
+            "heads": torch.arange(12.0).view(6, 2),
+        },
+        tmp_path / "model.safetensors",
+    )
+    return tmp_path
+
+
+def test_replicated_is_the_whole_tensor_in_the_dtype_asked_for(folder: Path) -> None:
+    read = weights(folder, 1, 2, torch.bfloat16).replicated("model.a.weight", 8, 6)
+    assert read.dtype == torch.bfloat16
+    assert torch.equal(read, MATRIX.bfloat16())
+
+
+def test_columns_split_outputs_and_merge_projections(folder: Path) -> None:
+    parts = [Columns("model.a.weight", 8), Columns("model.b.weight", 4, 2)]
+    for rank in range(2):
+        rows = slice(4 * rank, 4 * rank + 4)
+        merged = weights(folder, rank, 2).columns(parts, 6)
+        assert merged.shape == (8, 6)
+        assert torch.equal(merged.copied(), torch.cat([MATRIX[rows], -MATRIX[rows]]))
+    biases = [Columns("model.a.bias", 8), Columns("model.b.bias", 4, 2)]
+    assert torch.equal(
+        weights(folder, 1, 2).biases(biases), torch.cat([MATRIX[4:, 0], MATRIX[4:, 1]])
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "heads_of_ranks"),
+    [
+        (1, [[0, 1, 2]]),
+        (3, [[0], [1], [2]]),
+        (6, [[0], [0], [1], [1], [2], [2]]),
+    ],
+)
+def test_heads_are_shared_where_there_are_fewer_than_ranks(
+    world_size: int, heads_of_ranks: list[list[int]], folder: Path
+) -> None:
+    heads = torch.arange(12.0).view(3, 2, 2)
+    for rank, expected in enumerate(heads_of_ranks):
+        read = weights(folder, rank, world_size).columns([Columns("heads", 3, 2)], 2)
+        assert torch.equal(read.copied(), heads[expected].flatten(0, 1))
+
+
+def test_rows_split_inputs(folder: Path) -> None:
+    for rank in range(3):
+        read = weights(folder, rank, 3).rows("model.a.weight", 8, 6)
+        assert torch.equal(read.copied(), MATRIX[:, 2 * rank : 2 * rank + 2])
+
+
+def test_what_is_kept_is_a_copy_in_the_dtype_asked_for(folder: Path) -> None:
+    read = weights(folder, dtype=torch.bfloat16)
+    stored = read.columns([Columns("model.a.weight", 8), Columns("model.b.weight", 8)], 6)
+    kept = stored.copied()
+    assert kept.dtype == stored.dtype == torch.bfloat16
+    assert torch.equal(kept, torch.cat([MATRIX, -MATRIX]).bfloat16())
+    one = read.rows("model.a.weight", 8, 6)
+    assert isinstance(one.parts[0], torch.Tensor)
+    assert one.copied().data_ptr() != one.parts[0].data_ptr()
+
+
+def test_what_was_released_is_read_again(tmp_path: Path) -> None:
+    large = torch.randn(100, 1000)
+    save_file({"a": large, "b": -large}, tmp_path / "model.safetensors")
+    read = weights(tmp_path)
+    stored = read.columns([Columns("a", 100), Columns("b", 100)], 1000)
+    assert torch.equal(stored.copied(), torch.cat([large, -large]))
+    read.release()
+    assert torch.equal(stored.copied(), torch.cat([large, -large]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_the_vocabulary_is_padded_with_zeros(world_size: int, folder: Path) -> None:
+    parts = [
+        weights(folder, r, world_size).vocabulary("model.a.weight", 8, 6) for r in range(world_size)
+    ]
+    assert len({part.shape for part in parts}) == 1
+    whole = torch.cat(parts)
+    assert torch.equal(whole[:8], MATRIX)
+    assert (whole[8:] == 0).all()
+
+
+def test_names_with_and_without_the_prefix(folder: Path) -> None:
+    read = weights(folder)
+    assert torch.equal(read.replicated("a.weight", 8, 6), MATRIX)
+    assert read.replicated("model.heads", 6, 2).shape == (6, 2)
+    assert "a.weight" in read
+    assert "model.model.heads" not in read
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    with pytest.raises(WeightsError, match=r"tensor model\.c\.weight is missing"):
+        weights(folder).replicated("model.c.weight", 8, 6)
+
+
+def test_a_wrong_shape_is_named(folder: Path) -> None:
+    with pytest.raises(WeightsError, match=r"model\.a\.weight has shape \[8, 6\].*says \[8, 7\]"):
+        weights(folder).rows("model.a.weight", 8, 7)
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(
+        WeightsError, match=r"no model\.safetensors and no model\.safetensors\.index"
+    ):
+        weights(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 60, -1])
+def test_a_truncated_file_is_named(kept: int, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(WeightsError, match=r"model\.safetensors is damaged or incomplete"):
+        weights(folder)
+
+
+def shard(folder: Path) -> Path:
+    save_file({"model.a": MATRIX}, folder / "model-00001-of-00002.safetensors")
+    save_file({"model.b": -MATRIX}, folder / "model-00002-of-00002.safetensors")
+    index = folder / "model.safetensors.index.json"
+    files = {
+        "model.a": "model-00001-of-00002.safetensors",
+        "model.b": "model-00002-of-00002.safetensors",
+    }
+    index.write_text(json.dumps({"weight_map": files}))
+    return index
+
+
+def test_sharded_files_by_index_and_without_one(tmp_path: Path) -> None:
+    index = shard(tmp_path)
+    for _ in range(2):
+        read = weights(tmp_path)
+        assert torch.equal(read.replicated("model.a", 8, 6), MATRIX)
+        assert torch.equal(read.replicated("model.b", 8, 6), -MATRIX)
+        index.unlink(missing_ok=True)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    shard(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    read = weights(tmp_path)
+    assert read.replicated("model.a", 8, 6).shape == (8, 6)
+    with pytest.raises(WeightsError, match=r"model-00002-of-00002\.safetensors is named by"):
+        read.replicated("model.b", 8, 6)
+
+
+def test_a_shard_without_its_tensor_is_named(tmp_path: Path) -> None:
+    shard(tmp_path)
+    save_file({"model.c": MATRIX}, tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(
+        WeightsError, match=r"model-00002-of-00002\.safetensors has no tensor model\.b"
+    ):
+        weights(tmp_path).replicated("model.b", 8, 6)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_a_damaged_index_is_named(content: str, tmp_path: Path) -> None:
+    shard(tmp_path).write_text(content)
+    with pytest.raises(WeightsError, match=r"model\.safetensors\.index\.json is damaged"):
+        weights(tmp_path)
+
+
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    index = shard(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"model.a": "../other/model.safetensors"}}))
+    with pytest.raises(WeightsError, match=r"index\.json names \.\./other/model\.safetensors"):
+        SafetensorFiles(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_progress_is_of_the_whole_checkpoint_on_every_rank(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("millrace_shard.weights.read_ahead.INTERVAL_SECONDS", 0.0)
+    save_file({name: torch.zeros(500, 1000) for name in "ab"}, tmp_path / "model.safetensors")
+    read = weights(tmp_path, rank, 2, torch.bfloat16)
+    with caplog.at_level(logging.INFO):
+        read.rows("a", 500, 1000)
+        read.release()
+        read.columns([Columns("b", 500)], 1000)
+        assert len(caplog.records) == 1
+        read.release()
+        read.release()
+    told = [record.message for record in caplog.records]
+    assert told == ["loaded 2 MB of 4 MB", "loaded 4 MB of 4 MB"]
