@@ -14,8 +14,8 @@ from aiohttp.typedefs import Handler, Middleware
 from millrace_router.api.admin import routes as adapter_routes
 from millrace_router.api.anthropic import routes as anthropic_routes
 from millrace_router.api.anthropic.errors import is_of_messages, refusal, unauthorized
+from millrace_router.api.body.foreign_routes import foreign_route
 from millrace_router.api.completions import routes as completion_routes
-from millrace_router.api.foreign_routes import foreign_route
 from millrace_router.api.openai import routes as openai_routes
 from millrace_router.api.openai.answers import error_answer
 from millrace_router.api.openapi import document

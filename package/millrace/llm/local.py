@@ -14,6 +14,7 @@ from millrace.llm.deployment import Deployment
 from millrace.llm.outputs import Piece, Prompt
 from millrace.llm.params import SamplingParams
 from millrace_router.adapters.names.sources import check_name
+from millrace_router.api.body.request_fields.reading import Model, checked
 from millrace_router.api.completions.request import CompletionRequest
 from millrace_router.api.openai.answers import AnswerHead
 from millrace_router.api.openai.chat_answers import ChatAnswers
@@ -25,7 +26,6 @@ from millrace_router.api.pooling.embedding_run import Given, embedding_run
 from millrace_router.api.pooling.requests import EmbeddingsRequest, ScoreRequest
 from millrace_router.api.pooling.score_run import score_run
 from millrace_router.api.pooling.vectors import sigmoid
-from millrace_router.api.request_fields.reading import Model, checked
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import RouterError, ValidationError

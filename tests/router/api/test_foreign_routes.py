@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from millrace_router.api.foreign_routes import TIPS, foreign_route
+from millrace_router.api.body.foreign_routes import TIPS, foreign_route
 from millrace_router.api.openapi.operations import OPERATIONS
 from millrace_testing.router.edge import serving
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import TypedDict
 
-from millrace_router.api.fields import RequestModel, Switch
+from millrace_router.api.body.fields import RequestModel, Switch
 
 
 class LoadLoraAdapterRequest(RequestModel):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
-from millrace_router.api.fields import Items, RequestModel
+from millrace_router.api.body.fields import Items, RequestModel
 
 LEFT_OUT = frozenset(
     (

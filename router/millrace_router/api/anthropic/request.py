@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from millrace_router.api.anthropic.blocks import Content, Text, left_out
-from millrace_router.api.fields import UINT32_MAX, Float32, Int32, Items, Place, RequestModel
+from millrace_router.api.body.fields import UINT32_MAX, Float32, Int32, Items, Place, RequestModel
 
 ROLES_OF_BLOCKS = {"tool_use": "assistant", "tool_result": "user"}
 

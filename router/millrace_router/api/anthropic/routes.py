@@ -7,7 +7,6 @@ from functools import partial
 
 from aiohttp import web
 
-from millrace_router.api.adapters.naming import adapter_of_model
 from millrace_router.api.anthropic.answers import MessageHead, blocks_of, end_json
 from millrace_router.api.anthropic.errors import (
     COUNT_TOKENS,
@@ -20,9 +19,10 @@ from millrace_router.api.anthropic.protocol import CountTokensJson
 from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
 from millrace_router.api.anthropic.stream import MessageStream
 from millrace_router.api.anthropic.to_chat import chat_of
+from millrace_router.api.body.adapters import adapter_of_model
+from millrace_router.api.body.request_fields.reading import read_request
 from millrace_router.api.openai.errors import deltas_of, model_name
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
-from millrace_router.api.request_fields.reading import read_request
 from millrace_router.engine.generation import Generation
 from millrace_router.server.access_log import REQUEST_ID, watch
 from millrace_router.server.bodies import json_response

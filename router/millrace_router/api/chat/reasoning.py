@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace_router.api.fields import RequestModel, UInt32
+from millrace_router.api.body.fields import RequestModel, UInt32
 
 
 class Reasoning(RequestModel):

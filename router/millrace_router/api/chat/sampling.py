@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from millrace_router.api.chat.shown import ShownText
-from millrace_router.api.fields import (
+from millrace_router.api.body.fields import (
     UINT32_MAX,
     UINT64_MAX,
     Float32,
@@ -17,6 +16,7 @@ from millrace_router.api.fields import (
     RequestModel,
     UInt32,
 )
+from millrace_router.api.chat.shown import ShownText
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import DryRequest, FieldNames, GenerationRequest

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field
 from typing_extensions import TypeAliasType
 
-from millrace_router.api.fields import Items, RequestModel
+from millrace_router.api.body.fields import Items, RequestModel
 from millrace_router.errors import ToolError
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from millrace_router.api.fields import Place, Prompt, prompts_of
+from millrace_router.api.body.fields import Place, Prompt, prompts_of
 from millrace_router.api.openai.common_request import CommonRequest
 from millrace_router.errors import SuffixNotSupported, ValidationError
 from millrace_router.request.dialect import Dialect

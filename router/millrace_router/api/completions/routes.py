@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
+from millrace_router.api.body.request_fields.reading import read_request
 from millrace_router.api.completions.answers import CompletionChunks, completion_choice
 from millrace_router.api.completions.echo import Echo, echo_of
 from millrace_router.api.completions.logprobs import CompletionLogprobs
@@ -19,7 +20,6 @@ from millrace_router.api.openai.answers import AnswerHead, usage_json
 from millrace_router.api.openai.errors import fingerprint, model_name
 from millrace_router.api.openai.prompt_logprobs import prompt_logprobs_json
 from millrace_router.api.openai.route_wrappers import openai_route, stream_errors
-from millrace_router.api.request_fields.reading import read_request
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import BatchSizeExceeded

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from millrace_router.api.body.fields import Items, Place, UInt32
 from millrace_router.api.chat.chat import Chat, check_exclusive
 from millrace_router.api.chat.messages import ChatMessage
 from millrace_router.api.chat.reasoning import ReasoningFields
@@ -17,7 +18,6 @@ from millrace_router.api.chat.tools import (
     choose,
     without_functions,
 )
-from millrace_router.api.fields import Items, Place, UInt32
 from millrace_router.api.openai.common_request import CommonRequest
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import Dialect

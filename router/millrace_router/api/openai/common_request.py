@@ -8,13 +8,11 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import Field
 
-from millrace_router.api.adapters.headers import lorax_headers
-from millrace_router.api.adapters.naming import adapter_of_model
+from millrace_router.api.body.adapters import adapter_of_model, lorax_headers
+from millrace_router.api.body.fields import Float32, RequestModel, UInt32
+from millrace_router.api.body.grammars import GuidedFields, ResponseFormat
 from millrace_router.api.chat.bias import biases_from
 from millrace_router.api.chat.sampling import SamplingFields, openai_generation
-from millrace_router.api.fields import Float32, RequestModel, UInt32
-from millrace_router.api.grammars import ResponseFormat
-from millrace_router.api.guided import GuidedFields
 from millrace_router.api.openai.prompt_logprobs import check_prompt_logprobs
 from millrace_router.errors import ValidationError
 from millrace_router.request.adapter import AdapterReference

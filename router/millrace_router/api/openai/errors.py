@@ -8,7 +8,7 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from millrace_router.api.adapters.naming import NO_NAMES
+from millrace_router.api.body.adapters import NO_NAMES
 from millrace_router.api.openai.answers import error_answer, error_detail
 from millrace_router.api.openai.choice import ChatDelta, ChoiceText
 from millrace_router.engine.generation import Generation

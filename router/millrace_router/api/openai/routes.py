@@ -9,6 +9,7 @@ from dataclasses import replace
 import orjson
 from aiohttp import web
 
+from millrace_router.api.body.request_fields.reading import read_request
 from millrace_router.api.openai.adapter_models import adapter_json, adapters_json
 from millrace_router.api.openai.answers import AnswerHead
 from millrace_router.api.openai.chat_answers import ChatAnswers, OldChatAnswers
@@ -25,7 +26,6 @@ from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.openai.prompt_logprobs import prompt_logprobs_json
 from millrace_router.api.openai.protocol import ChatCompletionCompleteJson, ModelInfoJson, ModelJson
 from millrace_router.api.openai.route_wrappers import counted_again, openai_route, stream_errors
-from millrace_router.api.request_fields.reading import read_request
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import UnknownModel

@@ -16,8 +16,8 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import TypeAliasType, TypeForm
 
-from millrace_router.api.adapters.naming import MAX_TOKEN_LENGTH
 from millrace_router.api.anthropic.protocol import MessagesErrorResponseJson
+from millrace_router.api.body.adapters import MAX_TOKEN_LENGTH
 from millrace_router.api.chat.messages import MessageBody
 from millrace_router.api.openai.protocol import OpenAIErrorResponseJson, StreamErrorJson
 from millrace_router.api.openapi.field_texts.texts import describe

@@ -8,7 +8,7 @@ from typing import Annotated, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from millrace_router.api.fields import NullIs, RequestModel
+from millrace_router.api.body.fields import NullIs, RequestModel
 from millrace_router.api.platforms.errors import NotUtf8
 from millrace_router.api.tgi.request import GenerateParameters, sampling_parameters
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from millrace_router.api.body.request_fields.reading import read_request
 from millrace_router.api.platforms.errors import IncompletePrediction, LengthMismatch
 from millrace_router.api.platforms.gather import check_count, gather
 from millrace_router.api.platforms.kserve import (
@@ -16,7 +17,6 @@ from millrace_router.api.platforms.kserve import (
     KserveResponseJson,
     KserveServerJson,
 )
-from millrace_router.api.request_fields.reading import read_request
 from millrace_router.api.tgi.probes import readyz
 from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest
 from millrace_router.api.tgi.routes import generated

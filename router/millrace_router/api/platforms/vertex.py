@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from millrace_router.api.fields import NullIs, Place, RequestModel
+from millrace_router.api.body.fields import NullIs, Place, RequestModel
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.tgi.request import GenerateParameters, sampling_parameters
 

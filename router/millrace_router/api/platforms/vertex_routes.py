@@ -8,6 +8,7 @@ from functools import partial
 import orjson
 from aiohttp import web
 
+from millrace_router.api.body.request_fields.reading import read_request
 from millrace_router.api.openai.answers import AnswerHead
 from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
@@ -22,7 +23,6 @@ from millrace_router.api.platforms.vertex import (
     VertexRequest,
     VertexResponse,
 )
-from millrace_router.api.request_fields.reading import read_request
 from millrace_router.api.tgi.probes import health
 from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest
 from millrace_router.api.tgi.routes import generated

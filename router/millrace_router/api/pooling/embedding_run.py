@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from millrace_router.api.fields import Prompt, prompts_of
+from millrace_router.api.body.fields import Prompt, prompts_of
 from millrace_router.api.pooling.requests import MOST_PROMPTS, EmbeddingFields
 from millrace_router.api.pooling.run import PoolingRun, text_or_ids
 from millrace_router.api.pooling.start import asked_of, longest_prompt

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field
 
+from millrace_router.api.body.fields import Int32, Items, Place, Prompt, RequestModel, Switch
 from millrace_router.api.chat.sampling import Salt
-from millrace_router.api.fields import Int32, Items, Place, Prompt, RequestModel, Switch
 from millrace_router.errors import ValidationError
 from millrace_router.pooling.truncation import Side, Truncation
 

@@ -9,7 +9,8 @@ from functools import partial
 
 from aiohttp import web
 
-from millrace_router.api.adapters.naming import adapter_of_model
+from millrace_router.api.body.adapters import adapter_of_model
+from millrace_router.api.body.request_fields.reading import read_request
 from millrace_router.api.openai.errors import model_name, openai_errors
 from millrace_router.api.openai.route_wrappers import openai_route
 from millrace_router.api.pooling.answers import RankJson, RerankJson, RerankResultJson, ScoreJson
@@ -18,7 +19,6 @@ from millrace_router.api.pooling.run import Pooled
 from millrace_router.api.pooling.score_run import Pair, score_run
 from millrace_router.api.pooling.start import usage_json
 from millrace_router.api.pooling.vectors import sigmoid
-from millrace_router.api.request_fields.reading import read_request
 from millrace_router.request.request import Task
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import Discriminator, Tag
 
+from millrace_router.api.body.fields import Items, RequestModel
 from millrace_router.api.chat.messages import ContentPart
-from millrace_router.api.fields import Items, RequestModel
 from millrace_router.api.responses.tools import ResponsesTool
 
 

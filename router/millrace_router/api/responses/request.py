@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from millrace_router.api.chat.sampling import SamplingFields
-from millrace_router.api.fields import Items, Place, RequestModel, UInt32
-from millrace_router.api.grammars import (
+from millrace_router.api.body.fields import Items, Place, RequestModel, UInt32
+from millrace_router.api.body.grammars import (
     JsonGrammar,
     LarkGrammar,
     RegexGrammar,
     TextFormat,
     raw_schema,
 )
+from millrace_router.api.chat.sampling import SamplingFields
 from millrace_router.api.responses.input import (
     AdditionalToolsItem,
     ForeignItem,

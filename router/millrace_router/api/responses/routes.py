@@ -7,7 +7,7 @@ from functools import partial
 
 from aiohttp import web
 
-from millrace_router.api.adapters.naming import adapter_of_model
+from millrace_router.api.body.adapters import adapter_of_model
 from millrace_router.api.openai.errors import deltas_of, model_name, openai_errors
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.responses import store_routes

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from aiohttp import web
 
+from millrace_router.api.body.request_fields.reading import request_of
 from millrace_router.api.completions.request import CompletionRequest
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.prepare import prepare_chat
-from millrace_router.api.request_fields.reading import request_of
 from millrace_router.api.tgi.estimate import estimate_json
 from millrace_router.api.tgi.lorax import adapter_of
 from millrace_router.api.tgi.request import GenerateRequest

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
-from millrace_router.api.adapters.merged import MergedAdapters
-from millrace_router.api.fields import (
+from millrace_router.api.body.adapters import MergedAdapters
+from millrace_router.api.body.fields import (
     Float32,
     Int32,
     NullIs,
@@ -17,7 +17,7 @@ from millrace_router.api.fields import (
     UInt32,
     UInt64,
 )
-from millrace_router.api.grammars import GrammarType, LoraxFormat
+from millrace_router.api.body.grammars import GrammarType, LoraxFormat
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from millrace_router.api.fields import RequestModel, UInt32
+from millrace_router.api.body.fields import RequestModel, UInt32
 
 
 class TokenizePromptRequest(RequestModel):

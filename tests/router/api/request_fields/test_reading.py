@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from millrace_router.api.fields import Place
-from millrace_router.api.request_fields.field import RequestField, Support
-from millrace_router.api.request_fields.table import TABLE
+from millrace_router.api.body.fields import Place
+from millrace_router.api.body.request_fields.field import RequestField, Support
+from millrace_router.api.body.request_fields.table import TABLE
 from millrace_router.request.request import Task
 from millrace_testing.router.edge import Edge, limits_with, logging_to, pooling_of, serving
 

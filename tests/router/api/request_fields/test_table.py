@@ -7,9 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from millrace_router.api.anthropic.request import MessagesRequest
+from millrace_router.api.body.fields import Place, RequestModel
+from millrace_router.api.body.grammars import StructuredOutputs
+from millrace_router.api.body.request_fields.field import Support
+from millrace_router.api.body.request_fields.page import page
+from millrace_router.api.body.request_fields.reading import names_of
+from millrace_router.api.body.request_fields.table import TABLE
 from millrace_router.api.completions.request import CompletionRequest
-from millrace_router.api.fields import Place, RequestModel
-from millrace_router.api.guided import StructuredOutputs
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.pooling.requests import (
     EmbeddingsRequest,
@@ -18,10 +22,6 @@ from millrace_router.api.pooling.requests import (
     RerankRequest,
     ScoreRequest,
 )
-from millrace_router.api.request_fields.field import Support
-from millrace_router.api.request_fields.page import page
-from millrace_router.api.request_fields.reading import names_of
-from millrace_router.api.request_fields.table import TABLE
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateParameters
 from millrace_testing.project import ROOT
@@ -62,5 +62,5 @@ def test_what_works_is_read(place: Place) -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    """Write it anew with `python -m millrace_router.api.request_fields.page`, below the introduction."""
+    """Write it anew with `python -m millrace_router.api.body.request_fields.page`, below the introduction."""
     assert PAGE.read_text().endswith(f"\n\n{page()}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from millrace_router.api.request_fields.field import RequestField, Support, by_name, rows
+from millrace_router.api.body.request_fields.field import RequestField, Support, by_name, rows
 
 WORKS, NO_EFFECT, REFUSED = Support.WORKS, Support.NO_EFFECT, Support.REFUSED
 

@@ -1,18 +1,87 @@
-"""Which adapter a request means, by LoRAX's fields or by the name of a model."""
+"""LoRA adapters in requests and answers: LoRAX's fields, names of models, and headers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Annotated
+from urllib.parse import quote
+
 from aiohttp import web
+from pydantic import Field
 
 from millrace_router.adapters.names.sources import check_name
-from millrace_router.api.adapters.merged import MergedAdapters
+from millrace_router.api.body.fields import Float32, Items, NullIs, RequestModel
 from millrace_router.errors import AdapterNotFound, AdapterRemoved, UnknownModel, ValidationError
 from millrace_router.request.adapter import (
     ADAPTER_TOKEN_HEADER,
     AdapterReference,
     AdapterSource,
+    MergeRecipe,
+    MergeStrategy,
+    SignMethod,
 )
 from millrace_router.server.services import SERVICES, Services
+
+MAX_MERGED_ADAPTERS = 32
+_PRUNING = frozenset({MergeStrategy.TIES, MergeStrategy.DARE_LINEAR, MergeStrategy.DARE_TIES})
+
+
+class MergedAdapters(RequestModel):
+    """Several adapters with a weight each."""
+
+    ids: Annotated[Items[str], NullIs(list)] = Field(default_factory=list)
+    weights: Items[Float32] | None = None
+    """1 each when absent."""
+    merge_strategy: str | None = None
+    """`linear` when absent; `cat`, the exact weighted sum, is not in LoRAX."""
+    density: Float32 | None = None
+    """The share of parameters that `ties`, `dare_linear` and `dare_ties` keep."""
+    majority_sign_method: str | None = None
+
+    def recipe(self) -> MergeRecipe:
+        """Check, and translate; raises ValidationError."""
+        if not self.ids:
+            raise ValidationError(
+                "at least one adapter ID must be provided when setting `adapters`"
+            )
+        if len(self.ids) > MAX_MERGED_ADAPTERS:
+            raise ValidationError(
+                f"`ids` must be at most {MAX_MERGED_ADAPTERS}. Given: {len(self.ids)}"
+            )
+        weights = (1.0,) * len(self.ids) if self.weights is None else tuple(self.weights)
+        if len(weights) != len(self.ids):
+            raise ValidationError("number of adapter IDs must match number of adapter weights")
+        strategy = self._strategy()
+        return MergeRecipe(
+            ids=tuple(self.ids),
+            weights=weights,
+            strategy=strategy,
+            density=self._density(strategy),
+            majority_sign_method=self._sign_method(),
+        )
+
+    def _strategy(self) -> MergeStrategy:
+        try:
+            return MergeStrategy(self.merge_strategy or MergeStrategy.LINEAR)
+        except ValueError:
+            words = ", ".join(f"`{word}`" for word in MergeStrategy)
+            raise ValidationError(f"`merge_strategy` must be one of {words}") from None
+
+    def _density(self, strategy: MergeStrategy) -> float:
+        if strategy not in _PRUNING:
+            return 1.0
+        if self.density is None or not 0 < self.density <= 1:
+            raise ValidationError(
+                f"`density` must be > 0.0 and <= 1.0 with the strategy `{strategy}`"
+            )
+        return self.density
+
+    def _sign_method(self) -> SignMethod:
+        try:
+            return SignMethod(self.majority_sign_method or SignMethod.TOTAL)
+        except ValueError:
+            raise ValidationError("`majority_sign_method` must be `total` or `frequency`") from None
+
 
 OWN_NAME = "tgi"
 """The model name of clients that have no preference."""
@@ -125,3 +194,31 @@ def _by_name(services: Services, name: str) -> AdapterReference:
 
 def _default(services: Services) -> AdapterReference | None:
     return None if services.adapters is None else services.adapters.default
+
+
+_KEPT = "/:@._-+~ "
+"""Characters of ids that need no encoding, beside letters and digits."""
+
+
+def lorax_headers(services: Services, adapter: AdapterReference | None) -> dict[str, str]:
+    """Return the headers of an answer to one of LoRAX's clients; `adapter` is None for the base model."""
+    headers = {"x-model-id": header_value([services.config.model_id])}
+    if adapter is None:
+        return headers
+    names = [adapter.name] if adapter.merged is None else adapter.merged.ids
+    headers["x-adapter-id"] = header_value(names)
+    headers["x-adapter-source"] = _source(services, adapter)
+    return headers
+
+
+def header_value(ids: Sequence[str]) -> str:
+    """Join ids with commas; characters that a header cannot have, and commas, are percent-encoded."""
+    return ",".join(quote(one, safe=_KEPT, errors="replace") for one in ids)
+
+
+def _source(services: Services, adapter: AdapterReference) -> str:
+    if adapter.source is not None:
+        return adapter.source
+    resolver = services.adapters
+    registration = None if resolver is None else resolver.registry.get(adapter.name)
+    return services.config.adapter_source if registration is None else registration.source.kind

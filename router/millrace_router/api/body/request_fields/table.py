@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from millrace_router.api.fields import Place
-from millrace_router.api.request_fields.field import Fields
-from millrace_router.api.request_fields.pooling import (
+from millrace_router.api.body.fields import Place
+from millrace_router.api.body.request_fields.field import Fields
+from millrace_router.api.body.request_fields.pooling import (
     EMBED,
     EMBED_PARAMETERS,
     EMBEDDINGS,
     RERANK,
     SCORE,
 )
-from millrace_router.api.request_fields.routes import (
+from millrace_router.api.body.request_fields.routes import (
     CHAT,
     COMPLETION,
     GENERATE,

@@ -9,9 +9,9 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import AliasChoices
 
-from millrace_router.api.fields import RequestModel
-from millrace_router.api.request_fields.field import RequestField
-from millrace_router.api.request_fields.table import NESTED, TABLE
+from millrace_router.api.body.fields import RequestModel
+from millrace_router.api.body.request_fields.field import RequestField
+from millrace_router.api.body.request_fields.table import NESTED, TABLE
 from millrace_router.errors import ValidationError
 from millrace_router.server.bodies import read_json, to_model
 from millrace_router.server.ignored import note_ignored

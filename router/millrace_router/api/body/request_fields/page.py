@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from millrace_router.api.request_fields.field import Fields, Support
-from millrace_router.api.request_fields.table import TABLE
+from millrace_router.api.body.request_fields.field import Fields, Support
+from millrace_router.api.body.request_fields.table import TABLE
 
 ORDER = tuple(Support)
 

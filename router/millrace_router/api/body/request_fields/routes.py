@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millrace_router.api.request_fields.field import Support, by_name, rows
-from millrace_router.api.request_fields.sampling import COMMON, SAMPLING
+from millrace_router.api.body.request_fields.field import Support, by_name, rows
+from millrace_router.api.body.request_fields.sampling import COMMON, SAMPLING
 
 WORKS, NO_EFFECT, REFUSED = Support.WORKS, Support.NO_EFFECT, Support.REFUSED
 

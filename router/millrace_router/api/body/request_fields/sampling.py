@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace_router.api.request_fields.field import Support, by_name, rows
+from millrace_router.api.body.request_fields.field import Support, by_name, rows
 
 WORKS, NO_EFFECT, REFUSED = Support.WORKS, Support.NO_EFFECT, Support.REFUSED
 
