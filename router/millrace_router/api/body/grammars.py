@@ -179,14 +179,23 @@ class GuidedFields(RequestModel):
     """Fields of chats and text completions."""
 
     structured_outputs: StructuredOutputs | None = None
+    """A grammar for the answer, in vLLM's form. Range: one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+    Default: none.
+    """
     guided_json: Any = None
+    """JSON schema that the answer has to match. Range: at most one field with a grammar. Default: none."""
     guided_regex: str | None = None
+    """Regular expression that the whole answer has to match. Range: at most one field with a grammar. Default: none."""
     guided_choice: Choice | None = None
+    """Texts of which the answer is one. Range: 1 to 10000 texts; at most one field with a grammar. Default: none."""
     guided_grammar: str | None = None
+    """Grammar in Lark's syntax that the answer has to match. Range: at most one field with a grammar. Default: none."""
     json_schema: Any = None
-    """SGLang's, like the two fields below, and llama.cpp's."""
+    """JSON schema that the answer has to match. Range: at most one field with a grammar. Default: none."""
     regex: str | None = None
+    """Regular expression that the whole answer has to match. Range: at most one field with a grammar. Default: none."""
     ebnf: str | None = None
+    """Grammar in Lark's syntax that the answer has to match. Range: at most one field with a grammar. Default: none."""
 
     def guide(self, response_format: RawGrammar | None) -> RawGrammar | None:
         """Return the grammar beside, or instead of, that of `response_format`; raises ValidationError for several."""

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from millrace_router.adapters.names.registry import Registration
 from millrace_router.api.body.adapters import token_of
-from millrace_router.api.body.request_fields.reading import read_request
+from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.choice import deltas_of
 from millrace_router.api.chat.route import (
     counted_again,

@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from millrace_router.api.body.fields import NullIs, Place, RequestModel
-from millrace_router.api.body.request_fields.reading import read_request
+from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.choice import deltas_of
 from millrace_router.api.chat.route import counted_again, fingerprint, model_name
 from millrace_router.api.chat.start import PreparedChat, prepare_chat

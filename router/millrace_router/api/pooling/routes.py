@@ -12,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from millrace_router.api.body.adapters import adapter_of_fields, adapter_of_model
-from millrace_router.api.body.request_fields.reading import read_request
+from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.route import model_name, openai_errors, openai_route
 from millrace_router.api.pooling.protocol import (
     EmbeddingFields,

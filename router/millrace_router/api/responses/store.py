@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from millrace_router.api.body.request_fields.reading import request_of
+from millrace_router.api.body.reading import request_of
 from millrace_router.api.responses.items import new_id
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.errors import BodySizeError, StoreNeeded, quoted

@@ -10,8 +10,12 @@ from aiohttp import web
 from pydantic import AliasChoices
 
 from millrace_router.api.body.fields import RequestModel
-from millrace_router.api.body.request_fields.field import RequestField
-from millrace_router.api.body.request_fields.table import NESTED, TABLE
+from millrace_router.api.body.refused_fields import (
+    NESTED,
+    UNUSED_FIELDS,
+    RefusedField,
+    UnusedFields,
+)
 from millrace_router.errors import ValidationError
 from millrace_router.server.bodies import read_json, to_model
 from millrace_router.server.ignored import note_ignored
@@ -49,7 +53,7 @@ def checked(services: Services, parsed: object, model: type[Model]) -> tuple[Mod
             if field is None and services.config.strict_fields:
                 raise ValidationError(f"`{path[:100]}` is not a field of this route")
             if field is not None and not services.dialect.ignores_foreign_fields:
-                reason = f": {field.note}" if field.note else ""
+                reason = f": {field.reason}" if field.reason else ""
                 raise ValidationError(f"`{path}` is not supported{reason}")
             ignored.append(path)
     return body, ignored
@@ -57,26 +61,27 @@ def checked(services: Services, parsed: object, model: type[Model]) -> tuple[Mod
 
 def unused_fields(
     parsed: object, body: RequestModel, prefix: str = ""
-) -> Iterator[tuple[str, RequestField | None]]:
-    """Yield the paths of fields that the server does not use, each with its row if it is refused, else None.
+) -> Iterator[tuple[str, RefusedField | None]]:
+    """Yield the paths of fields that the server does not use, each with the reason if it is refused, else None.
 
     Null means absent. Items of a list share one path, such as `messages.name`.
     """
     if body.is_open or not isinstance(parsed, Mapping):
         return
-    known = {} if body.place is None else TABLE[body.place]
+    unused = UnusedFields() if body.place is None else UNUSED_FIELDS[body.place]
+    is_nested = bool(prefix) and body.place is None
     names = names_of(type(body))
     for name, value in parsed.items():
         if name in names:
             yield from _within(value, getattr(body, names[name]), f"{prefix}{name}.")
-        elif (field := known.get(name)) is None:
-            if value is not None and not (prefix and body.place is None and name in NESTED):
-                yield prefix + name, None
-        elif field.refuses(value):
-            yield prefix + name, field
+        elif (field := unused.refused.get(name)) is not None:
+            if field.refuses(value):
+                yield prefix + name, field
+        elif not (value is None or name in unused.without_effect or (is_nested and name in NESTED)):
+            yield prefix + name, None
 
 
-def _within(parsed: object, read: object, prefix: str) -> Iterator[tuple[str, RequestField | None]]:
+def _within(parsed: object, read: object, prefix: str) -> Iterator[tuple[str, RefusedField | None]]:
     """Yield the unused fields of what was read of `parsed`: an object, or a list of objects."""
     if isinstance(read, RequestModel):
         yield from unused_fields(parsed, read, prefix)
@@ -86,9 +91,9 @@ def _within(parsed: object, read: object, prefix: str) -> Iterator[tuple[str, Re
         and isinstance(parsed, list)
         and len(parsed) == len(read)
     ):
-        for given, item in zip(parsed, read, strict=True):
+        for source, item in zip(parsed, read, strict=True):
             if isinstance(item, RequestModel):
-                yield from unused_fields(given, item, prefix)
+                yield from unused_fields(source, item, prefix)
 
 
 @cache
