@@ -166,6 +166,9 @@ class _Schemas:
 
     def _add(self, name: str, component: dict[str, Any]) -> dict[str, Any]:
         component.pop("title", None)
+        for described in component.get("properties", {}).values():
+            if "description" in described:
+                described["description"] = " ".join(described["description"].split())
         assert self.components.get(_public(name), component) == component, name
         self.components[_public(name)] = component
         return {"$ref": REFERENCE + _public(name)}
