@@ -13,20 +13,24 @@ from aiohttp.typedefs import Handler, Middleware
 
 from millrace_router.api.admin import routes as adapter_routes
 from millrace_router.api.anthropic import routes as anthropic_routes
-from millrace_router.api.anthropic.errors import is_of_messages, refusal, unauthorized
-from millrace_router.api.completions import routes as completion_routes
-from millrace_router.api.foreign_routes import foreign_route
+from millrace_router.api.anthropic.routes import is_of_messages, refusal, unauthorized
+from millrace_router.api.body.foreign_routes import foreign_route
+from millrace_router.api.chat.route import error_answer
+from millrace_router.api.openai import completion_routes as completion_routes
 from millrace_router.api.openai import routes as openai_routes
-from millrace_router.api.openai.answers import error_answer
 from millrace_router.api.openapi import document
 from millrace_router.api.openapi.operations import OPERATIONS
 from millrace_router.api.openapi.pooling_operations import POOLING_OPERATIONS
 from millrace_router.api.pages import routes as page_routes
-from millrace_router.api.platforms import kserve_routes, sagemaker_routes, vertex_routes
-from millrace_router.api.pooling import embedding_routes, score_routes
+from millrace_router.api.platforms import kserve as kserve
+from millrace_router.api.platforms import sagemaker as sagemaker
+from millrace_router.api.platforms import vertex as vertex
+from millrace_router.api.pooling import routes as pooling_routes
 from millrace_router.api.responses import routes as responses_routes
-from millrace_router.api.tgi import estimate_routes, probes, tokenizer_routes
+from millrace_router.api.tgi import estimate as estimate
+from millrace_router.api.tgi import probes
 from millrace_router.api.tgi import routes as tgi_routes
+from millrace_router.api.tgi import tokenizer as tokenizer
 from millrace_router.config import RouterConfig
 from millrace_router.errors import (
     BodyError,
@@ -97,15 +101,14 @@ def create_app(services: Services) -> web.Application:
     adapter_routes.register(app)
     anthropic_routes.register(app)
     responses_routes.register(app)
-    embedding_routes.register(app)
-    score_routes.register(app)
-    estimate_routes.register(app)
+    pooling_routes.register(app)
+    estimate.register(app)
     document.register(app)
     page_routes.register(app)
-    sagemaker_routes.register(app)
-    kserve_routes.register(app)
-    tokenizer_routes.register(app)
-    vertex_routes.register(app)
+    sagemaker.register(app)
+    kserve.register(app)
+    tokenizer.register(app)
+    vertex.register(app)
     app.router.add_delete("/v1/requests/{key}", end_request)
     return app
 

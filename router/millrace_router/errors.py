@@ -1,6 +1,6 @@
 """The errors of a request, as one tree; each class has its HTTP status and its `error_type`.
 
-`api/platforms/errors.py` has the errors of the platform routes.
+`api/platforms/common.py` has the errors of the platform routes.
 
 RouterError
 ├── InternalError             500  internal

@@ -14,18 +14,14 @@ from millrace.llm.deployment import Deployment
 from millrace.llm.outputs import Piece, Prompt
 from millrace.llm.params import SamplingParams
 from millrace_router.adapters.names.sources import check_name
-from millrace_router.api.completions.request import CompletionRequest
-from millrace_router.api.openai.answers import AnswerHead
-from millrace_router.api.openai.chat_answers import ChatAnswers
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
-from millrace_router.api.openai.choice import ChoiceText
-from millrace_router.api.openai.errors import deltas_of, fingerprint, model_name
-from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
-from millrace_router.api.pooling.embedding_run import Given, embedding_run
-from millrace_router.api.pooling.requests import EmbeddingsRequest, ScoreRequest
-from millrace_router.api.pooling.score_run import score_run
-from millrace_router.api.pooling.vectors import sigmoid
-from millrace_router.api.request_fields.reading import Model, checked
+from millrace_router.api.body.reading import Model, checked
+from millrace_router.api.chat.choice import ChoiceText, deltas_of
+from millrace_router.api.chat.route import fingerprint, model_name
+from millrace_router.api.chat.start import PreparedChat, prepare_chat
+from millrace_router.api.openai.render import AnswerHead, ChatAnswers
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
+from millrace_router.api.pooling.protocol import EmbeddingsRequest, ScoreRequest
+from millrace_router.api.pooling.run import Given, embedding_run, score_run, sigmoid
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import RouterError, ValidationError

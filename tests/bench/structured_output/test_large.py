@@ -16,7 +16,7 @@ from bench.parts.part import Table
 from bench.structured_output import batch_composition, large, large_grammars
 from pydantic import BaseModel
 
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.api.tgi.request import GenerateRequest
 from millrace_router.request.grammar import MAX_SOURCE_BYTES
 from millrace_router.server.bodies import check_structure

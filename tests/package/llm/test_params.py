@@ -6,7 +6,7 @@ import pytest
 
 from millrace import SamplingParams, StartError
 from millrace.llm.flags import arguments_of, settings_of
-from millrace_router.api.completions.request import CompletionRequest
+from millrace_router.api.openai.request import CompletionRequest
 
 
 def test_only_what_is_set_is_in_the_body() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_router.api.openai.choice import ChoiceText
+from millrace_router.api.chat.choice import ChoiceText
 from millrace_router.reasoning.channel_splitter import EARLY_RECIPIENT, MARKERS, ChannelSplitter
 from millrace_router.reasoning.formats import CHANNELS, TAGS
 from millrace_router.reasoning.splitter import Splitter, Start

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
 
-from millrace_router.api.completions.request import CompletionRequest
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
 from millrace_router.api.tgi.request import GenerateParameters
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import MILLRACE

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
 
-from millrace_router.api.completions.request import CompletionRequest
-from millrace_router.api.fields import RequestModel
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.body.fields import RequestModel
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
 from millrace_router.api.platforms.kserve import KserveRequest
 from millrace_router.api.platforms.vertex import VertexRequest
 from millrace_router.api.tgi.request import GenerateRequest

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
 
-from millrace_router.api.fields import UINT32_MAX
+from millrace_router.api.body.fields import UINT32_MAX
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateParameters
 from millrace_router.server import bodies
 from millrace_router.validation.shape_messages import shape_error

@@ -8,8 +8,7 @@ import pytest
 from pydantic import ValidationError as ShapeError
 
 from millrace_router.api.anthropic.request import MessagesRequest
-from millrace_router.api.completions.request import CompletionRequest
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.api.tgi.request import CompatGenerateRequest
 from millrace_router.validation.shape_messages import shape_error

@@ -1,4 +1,4 @@
-"""Routes of the operator that load, unload and list adapters, in vLLM's and in SGLang's form."""
+"""Bodies and answers of the routes that load, unload and list adapters."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from http import HTTPStatus
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from typing_extensions import TypedDict
 
 from millrace_router.adapters.names.registry import Registration
 from millrace_router.adapters.names.resolver import Resolver
 from millrace_router.adapters.names.sources import check_name, operators_source
-from millrace_router.api.admin.protocol import (
-    AdapterJson,
-    AdaptersJson,
-    LoadedAdaptersJson,
-    LoadLoraAdapterRequest,
-    UnloadLoraAdapterRequest,
-)
-from millrace_router.api.openai.errors import openai_errors
+from millrace_router.api.body.fields import RequestModel, Switch
+from millrace_router.api.chat.route import openai_errors
 from millrace_router.config import AdapterSpec
 from millrace_router.errors import (
     AdapterInvalid,
@@ -34,6 +29,53 @@ from millrace_router.errors import (
 from millrace_router.server.bodies import json_response, read_model
 from millrace_router.server.keys import presents_key
 from millrace_router.server.services import SERVICES
+
+
+class LoadLoraAdapterRequest(RequestModel):
+    """vLLM's body; SGLang's has the same first two fields. An adapter keeps its name until it is unloaded."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+    """A folder, or an id on the hub."""
+    load_inplace: Switch = False
+    """Whether a name that is loaded already gets new files; running requests keep theirs."""
+
+
+class UnloadLoraAdapterRequest(RequestModel):
+    """vLLM's and SGLang's body."""
+
+    lora_name: str | None = None
+
+
+class LoadedAdaptersJson(TypedDict):
+    """SGLang's answer."""
+
+    success: bool
+    error_message: str | None
+    loaded_adapters: dict[str, str]
+    """The path of each name."""
+
+
+class AdapterJson(TypedDict):
+    """An adapter that the operator named."""
+
+    name: str
+    source: str
+    """`hub` or `local`."""
+    path: str
+    revision: str | None
+    digest: str | None
+    """The version of new requests; null before the first use."""
+    versions: list[str]
+    """The digests that `name@sha256:…` finds, the newest first."""
+    is_default: bool
+
+
+class AdaptersJson(TypedDict):
+    """Answer of `/adapters`."""
+
+    adapters: list[AdapterJson]
+
 
 log = structlog.get_logger(__name__)
 

@@ -1,37 +1,99 @@
-"""Anthropic's messages."""
+"""Anthropic's messages: routes, the header of the request id, and the error envelope."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
+from http import HTTPStatus
 
+import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from millrace_router.api.adapters.naming import adapter_of_model
-from millrace_router.api.anthropic.answers import MessageHead, blocks_of, end_json
-from millrace_router.api.anthropic.errors import (
-    COUNT_TOKENS,
-    MESSAGES,
-    add_request_id,
-    error_event,
-    messages_errors,
+from millrace_router.api.anthropic.answers import (
+    MessageHead,
+    MessageStream,
+    blocks_of,
+    end_json,
+    error_answer,
+    may_be_retried,
+    status_of,
 )
 from millrace_router.api.anthropic.protocol import CountTokensJson
 from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
-from millrace_router.api.anthropic.stream import MessageStream
 from millrace_router.api.anthropic.to_chat import chat_of
-from millrace_router.api.openai.errors import deltas_of, model_name
-from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
-from millrace_router.api.request_fields.reading import read_request
+from millrace_router.api.body.adapters import adapter_of_model
+from millrace_router.api.body.reading import read_request
+from millrace_router.api.chat.choice import deltas_of
+from millrace_router.api.chat.route import model_name
+from millrace_router.api.chat.start import PreparedChat, prepare_chat
 from millrace_router.engine.generation import Generation
+from millrace_router.errors import RouterError, ThreadsUnsupported
 from millrace_router.server.access_log import REQUEST_ID, watch
-from millrace_router.server.bodies import json_response
+from millrace_router.server.bodies import error_response, json_response
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.ignored import note_ignored
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
-from millrace_router.server.sse import respond
+from millrace_router.server.sse import named_event, respond
+
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+REQUEST_ID_HEADER = "request-id"
+SHOULD_RETRY_HEADER = "x-should-retry"
+"""Takes precedence over the status in Anthropic's clients."""
+
+
+def is_of_messages(request: web.Request) -> bool:
+    """Whether a request is for one of these routes, or for a path below them."""
+    return f"{request.path}/".startswith(f"{MESSAGES}/")
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Send the request's id in the header that Anthropic's clients read; a hook of `on_response_prepare`."""
+    if is_of_messages(request) and REQUEST_ID in request:
+        response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+
+
+def messages_errors(handler: Handler) -> Handler:
+    """Wrap `handler`, so that errors before the first byte have Anthropic's envelope."""
+
+    @wraps(handler)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except RouterError as error:
+            return refusal(request, error)
+
+    return answer
+
+
+def refusal(request: web.Request, error: RouterError) -> web.Response:
+    """Render an error with its status."""
+    status = status_of(error)
+    response = error_response(error)
+    response.set_status(status)
+    answer = error_answer(status, error.client_text, request[REQUEST_ID])
+    if isinstance(error, ThreadsUnsupported):
+        answer["error"]["details"] = error.details
+    response.body = orjson.dumps(answer)
+    if not may_be_retried(error):
+        response.headers[SHOULD_RETRY_HEADER] = "false"
+    return response
+
+
+def unauthorized(request: web.Request) -> web.Response:
+    """Answer a request without the right key."""
+    status = HTTPStatus.UNAUTHORIZED
+    answer = error_answer(status, "the API key is missing or wrong", request[REQUEST_ID])
+    return web.Response(body=orjson.dumps(answer), status=status, content_type="application/json")
+
+
+def error_event(error: RouterError, request_id: str) -> bytes:
+    """Frame a failure in mid-stream."""
+    answer = error_answer(status_of(error), error.client_text, request_id)
+    return named_event("error", orjson.dumps(answer))
 
 
 def register(app: web.Application) -> None:

@@ -7,24 +7,22 @@ from itertools import groupby
 
 import orjson
 
-from millrace_router.api.anthropic.blocks import (
+from millrace_router.api.anthropic.request import (
     Block,
+    CountTokensRequest,
+    MessagesRequest,
+    MessagesTurn,
     ThinkingBlock,
+    ThinkingConfig,
     ToolResultBlock,
     ToolUseBlock,
     joined,
 )
-from millrace_router.api.anthropic.request import (
-    CountTokensRequest,
-    MessagesRequest,
-    MessagesTurn,
-    ThinkingConfig,
-)
+from millrace_router.api.body.grammars import raw_schema
+from millrace_router.api.body.sampling import openai_generation
+from millrace_router.api.body.tools import choose_by_word, choose_named, new_tool
 from millrace_router.api.chat.chat import Chat, check_exclusive
 from millrace_router.api.chat.messages import called
-from millrace_router.api.chat.sampling import openai_generation
-from millrace_router.api.chat.tools import choose_by_word, choose_named, new_tool
-from millrace_router.api.grammars import raw_schema
 from millrace_router.errors import ThreadsUnsupported, ValidationError
 from millrace_router.reasoning.reasoning_format import switch
 from millrace_router.request.dialect import Dialect

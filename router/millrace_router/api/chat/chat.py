@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace_router.api.chat.shown import DEFAULT_TEXT, ShownText
+from millrace_router.api.body.sampling import DEFAULT_TEXT, ShownText
 from millrace_router.errors import ToolError
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import GenerationRequest

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
-from millrace_router.api.chat.tools import without_functions
-from millrace_router.api.fields import Items, RequestModel
+from millrace_router.api.body.fields import Items, RequestModel
+from millrace_router.api.body.tools import without_functions
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import Dialect
 from millrace_router.text.template_messages import THOUGHT, Message

@@ -5,36 +5,85 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import PurePath
 
 import orjson
 from aiohttp import web
 
-from millrace_router.api.openai.adapter_models import adapter_json, adapters_json
-from millrace_router.api.openai.answers import AnswerHead
-from millrace_router.api.openai.chat_answers import ChatAnswers, OldChatAnswers
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
-from millrace_router.api.openai.chat_stream import ChatStream
-from millrace_router.api.openai.choice_stream import OpenChoices
-from millrace_router.api.openai.errors import (
-    deltas_of,
+from millrace_router.adapters.names.registry import Registration
+from millrace_router.api.body.adapters import token_of
+from millrace_router.api.body.reading import read_request
+from millrace_router.api.chat.choice import deltas_of
+from millrace_router.api.chat.route import (
+    counted_again,
     fingerprint,
     model_name,
     openai_errors,
+    openai_route,
+    stream_errors,
 )
-from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
-from millrace_router.api.openai.prompt_logprobs import prompt_logprobs_json
+from millrace_router.api.chat.start import PreparedChat, prepare_chat
+from millrace_router.api.chat.stream import OpenChoices
 from millrace_router.api.openai.protocol import ChatCompletionCompleteJson, ModelInfoJson, ModelJson
-from millrace_router.api.openai.route_wrappers import counted_again, openai_route, stream_errors
-from millrace_router.api.request_fields.reading import read_request
+from millrace_router.api.openai.render import (
+    AnswerHead,
+    ChatAnswers,
+    OldChatAnswers,
+    prompt_logprobs_json,
+)
+from millrace_router.api.openai.request import ChatCompletionRequest
+from millrace_router.api.openai.stream import ChatStream
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import UnknownModel
+from millrace_router.request.adapter import AdapterSource
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import DONE, respond
+
+
+def adapters_json(request: web.Request) -> list[ModelJson]:
+    """List the adapters that the client may use: registered ones, and ids that its token for the hub opened.
+
+    The list of models needs no key, but names of adapters may be names of customers: without the key there are none.
+    """
+    services = request.app[SERVICES]
+    resolver = services.adapters
+    if resolver is None or not services.keys.admit(request.headers):
+        return []
+    token = token_of(request, None)
+    opened = [] if token is None else resolver.named_by(token)
+    return [
+        *(_registered(services, one) for one in resolver.registry),
+        *(_model(services, name, root=name) for name in opened),
+    ]
+
+
+def adapter_json(request: web.Request, name: str) -> ModelJson | None:
+    """Describe one adapter that the client may use; None if it is not one."""
+    return next((one for one in adapters_json(request) if one["id"] == name), None)
+
+
+def _registered(services: Services, registration: Registration) -> ModelJson:
+    source = registration.source
+    is_folder = source.kind is AdapterSource.LOCAL
+    root = PurePath(source.location).name if is_folder else source.location
+    return _model(services, registration.name, root=root)
+
+
+def _model(services: Services, name: str, *, root: str) -> ModelJson:
+    served = services.config.served_names[0]
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": served,
+        "root": root,
+        "parent": served,
+    }
 
 
 def register(app: web.Application) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from http import HTTPStatus
 
-from millrace_router.api.admin.protocol import (
+from millrace_router.api.admin.routes import (
     AdaptersJson,
     LoadedAdaptersJson,
     LoadLoraAdapterRequest,

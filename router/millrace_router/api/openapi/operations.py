@@ -12,15 +12,15 @@ from millrace_router.api.anthropic.protocol import (
     MessagesAnswerJson,
 )
 from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
-from millrace_router.api.completions.protocol import ChunkJson, CompletionFinalJson
-from millrace_router.api.completions.request import CompletionRequest
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.protocol import (
     ChatCompletionChunkJson,
     ChatCompletionJson,
+    ChunkJson,
+    CompletionFinalJson,
     ModelInfoJson,
     ModelJson,
 )
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
 from millrace_router.api.openapi.adapter_operations import ADAPTER_OPERATIONS
 from millrace_router.api.openapi.operation import (
     GENERATING,

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing_extensions import TypeAliasType
 
 from millrace_router.api.openapi.operation import GENERATING, IDEMPOTENT, Operation
-from millrace_router.api.pooling.answers import (
+from millrace_router.api.pooling.protocol import (
     EmbeddingsJson,
+    EmbeddingsRequest,
+    EmbedRequest,
     LoraxEmbedJson,
     RankJson,
     RerankJson,
-    ScoreJson,
-)
-from millrace_router.api.pooling.requests import (
-    EmbeddingsRequest,
-    EmbedRequest,
     RerankRequest,
+    ScoreJson,
     ScoreRequest,
 )
 

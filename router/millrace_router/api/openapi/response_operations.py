@@ -5,11 +5,11 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from millrace_router.api.openapi.operation import ADMITTING, GENERATING, IDEMPOTENT, Operation
-from millrace_router.api.responses.event_protocol import ResponseEventJson
 from millrace_router.api.responses.protocol import (
     DeletedResponseJson,
     InputItemsJson,
     InputTokensJson,
+    ResponseEventJson,
     ResponseJson,
 )
 from millrace_router.api.responses.request import ResponsesRequest

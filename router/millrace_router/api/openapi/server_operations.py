@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace_router.api.openapi.operation import Operation
 from millrace_router.api.tgi.info import InfoJson, QuarantineJson
-from millrace_router.api.tgi.status import StatusJson
+from millrace_router.api.tgi.probes import StatusJson
 
 SERVER_OPERATIONS = (
     Operation(

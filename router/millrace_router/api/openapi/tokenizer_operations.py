@@ -6,11 +6,11 @@ from http import HTTPStatus
 
 from typing_extensions import TypeAliasType
 
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.protocol import ChatTokenizeResponseJson
+from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.api.openapi.operation import ADMITTING, Operation
 from millrace_router.api.tgi.request import GenerateRequest
-from millrace_router.api.tgi.tokenizer_info import (
+from millrace_router.api.tgi.tokenizer import (
     DetokenizeJson,
     DetokenizeRequest,
     TokenizePromptJson,

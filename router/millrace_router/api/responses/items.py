@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from millrace_router.api.openai.protocol import ChatCompletionLogprobJson
+from millrace_router.api.chat.choice import ChatCompletionLogprobJson
 from millrace_router.api.responses.protocol import (
     ItemStatus,
     ResponseCustomCallJson,

@@ -1,23 +1,35 @@
-"""OpenAI's responses."""
+"""OpenAI's responses: making them, and reading stored ones."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 
+import orjson
 from aiohttp import web
 
-from millrace_router.api.adapters.naming import adapter_of_model
-from millrace_router.api.openai.errors import deltas_of, model_name, openai_errors
-from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
-from millrace_router.api.responses import store_routes
-from millrace_router.api.responses.answers import ResponseHead
-from millrace_router.api.responses.conversation import read_asked
-from millrace_router.api.responses.events import ResponseEvents
-from millrace_router.api.responses.protocol import InputTokensJson
-from millrace_router.api.responses.stream import ResponseStream
+from millrace_router.api.body.adapters import adapter_of_model
+from millrace_router.api.chat.choice import deltas_of
+from millrace_router.api.chat.route import model_name, openai_errors
+from millrace_router.api.chat.start import PreparedChat, prepare_chat
+from millrace_router.api.responses.events import ResponseEvents, ResponseHead, ResponseStream
+from millrace_router.api.responses.protocol import (
+    DeletedResponseJson,
+    InputItemsJson,
+    InputTokensJson,
+)
+from millrace_router.api.responses.store import (
+    STORE,
+    Json,
+    ResponseStore,
+    StoredResponse,
+    read_asked,
+    tenant_of,
+)
 from millrace_router.api.responses.to_chat import chat_of
 from millrace_router.engine.generation import Generation
+from millrace_router.errors import NotStored, ValidationError
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
@@ -25,6 +37,85 @@ from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
+
+RESPONSE = "/v1/responses/{id}"
+INPUT_ITEMS = RESPONSE + "/input_items"
+MAX_ITEMS = 100
+USUAL_ITEMS = 20
+"""Items in one answer, at most and by default."""
+MIB = 2**20
+_NUMBER = re.compile(r"[0-9]{1,4}")
+
+
+def _register_store(app: web.Application) -> None:
+    """Add the routes and the store to `app`."""
+    config = app[SERVICES].config
+    app[STORE] = ResponseStore(config.responses_store * MIB, config.responses_store_seconds)
+    wrapped = partial(openai_errors, is_in_tgi=False)
+    app.router.add_get(RESPONSE, wrapped(get_response))
+    app.router.add_delete(RESPONSE, wrapped(delete_response))
+    app.router.add_get(INPUT_ITEMS, wrapped(get_input_items))
+
+
+async def get_response(request: web.Request) -> web.StreamResponse:
+    """`GET /v1/responses/{id}`."""
+    stored = _stored(request)
+    if request.query.get("stream") == "true":
+        raise ValidationError("`stream` is not supported for a stored response: read it whole")
+    return web.Response(body=stored.response, content_type="application/json")
+
+
+async def delete_response(request: web.Request) -> web.StreamResponse:
+    """`DELETE /v1/responses/{id}`."""
+    id_, store = request.match_info["id"], request.app[STORE]
+    if not store.delete(tenant_of(request), id_):
+        raise NotStored(id_, are_stored=store.is_on)
+    answer: DeletedResponseJson = {"id": id_, "object": "response", "deleted": True}
+    return json_response(answer)
+
+
+async def get_input_items(request: web.Request) -> web.StreamResponse:
+    """`GET /v1/responses/{id}/input_items`: the last first, unless `order` is `asc`."""
+    items: list[Json] = [orjson.loads(item) for item in _stored(request).input_items]
+    order = request.query.get("order", "desc")
+    if order not in {"asc", "desc"}:
+        raise ValidationError("`order` must be `asc` or `desc`")
+    if order == "desc":
+        items.reverse()
+    after = request.query.get("after")
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise ValidationError("`after` must be the id of one of the items")
+        items = items[ids.index(after) + 1 :]
+    limit = _limit(request.query.get("limit"))
+    shown = items[:limit]
+    answer: InputItemsJson = {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(items) > limit,
+    }
+    return json_response(answer)
+
+
+def _stored(request: web.Request) -> StoredResponse:
+    """Return the response that the path names; raises NotStored."""
+    id_, store = request.match_info["id"], request.app[STORE]
+    found = store.find(tenant_of(request), id_)
+    if found is None:
+        raise NotStored(id_, are_stored=store.is_on)
+    return found
+
+
+def _limit(given: str | None) -> int:
+    if given is None:
+        return USUAL_ITEMS
+    if _NUMBER.fullmatch(given) is None or not 1 <= int(given) <= MAX_ITEMS:
+        raise ValidationError(f"`limit` must be from 1 to {MAX_ITEMS}")
+    return int(given)
+
 
 RESPONSES = "/v1/responses"
 INPUT_TOKENS = RESPONSES + "/input_tokens"
@@ -35,7 +126,7 @@ def register(app: web.Application) -> None:
     wrapped = partial(openai_errors, is_in_tgi=False)
     app.router.add_post(RESPONSES, wrapped(idempotent(responses)))
     app.router.add_post(INPUT_TOKENS, wrapped(input_tokens))
-    store_routes.register(app)
+    _register_store(app)
 
 
 async def input_tokens(request: web.Request) -> web.StreamResponse:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from millrace_router.api.body.sampling import TOP_LOGPROBS, openai_generation
+from millrace_router.api.body.tools import choose_by_word, choose_named, only
 from millrace_router.api.chat.chat import Chat, check_exclusive
 from millrace_router.api.chat.messages import called, template_content
-from millrace_router.api.chat.sampling import TOP_LOGPROBS, openai_generation
-from millrace_router.api.chat.tools import choose_by_word, choose_named, only
-from millrace_router.api.responses.input import (
+from millrace_router.api.responses.request import (
     CallOutputItem,
     ClientCallItem,
     ClientCallOutputItem,
@@ -20,8 +20,6 @@ from millrace_router.api.responses.input import (
     McpCallItem,
     MessageItem,
     ReasoningItem,
-)
-from millrace_router.api.responses.request import (
     ResponsesAllowedTools,
     ResponsesNamedTool,
     ResponsesRequest,

@@ -1,11 +1,24 @@
-"""Answer of `/v1/estimate`."""
+"""Predicts the times of a request without running it. Not in TGI."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from aiohttp import web
 from typing_extensions import TypedDict
 
+from millrace_router.api.body.reading import request_of
+from millrace_router.api.chat.start import prepare_chat
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
+from millrace_router.api.tgi.lorax import adapter_of
+from millrace_router.api.tgi.request import GenerateRequest
+from millrace_router.errors import BodyShapeError, ValidationError
 from millrace_router.prediction.estimate import Appraisal
 from millrace_router.prediction.forecast import Prediction
+from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.server.bodies import json_response, read_json
+from millrace_router.server.request_start import scheduling_of
+from millrace_router.server.services import SERVICES
 
 
 class PredictedJson(TypedDict):
@@ -54,3 +67,50 @@ def _predicted(prediction: Prediction) -> PredictedJson:
         "first_token_ms": round(prediction.first_token_seconds * 1000, 3),
         "finish_ms": round(prediction.finish_seconds * 1000, 3),
     }
+
+
+KEYS = ("inputs", "messages", "prompt")
+
+
+def register(app: web.Application) -> None:
+    """Add the route to `app`."""
+    app.router.add_post("/v1/estimate", estimate)
+
+
+async def estimate(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/estimate`: takes the body of `/generate`, of a chat or of a completion."""
+    services = request.app[SERVICES]
+    asked, priority = await _read(request, await read_json(request))
+    asked = replace(asked, scheduling=scheduling_of(request, priority))
+    appraisal = await services.infer.estimate(asked)
+    return json_response(estimate_json(appraisal))
+
+
+async def _read(request: web.Request, body: object) -> tuple[GenerationRequest, int | None]:
+    """Return the generation that a body asks for, and its priority; its keys determine the dialect."""
+    services = request.app[SERVICES]
+    keys = [key for key in KEYS if isinstance(body, dict) and key in body]
+    if keys == ["inputs"]:
+        native = request_of(request, body, GenerateRequest)
+        adapter = adapter_of(request, native.parameters)
+        return replace(native.generation(), adapter=adapter), native.parameters.priority
+    if keys == ["messages"]:
+        conversation = request_of(request, body, ChatCompletionRequest)
+        chat = await prepare_chat(services, conversation.chat(services.limits))
+        adapter = conversation.adapter(request)
+        return replace(chat.request, adapter=adapter), conversation.priority
+    if keys == ["prompt"]:
+        completion = request_of(request, body, CompletionRequest)
+        completion.check(services.limits)
+        if len(completion.prompts) > 1:
+            raise ValidationError(
+                f"`prompt` must be one prompt to be estimated. Given: {len(completion.prompts)}"
+            )
+        (prompt,) = completion.prompts
+        asked = replace(
+            completion.generation(services.dialect),
+            prompt=prompt,
+            adapter=completion.adapter(request),
+        )
+        return asked, completion.priority
+    raise BodyShapeError("needs one of `inputs`, `messages` and `prompt`, and no more than one")

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from millrace_router.api.adapters.headers import lorax_headers
-from millrace_router.api.adapters.naming import adapter_of_fields
+from millrace_router.api.body.adapters import adapter_of_fields, lorax_headers
 from millrace_router.api.tgi.answers import (
     AlternativeTokenJson,
     SequenceJson,

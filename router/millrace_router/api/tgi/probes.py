@@ -1,15 +1,91 @@
-"""Routes for operators: health, description, metrics, quarantined requests."""
+"""Routes for operators: health, description, metrics, quarantined requests; and the figures of `/status`."""
 
 from __future__ import annotations
 
 from aiohttp import web
+from typing_extensions import TypedDict
 
 from millrace_router.api.tgi.info import QuarantineJson, VersionJson, info_json
-from millrace_router.errors import ShuttingDown
+from millrace_router.errors import RouterError, ShuttingDown, Unhealthy
 from millrace_router.server.bodies import json_response
-from millrace_router.server.services import SERVICES
+from millrace_router.server.services import SERVICES, Services
 from millrace_router.telemetry.exposition import CONTENT_TYPE, render
+from millrace_router.telemetry.recent import Recent
 from millrace_router.version import VERSION
+
+RECENT: web.AppKey[Recent] = web.AppKey("recent", Recent)
+
+
+class StatusJson(TypedDict):
+    """Answer of `/status`."""
+
+    model_id: str
+    version: str
+    ready: bool
+    """Whether a request sent now runs at once."""
+    reason: str | None
+    """Why not."""
+    uptime_seconds: float
+    requests_running: int
+    requests_waiting: int
+    max_concurrent_requests: int
+    kv_use: float
+    """Share of the KV blocks that running requests own, 0 to 1."""
+    kv_cached: float
+    """Share of the KV blocks that the prefix cache keeps until others need them, 0 to 1."""
+    recoveries: int
+    """Failures of the shards since the start."""
+    window_seconds: float
+    """The time that the figures below are about: a minute, or since somebody asked before."""
+    tokens_per_second: float
+    cached_share: float | None
+    """Share of the prompt tokens that the prefix cache had, 0 to 1; null without prompts."""
+    first_token_median_seconds: float | None
+    """Arrival to first token; null without requests."""
+    first_token_p95_seconds: float | None
+
+
+async def status_json(request: web.Request) -> StatusJson:
+    """Describe the server as it is now."""
+    services = request.app[SERVICES]
+    reason = await _reason(services)
+    metrics, recent = services.metrics, request.app[RECENT]
+    window = recent.window()
+    return {
+        "model_id": services.config.model_id,
+        "version": VERSION,
+        "ready": reason is None,
+        "reason": reason,
+        "uptime_seconds": round(recent.uptime_seconds, 3),
+        "requests_running": int(metrics.requests_running.value),
+        "requests_waiting": int(metrics.requests_waiting.value),
+        "max_concurrent_requests": services.limits.max_concurrent_requests,
+        "kv_use": _share(metrics.kv_blocks_in_use.value, metrics.kv_blocks.value),
+        "kv_cached": _share(metrics.kv_blocks_cached.value, metrics.kv_blocks.value),
+        "recoveries": int(sum(one.value for one in metrics.recoveries.series())),
+        "window_seconds": round(window.seconds, 3),
+        "tokens_per_second": round(window.tokens_per_second, 3),
+        "cached_share": window.cached_share,
+        "first_token_median_seconds": window.first_token_seconds(0.5),
+        "first_token_p95_seconds": window.first_token_seconds(0.95),
+    }
+
+
+async def _reason(services: Services) -> str | None:
+    """Return why a request would not run at once; None if it would."""
+    if services.infer.draining:
+        return str(ShuttingDown())
+    try:
+        await services.health.check_ready()
+    except Unhealthy as error:
+        return error.reason or str(error)
+    except RouterError as error:
+        return str(error)
+    return None
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 def register(app: web.Application) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import orjson
 from aiohttp import web
 
-from millrace_router.api.openai.route_wrappers import asks_for_stream, with_errors_in_stream
-from millrace_router.api.request_fields.reading import read_request, request_of
+from millrace_router.api.body.reading import read_request, request_of
+from millrace_router.api.chat.route import asks_for_stream, with_errors_in_stream
 from millrace_router.api.tgi.answers import (
     BestOfDetailsJson,
     BestOfSequenceJson,
@@ -31,7 +31,7 @@ from millrace_router.api.tgi.lorax import (
     times_of,
 )
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateRequest
-from millrace_router.api.tgi.tokenizer_routes import names_prompt, tokenize_prompt
+from millrace_router.api.tgi.tokenizer import names_prompt, tokenize_prompt
 from millrace_router.engine.generation import Collected, Generation
 from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.generation_request import GenerationRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace_router.api.chat.turns import joined
+from millrace_router.api.chat.start import joined
 
 
 def test_runs_of_plain_turns_become_one() -> None:

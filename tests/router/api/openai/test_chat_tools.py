@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from millrace_router.api.openai.answers import AnswerHead
-from millrace_router.api.openai.chat_answers import ChatAnswers
-from millrace_router.api.openai.choice import ChatDelta, ChoiceText
+from millrace_router.api.chat.choice import ChatDelta, ChoiceText
+from millrace_router.api.openai.render import AnswerHead, ChatAnswers
 from millrace_router.request.events import Finished, Token, TokenEvent
 from millrace_router.request.request import FinishReason, Grammar, GrammarKind
 from millrace_router.tool_calls.formats import format_of

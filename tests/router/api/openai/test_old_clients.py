@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace_router.api.openai.chat_request import OLD_CLIENTS_FIELDS
+from millrace_router.api.openai.request import OLD_CLIENTS_FIELDS
 from millrace_testing.router.chat import URL
 from millrace_testing.router.edge import Edge, limits_with, serving
 from millrace_testing.text.texts import Generations, tokenizer

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from millrace_router.api.openai.choice import ChoiceText
+from millrace_router.api.chat.choice import ChoiceText
 from millrace_router.errors import GenerationError
 from millrace_router.request.entry import Entry
 from millrace_router.request.request import ValidRequest

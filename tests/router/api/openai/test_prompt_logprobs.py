@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace_router.api.openai.prompt_logprobs import prompt_logprobs_json
+from millrace_router.api.openai.render import prompt_logprobs_json
 from millrace_router.request.events import PromptLogprobs
 from millrace_testing.router.edge import echo, limits_with, serving, word_tokenizer
 

@@ -6,11 +6,11 @@ import orjson
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from millrace_router.api.completions.answers import CompletionChunks
-from millrace_router.api.completions.text import CompletionDelta
-from millrace_router.api.openai.answers import AnswerHead, ChunkTemplate
-from millrace_router.api.openai.chat_answers import ChatAnswers
-from millrace_router.api.openai.choice import ChatDelta
+from millrace_router.api.chat.choice import ChatDelta
+from millrace_router.api.chat.stream import ChunkTemplate
+from millrace_router.api.openai.completion_stream import CompletionChunks
+from millrace_router.api.openai.completion_text import CompletionDelta
+from millrace_router.api.openai.render import AnswerHead, ChatAnswers
 from millrace_router.api.tgi.answers import plain_frame, stream_json
 from millrace_router.engine.usage import Usage
 from millrace_router.request.dialect import dialect_of

@@ -13,8 +13,7 @@ import orjson
 import pytest
 
 from millrace_router.api import pages
-from millrace_router.api.pages.document import load
-from millrace_router.api.pages.routes import PATHS, prefers_html
+from millrace_router.api.pages.routes import PATHS, load, prefers_html
 from millrace_testing.router.edge import serving
 
 BROWSERS = {

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from millrace_router.api.responses.event_protocol import ResponseEventJson
-from millrace_router.api.responses.protocol import ResponseJson
+from millrace_router.api.responses.protocol import ResponseEventJson, ResponseJson
 from millrace_router.request.request import GrammarKind
 from millrace_testing.router.edge import limits_with, serving
 from millrace_testing.router.responses import URL, events_of, response_of, without_ids

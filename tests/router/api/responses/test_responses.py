@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from millrace_router.api.responses.event_protocol import ResponseEventJson
-from millrace_router.api.responses.protocol import ResponseJson
+from millrace_router.api.responses.protocol import ResponseEventJson, ResponseJson
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.errors import GenerationError, QueueExpired, RouterError, ShardsGone
 from millrace_router.request.request import GrammarKind, ValidRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 from yarl import URL
 
-from millrace_router.api.tgi.status import RECENT
+from millrace_router.api.tgi.probes import RECENT
 from millrace_testing.router.edge import play, serving
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 4}}

@@ -1,0 +1,77 @@
+"""A choice of a chat as a stream of chunks."""
+
+from __future__ import annotations
+
+import orjson
+
+from millrace_router.api.chat.choice import ChoiceText
+from millrace_router.api.chat.stream import ChoiceStream, ChunkTemplate, OpenChoices
+from millrace_router.api.openai.protocol import ChatCompletionChunkJson
+from millrace_router.api.openai.render import ChatAnswers
+from millrace_router.engine.generation import Generation
+from millrace_router.request.events import TokenEvent
+from millrace_router.server.sse import event as framed
+
+
+class ChatStream(ChoiceStream):
+    """Frames the chunks of one choice."""
+
+    def __init__(
+        self,
+        index: int,
+        generation: Generation,
+        text: ChoiceText,
+        answers: ChatAnswers,
+        choices: OpenChoices,
+        *,
+        is_plain: bool,
+        continuous_usage: bool,
+    ) -> None:
+        """With `is_plain`, a token that does not end its choice adds nothing but thought, text and calls.
+
+        With `continuous_usage` every token's chunk has the usage of its choice so far, in which the prompt is
+        counted with the first choice alone.
+        """
+        super().__init__(generation, choices)
+        self._index = index
+        self._text = text
+        self._answers = answers
+        self._continuous_usage = continuous_usage
+        self._frame_thought = ChunkTemplate(
+            lambda text: answers.thought_chunk(index, text), frame=framed
+        ).fill
+        self._frame = ChunkTemplate(lambda text: answers.text_chunk(index, text), frame=framed).fill
+        self._is_plain = is_plain and not continuous_usage
+        self._has_begun = False
+        self._is_verbatim = False
+
+    def token(self, event: TokenEvent) -> None:
+        """Frame what the token adds, after the role if it is the first."""
+        token = event.token
+        if self._is_verbatim and event.finished is None and not token.special:
+            # Nearly every token comes this way.
+            self._sink.token(self._frame(token.text))
+            return
+        delta = self._text.push(event)
+        if not self._has_begun:
+            self._has_begun = True
+            self._is_verbatim = self._is_plain and self._text.is_verbatim
+            ids = self._generation.valid.input_ids if self._text.has_token_ids else None
+            opening = self._answers.opening(self._index, ids)
+            if opening is not None:
+                self._send(opening)
+        if self._is_plain and delta.finish_reason is None and not delta.calls:
+            if delta.thought:
+                self._sink.token(self._frame_thought(delta.thought))
+            if delta.text or not (delta.thought or self._text.may_call):
+                self._sink.token(self._frame(delta.text))
+            return
+        usage = self._generation.usage(delta.num_tokens, self._text.reasoning_tokens)
+        told = usage if self._continuous_usage else None
+        for chunk in self._answers.chunks(self._index, delta, told):
+            self._send(chunk)
+        if delta.finish_reason is not None:
+            self._finish_choice(usage)
+
+    def _send(self, chunk: ChatCompletionChunkJson) -> None:
+        self._sink.token(framed(orjson.dumps(chunk)))
