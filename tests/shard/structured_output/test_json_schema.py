@@ -556,7 +556,7 @@ def writings(value: Any) -> Iterator[Any]:
         yield value
 
 
-@pytest.mark.skipif(SUITE is None, reason="run by make test-json-schema")
+@pytest.mark.skipif(SUITE is None, reason="run by make test-all SUITE=fuzz")
 def test_the_official_suite() -> None:
     wrong, missing, refused, checked = [], [], [], 0
     for name, described, tests in suite_groups():
