@@ -168,7 +168,9 @@ def calls(text: str) -> Iterator[tuple[str, list[str]]]:
         for words in commands(block):
             called = program(words)
             # A word in capitals stands for a name; what tests need is not a program with flags.
-            if called is not None and not re.search(r"\b[A-Z]+\b|^(tests|millrace_testing)\.", called[0]):
+            if called is not None and not re.search(
+                r"\b[A-Z]+\b|^(tests|millrace_testing)\.", called[0]
+            ):
                 yield called
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from millrace_launcher.verify.__main__ import main
-from millrace_launcher.verify.servers.deployment import LAUNCHER
+from millrace.server import LAUNCHER
+from millrace.verify.__main__ import main
 
 SUPPORT = Path(__file__).parents[1] / "support" / "millrace_testing" / "shards"
 SPLIT_SHARD = (

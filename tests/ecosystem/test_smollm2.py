@@ -16,7 +16,7 @@ from tests.ecosystem import prepare
 from tests.ecosystem.test_clients import python_or_skip, run_cases, script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from millrace_launcher.verify.__main__ import main as verify
+from millrace.verify.__main__ import main as verify
 from millrace_shard.model_loader.published.models import PUBLISHED_MODELS
 
 pytestmark = pytest.mark.ecosystem

@@ -84,7 +84,7 @@ def test_the_router_alone_needs_no_torch(wheels: dict[str, str], tmp_path: Path)
 
 def test_the_parts_together_have_all_that_they_need(wheels: dict[str, str], tmp_path: Path) -> None:
     with fresh(tmp_path, *(wheels[f"millrace_{part}"] for part in PARTS)) as programs:
-        for name in ("millrace-launcher", "millrace-shard", "millrace-verify"):
+        for name in ("millrace-launcher", "millrace-shard"):
             assert run(str(programs / name), "--help").startswith("usage:"), name
         run(*PIP, "--python", str(tmp_path), "check")
 
