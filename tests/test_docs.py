@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SCRIPTS = {name: place.partition(":")[0] for name, place in PROJECT["scripts"].items()}
 MAKEFILE = (ROOT / "Makefile").read_text()
 VERBS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
-VARIABLES = set(re.findall(r"^([A-Z_]+) \?=", MAKEFILE, re.MULTILINE))
+VARIABLES = set(re.findall(r"^#   ([A-Z_]+)=", MAKEFILE, re.MULTILINE))
 SHELLS = ("shell", "bash", "sh", "console")
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -168,7 +168,9 @@ def calls(text: str) -> Iterator[tuple[str, list[str]]]:
         for words in commands(block):
             called = program(words)
             # A word in capitals stands for a name; what tests need is not a program with flags.
-            if called is not None and not re.search(r"\b[A-Z]+\b|^tests\.", called[0]):
+            if called is not None and not re.search(
+                r"\b[A-Z]+\b|^(tests|millrace_testing)\.", called[0]
+            ):
                 yield called
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.parts.fixture import Fixture
-from millrace_launcher.verify.servers.adapter_files import linears, write_adapter
+from millrace.verify.adapter_files import linears, write_adapter
 
 RANK = 16
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

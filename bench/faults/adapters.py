@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bench.harness.paths import DEMO
-from millrace_launcher.verify.servers.adapter_files import linears, write_adapter
+from millrace.verify.adapter_files import linears, write_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 STEADY: Mapping[str, tuple[int, bool]] = {

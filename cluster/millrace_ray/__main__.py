@@ -29,7 +29,9 @@ def main() -> None:
     try:
         import ray  # noqa: PLC0415
     except ImportError:
-        refuse("Ray is not installed; install `millrace[ray]` on this host and on the cluster's")
+        refuse(
+            "Ray is not installed: run `pip install '.[ray]'` in a checkout, here and on the cluster's hosts"
+        )
     from millrace_ray.placement import ClusterError, Placement  # noqa: PLC0415
 
     check_listening(address)

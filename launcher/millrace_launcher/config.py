@@ -55,7 +55,7 @@ class LauncherConfig(BaseSettings):
     )
     cluster: Literal["ray"] | None = Field(
         default=None,
-        description="Run the shards on the hosts of this cluster, which RAY_ADDRESS names; needs `millrace[ray]`.",
+        description="Run the shards on the hosts of this cluster, which RAY_ADDRESS names; needs the extra `ray`.",
     )
     shards_per_node: int = Field(default=1, ge=1, description="Shards on each host of the cluster.")
     max_restarts: int = Field(

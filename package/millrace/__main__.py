@@ -26,9 +26,7 @@ COMMANDS: Mapping[str, Command] = {
     "chat": Command("millrace.commands.chat", "chat in the terminal, with a server or a model"),
     "bench": Command("millrace.commands.bench", "measure any OpenAI or TGI server under load"),
     "run-batch": Command("millrace.commands.run_batch", "answer a file of requests"),
-    "verify": Command(
-        "millrace_launcher.verify.__main__", "check that answers do not depend on the batch"
-    ),
+    "verify": Command("millrace.verify.__main__", "check that answers do not depend on the batch"),
     "simulate": Command(
         "millrace_router.simulator.__main__", "size a deployment with the scheduler alone"
     ),

@@ -52,7 +52,7 @@ def check_kv_events(config: RouterConfig) -> None:
         return
     if find_spec("zmq") is None or find_spec("msgpack") is None:
         raise StartupError(
-            "--kv-events needs pyzmq and msgpack: pip install 'millrace[kv-events]', or start without it"
+            "--kv-events needs pyzmq and msgpack: pip install pyzmq msgpack, or start without it"
         )
     if config.prefix_caching == "off":
         raise StartupError(

@@ -55,7 +55,7 @@ def test_without_an_address(spec: str, tmp_path: Path) -> None:
 
 def test_without_ray(spec: str, tmp_path: Path) -> None:
     said = refusal(MAIN, spec, tmp_path, RAY_ADDRESS="127.0.0.1:6379")
-    assert said.startswith("Ray is not installed; install `millrace[ray]`")
+    assert said.startswith("Ray is not installed: run `pip install '.[ray]'`")
 
 
 def test_where_nobody_listens(tmp_path: Path) -> None:
@@ -73,5 +73,5 @@ def test_without_ray_serve(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    said = "Ray Serve is not installed; install `millrace[ray]` on this host and on the cluster's"
+    said = "Ray Serve is not installed: run `pip install '.[ray]'` in a checkout, here and on the cluster's hosts"
     assert ended.stderr.splitlines()[-1].endswith(said)

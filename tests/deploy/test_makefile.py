@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def plan(*arguments: str) -> list[str]:
     """The commands that make would run."""
-    outer = ("MAKEFLAGS", "MAKELEVEL", "MODEL", "PORT", "ARGS", "MODEL_ID")
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MODEL", "PORT", "ARGS", "MODEL_ID", "SUITE")
     environment = {name: value for name, value in os.environ.items() if name not in outer}
     answer = subprocess.run(
         ["make", "--dry-run", *arguments],
@@ -51,6 +51,33 @@ def test_installing_says_so_first() -> None:
     lines = plan("install", "--always-make")
     said = next(i for i, line in enumerate(lines) if "Installing Millrace into .venv" in line)
     assert "pip install" in " ".join(lines[said + 1 : said + 3])
+
+
+def test_torch_index_reaches_the_program_that_chooses() -> None:
+    install = next(line for line in plan("install", "--always-make") if "pip install" in line)
+    assert 'PIP_EXTRA_INDEX_URL="$(.venv/bin/python tools/torch_index.py)"' in install
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("SUITE=long",), ["-m long"]),
+        (("SUITE=long ecosystem",), ["-m long", "-m ecosystem"]),
+        ((), ["-m long", "-m ecosystem", "-m cluster", "fuzz_files 100000"]),
+    ],
+)
+def test_suites_run_in_order(arguments: tuple[str, ...], words: list[str]) -> None:
+    text = "\n".join(plan("test-all", *arguments))
+    places = [text.find(word) for word in words]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert text.count(" -m long ") + text.count(" -m cluster ") <= len(words)
+
+
+def test_an_unknown_suite_is_refused() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refusal:
+        plan("test-all", "SUITE=lang")
+    assert "SUITE=lang is not a suite: use long ecosystem cluster fuzz" in refusal.value.stderr
 
 
 def test_clean_removes_what_git_ignores_but_for_environments() -> None:

@@ -1,4 +1,4 @@
-"""A short campaign of faults against the real server; `make chaos` runs the long one."""
+"""A short campaign of faults against the real server; `python -m bench.faults.chaos` runs the long one."""
 
 from __future__ import annotations
 

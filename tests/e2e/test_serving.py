@@ -14,7 +14,7 @@ import psutil
 import pytest
 from bench.faults.streams import Answer, Clients
 
-from millrace_launcher.verify.__main__ import main as verify
+from millrace.verify.__main__ import main as verify
 from millrace_testing.launcher.e2e import END_SECONDS, Server, launch, until
 
 LONG = {

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from millrace_launcher.verify.__main__ import main
-from millrace_launcher.verify.servers.deployment import LAUNCHER
+from millrace.server import LAUNCHER
+from millrace.verify.__main__ import main
 
 SUPPORT = Path(__file__).parents[1] / "support" / "millrace_testing" / "shards"
 SPLIT_SHARD = (
@@ -46,7 +46,7 @@ def by_case(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.long
 def test_the_demo_model_keeps_its_promises(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the circumstances that take a server of their own each; `make verify` has all of them."""
+    """In the circumstances that take a server of their own each; `verify_architectures.py` has all of them."""
     cases = "batched,restarted,transformers"
     code, report = verify(capsys, "--requests=6", "--cases", cases)
     rows = by_case(report)

@@ -1,23 +1,24 @@
 """A real model, served by its short name from a cache, without a network."""
 
 from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
 import httpx
 import jsonschema
 import pytest
 import torch
-from bench.harness.server import RunningServer, serving
+from bench.harness.server import RunningServer
+from bench.harness.server import serving
 from tests.ecosystem import prepare
-from tests.ecosystem.test_clients import python_or_skip, run_cases, script
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from millrace_launcher.verify.__main__ import main as verify
+from tests.ecosystem.test_clients import python_or_skip
+from tests.ecosystem.test_clients import run_cases
+from tests.ecosystem.test_clients import script
+from transformers import AutoModelForCausalLM
+from transformers import AutoTokenizer
 from millrace_shard.weights.published import PUBLISHED_MODELS
+from millrace.verify.__main__ import main as verify
 
 pytestmark = pytest.mark.ecosystem
 
@@ -85,7 +86,7 @@ def file() -> Path:
     folder = f"millrace/published/{MODEL.package}-{MODEL.version}"
     path = prepare.HUB_HOME / folder / MODEL.file_name
     if not path.exists():
-        pytest.skip("smollm2 is missing: make test-ecosystem fetches it")
+        pytest.skip("smollm2 is missing: make test-all SUITE=ecosystem fetches it")
     return path
 
 

@@ -122,7 +122,9 @@ def served(
     name = request.param
     source = prepare.tokenizer_folder(name)
     if source is None:
-        pytest.skip("the published tokenizers are missing: make test-ecosystem installs them")
+        pytest.skip(
+            "the published tokenizers are missing: make test-all SUITE=ecosystem installs them"
+        )
     folder = tmp_path_factory.mktemp(name) / "model"
     reference = AutoTokenizer.from_pretrained(source)
     save_tiny(

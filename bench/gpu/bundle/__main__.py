@@ -1,4 +1,4 @@
-"""`make bench-gpu-bundle`: the packages that Millrace needs on a machine with torch and transformers and no network.
+"""`python -m bench.gpu.bundle`: what Millrace needs on a machine with torch and transformers and no network.
 
 The folder `.gpu-bundle` gets wheels pinned to the versions of this environment, and the compiled protobuf code.
 """
@@ -107,7 +107,7 @@ def problems_of(root: Path) -> list[str]:
     """Return the problems of the bundle, one line each."""
     bundle = root / FOLDER
     if not bundle.is_dir():
-        return [f"there is no {FOLDER}: run make bench-gpu-bundle"]
+        return [f"there is no {FOLDER}: run python -m bench.gpu.bundle"]
     wheels = wheels_in(bundle / WHEELS)
     problems = [
         f"{w.path.name} is not for Python 3.12 there" for w in wheels if not w.is_for_machine
@@ -118,12 +118,14 @@ def problems_of(root: Path) -> list[str]:
             problems.append(f"{wheel.path.name} would stand beside another {wheel.name}")
         versions[wheel.name] = wheel.version
     wanted: list[tuple[str, Requirement]] = [
-        ("millrace", requirement) for requirement in declared(root / "pyproject.toml")
+        ("millrace-server", requirement) for requirement in declared(root / "pyproject.toml")
     ]
     wanted += [(wheel.name, each) for wheel in wheels for each in needed(wheel.requires)]
     problems += unmet(wanted, versions)
     if not is_proto_current(root):
-        problems.append("the protobuf code is of another generate.proto: run make bench-gpu-bundle")
+        problems.append(
+            "the protobuf code is of another generate.proto: run python -m bench.gpu.bundle"
+        )
     elif problem := proto_problem(bundle / PROTO, versions.get(PROTO_RUNTIME)):
         problems.append(problem)
     if size_of(bundle) > MOST_BYTES:

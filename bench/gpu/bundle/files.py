@@ -76,6 +76,8 @@ def _place_proto(root: Path, bundle: Path) -> None:
     if list(target.glob("*_pb2.py")):
         return
     if not is_proto_current(root):
-        raise BundleError("its protobuf code is of another generate.proto: make bench-gpu-bundle")
+        raise BundleError(
+            "its protobuf code is of another generate.proto: python -m bench.gpu.bundle"
+        )
     for path in (bundle / PROTO).glob("*.py"):
         shutil.copy2(path, target / path.name)

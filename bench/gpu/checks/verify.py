@@ -46,9 +46,7 @@ def run(setting: Setting, emit: Emit) -> None:
 
 def command(setting: Setting, model: Path, mode: str) -> list[str]:
     """The command line of `millrace-verify`."""
-    module = (
-        "millrace_launcher.verify" if setting.is_cuda else "bench.gpu.programs.interpreted_verify"
-    )
+    module = "millrace.verify" if setting.is_cuda else "bench.gpu.programs.interpreted_verify"
     return [
         *(sys.executable, "-m", module, str(model), "--json", *setting.scale.verify_flags),
         *(f"--log-dir={setting.out / f'verify-{mode}'}", "--", *setting.flags),

@@ -6,7 +6,7 @@ import signal
 import sys
 
 from bench.gpu.setting import INTERPRETED_LAUNCHER
-from millrace_launcher.verify.__main__ import main
+from millrace.verify.__main__ import main
 
 if __name__ == "__main__":
     # End the servers as well, as an interrupt does.

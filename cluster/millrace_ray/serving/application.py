@@ -12,7 +12,7 @@ try:
     from ray import serve
 except ImportError as error:
     raise ServingError(
-        "Ray Serve is not installed; install `millrace[ray]` on this host and on the cluster's"
+        "Ray Serve is not installed: run `pip install '.[ray]'` in a checkout, here and on the cluster's hosts"
     ) from error
 
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy

@@ -94,7 +94,9 @@ class Client:
         try:
             async with self._opened.post(self.base + path, json=body) as response:
                 if response.status != 200:
-                    raise refusal(response.status, await response.read())
+                    error = refusal(response.status, await response.read())
+                    error.retry_after_seconds = _seconds(response.headers.get("Retry-After"))
+                    raise error
                 async for chunk in response.content.iter_any():
                     for data in reader.feed(chunk):
                         event = orjson.loads(data)
@@ -133,6 +135,14 @@ def refusal(status: int, body: bytes) -> RequestError:
         return RequestError(status, str(found.get("error_type") or "error"), error)
     text = body[:200].decode(errors="replace").strip()
     return RequestError(status, "error", f"status {status}: {text}")
+
+
+def _seconds(text: str | None) -> float | None:
+    """The number of seconds in `Retry-After`; None for a date or none."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
 
 
 def _checked(status: int, body: bytes) -> Any:  # noqa: ANN401

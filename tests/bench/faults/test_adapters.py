@@ -20,7 +20,7 @@ from bench.faults.adapters import (
 )
 from bench.harness.paths import DEMO
 
-from millrace_launcher.verify.servers.adapter_files import linears
+from millrace.verify.adapter_files import linears
 from millrace_router.request.adapter import PAGE_BYTES, RANKS_PER_SLICE, AdapterModule
 from millrace_testing.adapters.fetch_jobs import fetch_folder
 

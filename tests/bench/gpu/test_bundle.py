@@ -120,7 +120,7 @@ def test_a_bundle_that_lacks_nothing_has_no_problems(tmp_path: Path) -> None:
 
 
 def test_each_fault_of_a_bundle_is_named(tmp_path: Path) -> None:
-    assert "make bench-gpu-bundle" in problems_of(tmp_path)[0]
+    assert "python -m bench.gpu.bundle" in problems_of(tmp_path)[0]
     bundle = project(tmp_path)
     (bundle / WHEELS / "gamma-1.5-cp312-cp312-manylinux_2_28_x86_64.whl").unlink()
     assert problems_of(tmp_path) == ["alpha needs gamma<2, which is missing"]

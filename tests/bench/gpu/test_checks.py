@@ -232,7 +232,7 @@ def test_verify_that_takes_too_long_is_not_checked(
 def test_the_flags_of_verify_are_those_of_its_command_line(tmp_path: Path) -> None:
     on_gpu = replace(setting(tmp_path), device=torch.device("cuda"), shard_flags=())
     words = verify.command(on_gpu, tmp_path, "on")
-    assert words[1:3] == ["-m", "millrace_launcher.verify"]
+    assert words[1:3] == ["-m", "millrace.verify"]
     assert words[words.index("--") + 1 :] == ["--device=cuda", "--deterministic=on"]
     interpreted = verify.command(setting(tmp_path), tmp_path, "off")
     assert interpreted[1:3] == ["-m", "bench.gpu.programs.interpreted_verify"]

@@ -12,7 +12,7 @@ from bench.peers.peft_generate import AdaptedBatches
 from bench.peers.worker import Request
 from transformers import AutoModelForCausalLM
 
-from millrace_launcher.verify.servers.adapter_files import linears, write_adapter
+from millrace.verify.adapter_files import linears, write_adapter
 
 SHAPE = Shape(
     hidden_size=32,

@@ -61,7 +61,7 @@ class Proxy:
         found = shutil.which(self.name, path=f"{prepare.SEARCHED}:{ENVOY}")
         if found is None:
             pytest.skip(
-                f"{self.name} is not installed: make test-ecosystem installs it where it may"
+                f"{self.name} is not installed: make test-all SUITE=ecosystem installs it where it may"
             )
         return found
 

@@ -220,7 +220,9 @@ CASES = [
 def test_an_alert_fires_when_it_should(case: Case, tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
-        pytest.skip("promtool is not installed: make test-ecosystem installs it where it may")
+        pytest.skip(
+            "promtool is not installed: make test-all SUITE=ecosystem installs it where it may"
+        )
     file = tmp_path / "rules_test.yml"
     file.write_text(yaml.safe_dump(case.document()))
     answer = subprocess.run(

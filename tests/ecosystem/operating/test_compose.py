@@ -22,7 +22,7 @@ def compose() -> list[str]:
         plugin = [docker, "compose"]
         if subprocess.run([*plugin, "version"], capture_output=True, check=False).returncode == 0:
             return plugin
-    pytest.skip("no docker compose: make test-ecosystem installs it where it may")
+    pytest.skip("no docker compose: make test-all SUITE=ecosystem installs it where it may")
 
 
 @pytest.mark.parametrize("profiles", [(), ("split",), ("monitoring",), ("split", "monitoring")])

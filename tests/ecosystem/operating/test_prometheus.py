@@ -35,7 +35,9 @@ LABEL = re.compile(r'\w+="[^"]*"')
 def program(name: str) -> str:
     path = shutil.which(name)
     if path is None:
-        pytest.skip(f"{name} is not installed: make test-ecosystem installs it where it may")
+        pytest.skip(
+            f"{name} is not installed: make test-all SUITE=ecosystem installs it where it may"
+        )
     return path
 
 

@@ -33,7 +33,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 def test_kubernetes_types_accept_the_manifest() -> None:
     python = prepare.interpreter("kubernetes")
     if python is None:
-        pytest.skip("no environment for kubernetes: make test-ecosystem makes it")
+        pytest.skip("no environment for kubernetes: make test-all SUITE=ecosystem makes it")
     script = prepare.CLIENTS / "kubernetes_manifest.py"
     checked = subprocess.run(
         [python, script, DEPLOY / "kubernetes" / "millrace.yml"],

@@ -1,4 +1,4 @@
-"""A few thousand mutated files; `make fuzz-adapters` tries more."""
+"""A few thousand mutated files; `make test-all SUITE=fuzz` tries more."""
 
 from __future__ import annotations
 

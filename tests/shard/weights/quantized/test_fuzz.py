@@ -1,4 +1,4 @@
-"""A few hundred mutated checkpoints, within limits of memory and time; `make fuzz-checkpoints` tries more."""
+"""A few hundred mutated checkpoints, within limits of memory and time; `make test-all SUITE=fuzz` tries more."""
 
 from __future__ import annotations
 
