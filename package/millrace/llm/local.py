@@ -13,7 +13,7 @@ from millrace.errors import RequestError
 from millrace.llm.deployment import Deployment
 from millrace.llm.outputs import Piece, Prompt
 from millrace.llm.params import SamplingParams
-from millrace_router.adapters.names.sources import check_name
+from millrace_router.adapters.names import check_name
 from millrace_router.api.completions.request import CompletionRequest
 from millrace_router.api.openai.answers import AnswerHead
 from millrace_router.api.openai.chat_answers import ChatAnswers

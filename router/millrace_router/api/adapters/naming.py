@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from millrace_router.adapters.names.sources import check_name
+from millrace_router.adapters.names import check_name
 from millrace_router.api.adapters.merged import MergedAdapters
 from millrace_router.errors import AdapterNotFound, AdapterRemoved, UnknownModel, ValidationError
 from millrace_router.request.adapter import (

@@ -9,9 +9,8 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from millrace_router.adapters.names.registry import Registration
-from millrace_router.adapters.names.resolver import Resolver
-from millrace_router.adapters.names.sources import check_name, operators_source
+from millrace_router.adapters.names import Registration, check_name, operators_source
+from millrace_router.adapters.resolver import Resolver
 from millrace_router.api.admin.protocol import (
     AdapterJson,
     AdaptersJson,

@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 from aiohttp import web
 
-from millrace_router.adapters.names.registry import Registration
+from millrace_router.adapters.names import Registration
 from millrace_router.api.adapters.naming import token_of
 from millrace_router.api.openai.protocol import ModelJson
 from millrace_router.request.adapter import AdapterSource

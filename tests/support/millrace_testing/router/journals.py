@@ -9,7 +9,7 @@ from random import Random
 from typing import cast
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.adapters.place import Place, PlaceState
+from millrace_router.adapters.slots import AdapterSlot, SlotState
 from millrace_router.journal.header import Header
 from millrace_router.journal.journal import Journal
 from millrace_router.journal.reader import read_epochs
@@ -127,10 +127,10 @@ class RecordedDriver(ScheduleDriver):
             self.journal.sent(self.shard.steps[-1])
         return plan
 
-    def _end_call(self, place: Place) -> None:
-        digest = None if place.state is PlaceState.LEAVING else place.digest
+    def _end_call(self, place: AdapterSlot) -> None:
+        digest = None if place.state is SlotState.LEAVING else place.digest
         super()._end_call(place)
-        self.journal.adapter_changed(self._epoch, place.slot, digest)
+        self.journal.adapter_changed(self._epoch, place.number, digest)
 
     def receive(self) -> None:
         answer = self.flights[0].answer
