@@ -25,7 +25,14 @@ FETCHING = "millrace_router.adapters.fetching."
     [
         (
             "millrace_router",
-            {"torch", "transformers", "numpy", "millrace_shard", "millrace_launcher"},
+            {
+                "torch",
+                "transformers",
+                "numpy",
+                "safetensors",
+                "millrace_shard",
+                "millrace_launcher",
+            },
         ),
         (
             "millrace_launcher",

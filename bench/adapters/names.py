@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import NoReturn
 
-from millrace_router.adapters.names.registry import Registration, Registry
-from millrace_router.adapters.names.resolver import ClientRules, Resolver
-from millrace_router.adapters.names.sources import NamedSource
+from millrace_router.adapters.fetcher import Fetcher
+from millrace_router.adapters.names import NamedSource, Registration, Registry
+from millrace_router.adapters.resolver import ClientRules, Resolver
 from millrace_router.errors import AdapterNotFound
 from millrace_router.request.adapter import (
     AdapterReference,
@@ -22,8 +22,11 @@ CALLER = "caller"
 MODULES = tuple((f"model.layers.{layer}.self_attn.q_proj", 1) for layer in range(30))
 
 
-class EmptyHub:
+class EmptyHub(Fetcher):
     """A hub without repositories; every copy is in the cache."""
+
+    def __init__(self) -> None:
+        """Start nothing."""
 
     async def fetch(
         self, source: NamedSource, *, name: str, token: str | None, caller: str

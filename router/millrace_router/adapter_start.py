@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import structlog
 
 from millrace_router.adapters.cache import AdapterCache
-from millrace_router.adapters.fetch_request import FetchLimits
-from millrace_router.adapters.fetcher import Fetcher
-from millrace_router.adapters.names.last_versions import LastVersions
-from millrace_router.adapters.names.model_fetcher import ModelFetcher
-from millrace_router.adapters.names.registry import Registration, Registry
-from millrace_router.adapters.names.resolver import ClientRules, Resolver
-from millrace_router.adapters.names.sources import check_name, local_source, operators_source
+from millrace_router.adapters.fetcher import Fetcher, FetchLimits
+from millrace_router.adapters.names import (
+    Registration,
+    Registry,
+    check_name,
+    local_source,
+    operators_source,
+)
+from millrace_router.adapters.resolver import ClientRules, Resolver
 from millrace_router.checks import StartupError
 from millrace_router.config import AdapterSpec, RouterConfig
 from millrace_router.errors import RouterError, ValidationError
@@ -64,12 +66,16 @@ async def open_adapters(deployment: Deployment, metrics: Metrics) -> OpenAdapter
         raise StartupError(f"cannot use --adapter-cache: {error}") from error
     fetcher = Fetcher(
         cache,
+        modules=modules,
+        num_pages=deployment.capacity.adapter_pages,
+        limits=FetchLimits(max_rank=config.max_lora_rank),
+        server_token=lambda: config.hub_token,
         needed=lambda: {*resolver.digests(), *opened.in_use()},
         endpoint=config.hub_endpoint,
     )
     resolver = Resolver(
         registry,
-        _model_fetcher(deployment, fetcher, cache),
+        fetcher,
         metrics,
         rules=ClientRules(
             source=AdapterSource(config.adapter_source),
@@ -82,21 +88,6 @@ async def open_adapters(deployment: Deployment, metrics: Metrics) -> OpenAdapter
     opened = OpenAdapters(resolver=resolver, fetcher=fetcher)
     await _preload(config, opened)
     return opened
-
-
-def _model_fetcher(deployment: Deployment, fetcher: Fetcher, cache: AdapterCache) -> ModelFetcher:
-    config, modules = deployment.config, deployment.info.adapter_modules
-    limits = FetchLimits(max_rank=config.max_lora_rank)
-    shapes = tuple((module.name, module.inputs, module.outputs) for module in modules)
-    return ModelFetcher(
-        fetcher=fetcher,
-        cache=cache,
-        last_versions=LastVersions(cache.folder, server=(config.hub_endpoint, shapes, limits)),
-        modules=modules,
-        limits=limits,
-        num_pages=deployment.capacity.adapter_pages,
-        server_token=lambda: config.hub_token,
-    )
 
 
 def _register(config: RouterConfig, registry: Registry) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from millrace_router.adapter_start import OpenAdapters, open_adapters
-from millrace_router.adapters.names.resolver import Resolver
+from millrace_router.adapters.resolver import Resolver
 from millrace_router.checks import StartupError, check_arguments, check_head
 from millrace_router.config import RouterConfig
 from millrace_router.engine.calibration import calibrate

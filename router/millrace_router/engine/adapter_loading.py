@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine
 import structlog
 
 from millrace_router.adapters.admission import AdapterAdmission
-from millrace_router.adapters.place import Place, PlaceState
 from millrace_router.adapters.residency import MAX_LOADS
+from millrace_router.adapters.slots import AdapterSlot, SlotState
 from millrace_router.engine.no_adapters import NoAdapters
 from millrace_router.errors import AdapterTooLarge, AdapterUnavailable, RouterError
 from millrace_router.request.adapter import PAGE_BYTES, AdapterVersion
@@ -167,7 +167,7 @@ class AdapterLoading(NoAdapters):
                 self._drop_ended()
         self._is_open = True
         for place in self._admission.residency:
-            if place.state is PlaceState.LEAVING:
+            if place.state is SlotState.LEAVING:
                 self._start(self._unload(place))
         self._advance()
 
@@ -204,7 +204,7 @@ class AdapterLoading(NoAdapters):
         residency = self._admission.residency
         places = list(residency)
         self._metrics.adapters_resident.set(
-            sum(place.state is PlaceState.RESIDENT for place in places)
+            sum(place.state is SlotState.RESIDENT for place in places)
         )
         self._metrics.lora_requests_info.update(
             running=self._admission.running_names,
@@ -216,7 +216,7 @@ class AdapterLoading(NoAdapters):
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
-    async def _load(self, place: Place) -> None:
+    async def _load(self, place: AdapterSlot) -> None:
         try:
             await self._try_load(place)
         except ShardLost as error:
@@ -228,11 +228,11 @@ class AdapterLoading(NoAdapters):
         self._wake()
         self._advance()
 
-    async def _try_load(self, place: Place) -> bool:
+    async def _try_load(self, place: AdapterSlot) -> bool:
         """Load a place; False if its requests ended with an error. Raises ShardLost or ShardHung."""
         began = time.monotonic()
         try:
-            await self._channel.load_adapter(place.slot, place.digest, timeout=CALL_SECONDS)
+            await self._channel.load_adapter(place.number, place.digest, timeout=CALL_SECONDS)
         except (ShardLost, ShardHung):
             raise
         except ShardError as error:
@@ -246,7 +246,7 @@ class AdapterLoading(NoAdapters):
             self._metrics.adapter_waiting_seconds.observe(now - request.queued_at)
         return True
 
-    def _failed(self, place: Place, error: ShardError) -> None:
+    def _failed(self, place: AdapterSlot, error: ShardError) -> None:
         version, now = place.version, time.monotonic()
         log.error("an adapter cannot be loaded", digest=version.digest, error=str(error))
         failure = AdapterUnavailable(
@@ -261,10 +261,10 @@ class AdapterLoading(NoAdapters):
         if self._is_open:
             self._start(self._unload(place))
 
-    async def _unload(self, place: Place) -> None:
+    async def _unload(self, place: AdapterSlot) -> None:
         while True:
             try:
-                await self._channel.unload_adapter(place.slot, timeout=CALL_SECONDS)
+                await self._channel.unload_adapter(place.number, timeout=CALL_SECONDS)
             except ShardLost as error:
                 self._report(error)
                 return

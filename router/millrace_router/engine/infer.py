@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from millrace_router.adapters.service import AdapterService
+from millrace_router.adapters.resolver import Resolver
 from millrace_router.engine.generation import Collected, Generation
 from millrace_router.engine.permits import Permits
 from millrace_router.engine.request_record import RequestRecord
@@ -62,7 +62,7 @@ class Infer:
         validator: Validator,
         metrics: Metrics,
         *,
-        adapters: AdapterService | None = None,
+        adapters: Resolver | None = None,
         by_adapter: bool = False,
         on_failure: Callable[[RouterError], None] = noop,
         on_token: Callable[[], None] = noop,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from millrace_router.adapters.names.resolver import Resolver
+from millrace_router.adapters.resolver import Resolver
 from millrace_router.config import RouterConfig
 from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.health import Health

@@ -6,8 +6,8 @@ import math
 from collections import deque
 
 from millrace_router.adapters.admission import AdapterAdmission
-from millrace_router.adapters.place import Place, PlaceState
 from millrace_router.adapters.residency import Residency
+from millrace_router.adapters.slots import AdapterSlot, SlotState
 from millrace_router.request.adapter import PAGE_BYTES, AdapterVersion
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.planner import Planner
@@ -34,7 +34,7 @@ class SimulatedAdapters:
             max_wait_seconds=deployment.max_queue_wait,
         )
         self._load_seconds = deployment.adapter_load_seconds
-        self._calls: deque[tuple[float, Place]] = deque()
+        self._calls: deque[tuple[float, AdapterSlot]] = deque()
         """When each load or unload ends, the soonest first."""
         self._due = math.inf
         """When a cycle is over."""
@@ -125,14 +125,14 @@ class SimulatedAdapters:
         changes = self._admission.advance(now)
         self.num_loads += len(changes.loads)
         ends_at = now + self._load_seconds
-        self._calls += [(ends_at, place) for place in changes.loads]
+        self._calls += [(ends_at, slot) for slot in changes.loads]
         # The shards free a slot at once.
-        self._calls.extendleft((now, place) for place in changes.unloads)
+        self._calls.extendleft((now, slot) for slot in changes.unloads)
         due = self._admission.residency.next_event(now)
         self._due = math.inf if due is None else due
 
-    def _end(self, place: Place, now: float) -> None:
-        if place.state is PlaceState.LEAVING:
-            self._admission.residency.unloaded(place)
+    def _end(self, slot: AdapterSlot, now: float) -> None:
+        if slot.state is SlotState.LEAVING:
+            self._admission.residency.unloaded(slot)
         else:
-            self._admission.loaded(place, now)
+            self._admission.loaded(slot, now)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from structlog.testing import capture_logs
 
 from millrace_router.adapters.cache import AdapterCache
 from millrace_router.adapters.child import COMMAND
-from millrace_router.adapters.fetch_request import FetchLimits, FetchSource
 from millrace_router.adapters.fetcher import (
+    LAST_VERSIONS,
     MAX_OF_CLIENTS,
     MAX_PER_CALLER,
     Fetcher,
+    FetchLimits,
+    LastVersions,
 )
+from millrace_router.adapters.names import NamedSource
 from millrace_router.errors import (
     AdapterInvalid,
     AdapterNotFound,
@@ -31,11 +35,14 @@ from millrace_router.errors import (
     AdapterUnavailable,
 )
 from millrace_router.request.adapter import (
+    PAGE_BYTES,
+    AdapterModule,
     AdapterSource,
     AdapterVersion,
     MergeRecipe,
     MergeStrategy,
 )
+from millrace_testing.adapters.fake_fetcher import version
 from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_llama
 
 LLAMA = modules_of(tiny_llama())
@@ -83,12 +90,14 @@ class Play:
     ) -> None:
         self.folder = folder
         self.clock = Clock()
-        self.limits = limits
         self.cache = AdapterCache(folder / "cache", max_bytes=max_bytes, clock=self.clock)
         self.cache.open()
         program = PROGRAM.format(folder=str(folder))
         self.fetcher = Fetcher(
             self.cache,
+            modules=[AdapterModule(name="m", inputs=8, outputs=8, bytes_per_slice=1)],
+            num_pages=1,
+            limits=limits,
             needed=lambda: needed,
             clock=self.clock,
             command=(sys.executable, "-S", "-c", program),
@@ -97,14 +106,8 @@ class Play:
     def fetch(
         self, id_: str, *, caller: str = "", by_operator: bool = False
     ) -> asyncio.Task[AdapterVersion]:
-        source = FetchSource(
-            kind=AdapterSource.LOCAL,
-            id=id_,
-            name=f"name of {id_}",
-            caller=caller,
-            by_operator=by_operator,
-        )
-        fetch = self.fetcher.fetch(source, modules=LLAMA, limits=self.limits)
+        source = NamedSource(kind=AdapterSource.LOCAL, location=id_, by_operator=by_operator)
+        fetch = self.fetcher.fetch(source, name=f"name of {id_}", token=None, caller=caller)
         return asyncio.create_task(fetch)
 
     def go(self, id_: str, answer: str) -> None:
@@ -144,7 +147,7 @@ async def test_versions_count_slices_and_biases(tmp_path: Path) -> None:
         assert version == AdapterVersion(
             digest="a" * 64, name="name of a", num_slices=(("m", 3),), num_bytes=10
         )
-        assert logs[0]["note"] == "a note"
+        assert (logs[0]["event"], logs[0]["adapter"]) == ("a note", "name of a")
 
 
 async def test_two_run_at_once(tmp_path: Path) -> None:
@@ -306,20 +309,22 @@ async def test_the_cache_makes_room_but_not_of_what_is_needed(tmp_path: Path) ->
         assert (refusal.value.num_bytes, refusal.value.limit) == (26, 25)
 
 
-def real(folder: Path, command: tuple[str, ...] = COMMAND) -> Fetcher:
+def real(
+    folder: Path, command: tuple[str, ...] = COMMAND, *, limits: FetchLimits = LIMITS
+) -> Fetcher:
     cache = AdapterCache(folder / "cache", max_bytes=1 << 30, clock=time.monotonic)
     cache.open()
-    return Fetcher(cache, needed=set, command=command)
+    return Fetcher(cache, modules=LLAMA, num_pages=1000, limits=limits, needed=set, command=command)
 
 
-def local(path: Path | str, root: Path | None = None) -> FetchSource:
-    return FetchSource(kind=AdapterSource.LOCAL, id=str(path), name="mine", root=root)
+def local(path: Path | str, root: Path | None = None) -> NamedSource:
+    return NamedSource(kind=AdapterSource.LOCAL, location=str(path), root=root)
 
 
 async def fetch(
-    fetcher: Fetcher, source: FetchSource, *, limits: FetchLimits = LIMITS
+    fetcher: Fetcher, source: NamedSource, *, token: str | None = None
 ) -> AdapterVersion:
-    return await fetcher.fetch(source, modules=LLAMA, limits=limits)
+    return await fetcher.fetch(source, name="mine", token=token, caller="")
 
 
 async def test_the_real_process_fetches_and_merges(tmp_path: Path) -> None:
@@ -328,9 +333,9 @@ async def test_the_real_process_fetches_and_merges(tmp_path: Path) -> None:
     fetcher = real(tmp_path)
     versions = [await fetch(fetcher, local(id_, tmp_path / "root")) for id_ in "ab"]
     recipe = MergeRecipe(ids=("a", "b"), weights=(0.5, 2.0), strategy=MergeStrategy.CAT)
-    merged = await fetcher.merge(recipe, versions, limits=LIMITS, name="both")
+    merged = await fetcher.merge(recipe, versions)
     assert (tmp_path / "cache" / merged.digest / "adapter.safetensors").is_file()
-    assert (merged.name, merged.num_bytes > versions[0].num_bytes) == ("both", True)
+    assert (merged.name, merged.num_bytes > versions[0].num_bytes) == ("a,b", True)
     with pytest.raises(AdapterNotFound):
         await fetch(fetcher, local("../x", tmp_path / "root"))
 
@@ -342,7 +347,7 @@ async def test_a_pattern_that_never_ends_is_killed(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | bomb))
     limits = FetchLimits(timeout_seconds=3.0)
     with pytest.raises(AdapterUnavailable, match="took too long"):
-        await fetch(real(tmp_path), local(tmp_path / "a"), limits=limits)
+        await fetch(real(tmp_path, limits=limits), local(tmp_path / "a"))
 
 
 async def test_memory_has_a_limit(tmp_path: Path) -> None:
@@ -365,8 +370,84 @@ async def test_a_defect_is_told_without_the_values(tmp_path: Path) -> None:
         "main.answer = answer\n"
         "main.main()\n"
     )
-    hub = FetchSource(kind=AdapterSource.HUB, id="org/a", name="mine", token="hf_secret")
+    hub = NamedSource(kind=AdapterSource.HUB, location="org/a")
     fetcher = real(tmp_path, (sys.executable, "-c", program))
     with pytest.raises(AdapterUnavailable, match="ValueError in line 3 of answer") as refusal:
-        await fetch(fetcher, hub)
+        await fetch(fetcher, hub, token="hf_secret")
     assert "hf_secret" not in str(refusal.value)
+
+
+ECHO = """
+import json, sys
+source = json.load(sys.stdin)["source"]
+token = source.pop("token")
+print(json.dumps({"error": "invalid", "reason": f"{token} {source['id']} {source['revision']} {source['root']}"}))
+"""
+"""Answers with the source that it is asked for."""
+
+
+@pytest.mark.parametrize(
+    ("by_operator", "token", "used"),
+    [(True, None, "server"), (False, None, None), (False, "client", "client")],
+)
+async def test_the_servers_token_counts_only_for_the_operators_adapters(
+    tmp_path: Path, *, by_operator: bool, token: str | None, used: str | None
+) -> None:
+    fetcher = Fetcher(
+        AdapterCache(tmp_path, max_bytes=0, clock=lambda: 0.0),
+        modules=LLAMA,
+        num_pages=1,
+        needed=set,
+        server_token=lambda: "server",
+        command=(sys.executable, "-S", "-c", ECHO),
+    )
+    source = NamedSource(
+        kind=AdapterSource.HUB, location="org/a", revision="v1", by_operator=by_operator
+    )
+    for ask in (fetcher.fetch, fetcher.commit_of):
+        with pytest.raises(AdapterInvalid) as refusal:
+            await ask(source, name="a", token=token, caller="me")
+        assert refusal.value.reason == f"{used} org/a v1 None"
+
+
+async def test_a_version_larger_than_the_memory_for_adapters_is_refused(tmp_path: Path) -> None:
+    async with playing(tmp_path) as play:
+        play.go("a", answer_of("a", modules=[["m", 16 * PAGE_BYTES, False]]))
+        await play.fetch("a")
+        play.go("b", answer_of("b", modules=[["m", 16 * PAGE_BYTES, True]]))
+        with pytest.raises(AdapterTooLarge) as refusal:
+            await play.fetch("b")
+        assert (refusal.value.num_bytes, refusal.value.limit) == (2 * PAGE_BYTES, PAGE_BYTES)
+
+
+SOURCE = (AdapterSource.HUB, "org/a", "main", None)
+SERVER = ("https://hub", (("q_proj", 8, 8),), 64)
+
+
+def last(cache: Path, server: object = SERVER, source: object = SOURCE) -> AdapterVersion | None:
+    return LastVersions(cache, server=server).get(source, "b")
+
+
+def test_a_version_outlasts_the_process(tmp_path: Path) -> None:
+    assert last(tmp_path) is None
+    kept = LastVersions(tmp_path, server=SERVER)
+    for weights in ("old", "new"):
+        kept.keep(SOURCE, version("a", weights))
+        assert last(tmp_path) == replace(version("a", weights), name="b")
+    assert len(list((tmp_path / LAST_VERSIONS).iterdir())) == 1
+
+
+def test_other_sources_and_other_servers_have_others(tmp_path: Path) -> None:
+    LastVersions(tmp_path, server=SERVER).keep(SOURCE, version("a", "x"))
+    for other in (("https://else", *SERVER[1:]), (*SERVER[:2], 32), (SERVER[0], (), 64)):
+        assert last(tmp_path, server=other) is None
+    assert last(tmp_path, source=(AdapterSource.HUB, "org/a", "v2", None)) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"digest": 1}', "{digest}"])
+def test_a_damaged_record_is_no_version(tmp_path: Path, text: str) -> None:
+    LastVersions(tmp_path, server=SERVER).keep(SOURCE, version("a", "x"))
+    (path,) = (tmp_path / LAST_VERSIONS).iterdir()
+    digest = version("a", "x").digest
+    path.write_text(path.read_text().replace(digest, "../x") if text == "{digest}" else text)
+    assert last(tmp_path) is None

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import pytest
 import structlog
 
 from millrace_router.adapters.cache import AdapterCache
-from millrace_router.adapters.fetch_request import FetchLimits, FetchSource
-from millrace_router.adapters.fetcher import Fetcher
+from millrace_router.adapters.fetcher import Fetcher, FetchLimits
 from millrace_router.adapters.fetching.errors import Forbidden, NotFound, Unavailable
 from millrace_router.adapters.fetching.hub import Hub
+from millrace_router.adapters.names import NamedSource
 from millrace_router.errors import (
     AdapterForbidden,
     AdapterInvalid,
@@ -27,7 +26,7 @@ from millrace_router.errors import (
     AdapterUnavailable,
     RouterError,
 )
-from millrace_router.request.adapter import AdapterSource, AdapterVersion
+from millrace_router.request.adapter import AdapterReference, AdapterSource, AdapterVersion
 from millrace_testing.adapters.hub_stub import HubStub, Repository, hub_stub
 from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_llama
 
@@ -64,14 +63,25 @@ class Fetching:
         self.clock = Clock()
         self.cache = AdapterCache(folder, max_bytes=1 << 30, clock=self.clock)
         self.cache.open()
-        self.fetcher = Fetcher(self.cache, needed=set, endpoint=f"{stub.url}/", clock=self.clock)
+        self.fetcher = Fetcher(
+            self.cache,
+            modules=LLAMA,
+            num_pages=1000,
+            limits=LIMITS,
+            needed=set,
+            endpoint=f"{stub.url}/",
+            clock=self.clock,
+        )
 
-    def source(self, id_: str = "org/a", **fields: Any) -> FetchSource:
-        return FetchSource(kind=AdapterSource.HUB, id=id_, name="mine", **fields)
+    async def fetch(
+        self, id_: str = "org/a", *, token: str | None = None, **fields: Any
+    ) -> AdapterVersion:
+        source = NamedSource(kind=AdapterSource.HUB, location=id_, **fields)
+        return await self.fetcher.fetch(source, name="mine", token=token, caller="")
 
-    async def fetch(self, id_: str = "org/a", **fields: Any) -> AdapterVersion:
-        source = self.source(id_, **fields)
-        return await self.fetcher.fetch(source, modules=LLAMA, limits=LIMITS)
+    async def commit(self, *, token: str | None = None, revision: str | None = None) -> str:
+        source = NamedSource(kind=AdapterSource.HUB, location="org/a", revision=revision)
+        return await self.fetcher.commit_of(source, name="mine", token=token, caller="")
 
     async def refusal(self, id_: str = "org/a", **fields: Any) -> RouterError:
         with pytest.raises(RouterError) as refusal:
@@ -137,15 +147,14 @@ async def test_what_is_known_is_not_downloaded_again(
 async def test_the_commit_alone_tells_who_may_read(files: dict[str, bytes], tmp_path: Path) -> None:
     repository = Repository(files, tokens={TOKEN})
     async with fetching(tmp_path, repository) as hub:
-        ask = partial(hub.fetcher.commit_of, limits=LIMITS)
-        assert await ask(hub.source(token=TOKEN)) == repository.commit
-        assert await ask(hub.source(token=TOKEN, revision="v1/x")) == repository.commit
+        assert await hub.commit(token=TOKEN) == repository.commit
+        assert await hub.commit(token=TOKEN, revision="v1/x") == repository.commit
         assert hub.stub.paths() == ["main", "x"]
         with pytest.raises(AdapterNotFound):
-            await ask(hub.source())
+            await hub.commit()
         repository.tokens = set()
         with pytest.raises(AdapterForbidden):
-            await ask(hub.source(token=TOKEN))
+            await hub.commit(token=TOKEN)
 
 
 @pytest.mark.parametrize("token", ["two words", "line\r\nx-evil: 1", "", "\u2603", "x" * 600])
@@ -326,7 +335,7 @@ async def test_no_token_is_left_anywhere(
             repository.status = 200
             await hub.fetch(token=TOKEN)
     assert logs
-    assert TOKEN not in repr(FetchSource(kind=AdapterSource.HUB, id="", name="", token=TOKEN))
+    assert TOKEN not in repr(AdapterReference(name="org/a", token=TOKEN))
     assert TOKEN not in repr(logs)
     for folder, _, names in os.walk(tmp_path):
         for name in names:

@@ -18,11 +18,11 @@ from peft.utils.other import get_pattern_key
 from millrace_router.adapters.fetching.errors import Invalid
 from millrace_router.adapters.fetching.peft_config import (
     APPLIED,
-    CONFIG_FILE,
     REFUSED,
     WITHOUT_EFFECT,
     PeftConfig,
 )
+from millrace_router.adapters.fetching.source_files import CONFIG_FILE
 
 
 def parse(**fields: Any) -> PeftConfig:

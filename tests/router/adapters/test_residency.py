@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_router.adapters.place import Place
 from millrace_router.adapters.residency import Residency
+from millrace_router.adapters.slots import AdapterSlot
 from millrace_testing.adapters.fake_adapters import version_of
 from millrace_testing.adapters.histories import History
 
@@ -32,7 +32,7 @@ def test_histories_reach_expulsions_restarts_and_long_waits() -> None:
     assert max(history.longest_wait / history.turn for history in histories) > 1.5
 
 
-def resident(residency: Residency, name: str, now: float, *, num_pages: int = 1) -> Place:
+def resident(residency: Residency, name: str, now: float, *, num_pages: int = 1) -> AdapterSlot:
     """A place that a request uses."""
     version = version_of(name)
     assert residency.request(version, num_pages, now) is None

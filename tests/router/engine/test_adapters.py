@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from millrace_router.adapters.place import PlaceState
 from millrace_router.adapters.residency import Residency
+from millrace_router.adapters.slots import SlotState
 from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.batcher import Batcher
 from millrace_router.errors import (
@@ -150,7 +150,7 @@ async def test_a_request_that_waited_for_its_adapter_keeps_its_place_by_age() ->
         first = batcher.submit(request([1, 2, 3], 2, ONE))
         second = batcher.submit(request([3, 4, 5], 2))
         gate.set()
-        await until(lambda: residency_of(batcher).place(ONE.digest) is not None)
+        await until(lambda: residency_of(batcher).slot(ONE.digest) is not None)
         await until(lambda: batcher._adapters.num_waiting == 0)
         await asyncio.gather(collect(first), collect(second), collect(busy))
     admitted = [s for step in shard.steps for s in step.prefill.change.admitted]
@@ -173,7 +173,7 @@ async def test_a_load_that_fails_ends_the_requests_for_that_adapter_alone() -> N
         with pytest.raises(AdapterUnavailable):
             batcher.submit(request([1], 5, ONE))
         assert ids_of(await collect(good)) == expected([2], 5, TWO)
-        await until(lambda: residency_of(batcher).place(ONE.digest) is None)
+        await until(lambda: residency_of(batcher).slot(ONE.digest) is None)
 
 
 async def test_shards_without_memory_for_an_adapter_refuse_it_alone() -> None:
@@ -344,4 +344,4 @@ async def test_a_slot_is_not_reused_while_a_step_that_names_it_is_in_flight() ->
                 await collect(stream)
         await until(lambda: is_empty(batcher))
     assert shard.violation is None
-    assert all(place.state is not PlaceState.LOADING for place in residency_of(batcher))
+    assert all(place.state is not SlotState.LOADING for place in residency_of(batcher))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace_router.adapters.names.resolver import ClientRules
+from millrace_router.adapters.resolver import ClientRules
 from millrace_router.errors import AdapterInvalid, AdapterUnavailable, RouterError
 from millrace_router.request.adapter import AdapterReference, MergeRecipe
 from millrace_testing.adapters.fake_fetcher import FakeFetcher, Repository, resolver_of
@@ -86,7 +86,7 @@ async def test_what_is_remembered_has_no_token() -> None:
     await resolver.resolve(AdapterReference(name=NAME, token=TOKEN), "me")
     kept = [
         resolver._access.__dict__,
-        resolver._once._failures.__dict__,
+        resolver._refusals.__dict__,
         resolver._clients.__dict__,
     ]
     grants = [resolver._access._grants._values, resolver._clients._values]

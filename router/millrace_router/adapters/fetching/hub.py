@@ -1,6 +1,6 @@
 """Fetches an adapter from the Hugging Face hub: the commit and the sizes first, then two files of that commit.
 
-A redirect is followed to the hub itself, and over HTTPS to its hosts for files; the token goes to the hub alone.
+A redirect is followed to the hub itself, and over HTTPS to its hosts for files; the token goes only to the hub.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from millrace_router.adapters.fetching.errors import (
     NotFound,
     Unavailable,
 )
-from millrace_router.adapters.fetching.peft_config import CONFIG_FILE
-from millrace_router.adapters.fetching.source_files import WEIGHTS_FILE, SourceFiles, check_listing
+from millrace_router.adapters.fetching.source_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    SourceFiles,
+    check_listing,
+)
 
 FILE_DOMAINS = ("hf.co", "huggingface.co")
 """The hub's hosts for files are below these."""
@@ -81,7 +85,7 @@ class Hub:
 
         Raises:
             NotFound, Forbidden: by what the hub answers, with and without a token.
-            Unavailable: there is no answer, or it is not that of a hub.
+            Unavailable: there is no answer, or it is not a hub's.
 
         """
         revision = revision or DEFAULT_REVISION
@@ -106,7 +110,7 @@ class Hub:
             self._download(commit, CONFIG_FILE), self._download(commit, WEIGHTS_FILE)
         )
 
-    def _download(self, commit: Commit, name: str) -> bytearray:
+    def _download(self, commit: Commit, name: str) -> bytes:
         size = commit.sizes[name]
         url = f"{self.endpoint}/{commit.repository}/resolve/{commit.commit}/{name}"
         data = bytearray(size)
@@ -122,7 +126,7 @@ class Hub:
                 raise Unavailable(f"{name} is longer than the hub's list of files says")
         if commit.sha256.get(name, digest := hashlib.sha256(data).hexdigest()) != digest:
             raise Unavailable(f"the download of {name} is damaged")
-        return data
+        return bytes(data)
 
     def _open(self, url: str) -> _Response:
         """Follow redirects as far as they are allowed."""
@@ -142,7 +146,7 @@ class Hub:
         raise Unavailable("the hub redirects without an end")
 
     def headers_for(self, url: str) -> dict[str, str]:
-        """Headers of a request; the token goes to the endpoint alone."""
+        """Headers of a request; the token goes only to the endpoint."""
         headers = {"user-agent": "millrace", "accept-encoding": "identity"}
         if self.token is not None and _origin(urlsplit(url)) == _origin(urlsplit(self.endpoint)):
             headers["authorization"] = f"Bearer {self.token}"

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from millrace_router.adapters.names.resolver import ClientRules, Resolver
+from millrace_router.adapters.resolver import ClientRules, Resolver
 from millrace_testing.adapters.fake_fetcher import (
     FakeFetcher,
     Repository,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from millrace_router.adapters.names.resolver import ClientRules, Resolver
+from millrace_router.adapters.resolver import ClientRules, Resolver
 from millrace_router.errors import (
     AdapterForbidden,
     AdapterInvalid,

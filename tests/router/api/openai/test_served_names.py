@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from millrace_router.adapter_start import _register
-from millrace_router.adapters.names.registry import Registry
+from millrace_router.adapters.names import Registry
 from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_testing.router.edge import Edge, serving

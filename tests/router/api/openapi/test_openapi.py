@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from millrace_router.__main__ import main
-from millrace_router.adapters.names.resolver import Resolver
+from millrace_router.adapters.resolver import Resolver
 from millrace_router.api.anthropic.answers import STATUSES
 from millrace_router.api.openapi.operation import Operation
 from millrace_router.api.openapi.operations import OPERATIONS

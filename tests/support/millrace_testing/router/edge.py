@@ -16,7 +16,7 @@ from aiohttp import web
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from millrace_router.adapters.names.resolver import Resolver
+from millrace_router.adapters.resolver import Resolver
 from millrace_router.app import create_runner
 from millrace_router.config import RouterConfig
 from millrace_router.engine.health import Health

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.adapters.admission import AdapterAdmission
-from millrace_router.adapters.place import Place, PlaceState
 from millrace_router.adapters.residency import Residency
+from millrace_router.adapters.slots import AdapterSlot, SlotState
 from millrace_router.errors import NonFiniteOutput
 from millrace_router.prediction.cost import CostModel
 from millrace_router.request.entry import Entry, entry_of
@@ -76,7 +76,7 @@ class ScheduleDriver:
         self.adapters = AdapterAdmission(
             residency, self.waiting, bytes_per_slice={MODULE.name: MODULE.bytes_per_slice}
         )
-        self._calls: list[Place] = []
+        self._calls: list[AdapterSlot] = []
         """Loads and unloads under way."""
         self._now = 0.0
         self.flights: deque[Flight] = deque()
@@ -138,13 +138,13 @@ class ScheduleDriver:
         self._calls += [*changes.loads, *changes.unloads]
         return bool(ending or self._calls or changes.opened)
 
-    def _end_call(self, place: Place) -> None:
+    def _end_call(self, place: AdapterSlot) -> None:
         in_use = self.shard.adapters_in_use
-        if place.state is PlaceState.LEAVING:
-            self.shard.adapters.unload(place.slot, in_use=in_use)
+        if place.state is SlotState.LEAVING:
+            self.shard.adapters.unload(place.number, in_use=in_use)
             self.adapters.residency.unloaded(place)
             return
-        assert self.shard.adapters.load(place.slot, place.digest, in_use=in_use) is None
+        assert self.shard.adapters.load(place.number, place.digest, in_use=in_use) is None
         self.adapters.loaded(place, self._now)
 
     def send(self) -> StepPlan | None:
@@ -275,7 +275,7 @@ class ScheduleDriver:
         for place in self.adapters.restarted():
             self._end_call(place)
         places = self.adapters.residency
-        self._calls = [place for place in places if place.state is PlaceState.LEAVING]
+        self._calls = [place for place in places if place.state is SlotState.LEAVING]
 
     def turn(self) -> bool:
         """Fill the pipeline and receive one answer; whether there was any work."""

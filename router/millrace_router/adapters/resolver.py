@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import structlog
 
-from millrace_router.adapters.names.access import Access, holder_of
-from millrace_router.adapters.names.fetch_once import FAILURE_SECONDS, MAX_FAILURES, FetchOnce
-from millrace_router.adapters.names.fetching_protocol import Fetching
-from millrace_router.adapters.names.recent import Recent
-from millrace_router.adapters.names.registry import Registration, Registry
-from millrace_router.adapters.names.sources import (
+from millrace_router.adapters.fetcher import Fetcher
+from millrace_router.adapters.memory import Access, Recent, SingleFlight, holder_of
+from millrace_router.adapters.names import (
     NamedSource,
+    Registration,
+    Registry,
     Stamp,
     check_name,
     hub_source,
@@ -31,7 +31,11 @@ from millrace_router.errors import (
     AdapterUnavailable,
     RouterError,
 )
-from millrace_router.request.adapter import AdapterReference, AdapterSource, AdapterVersion
+from millrace_router.request.adapter import (
+    AdapterReference,
+    AdapterSource,
+    AdapterVersion,
+)
 from millrace_router.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -39,6 +43,10 @@ log = structlog.get_logger(__name__)
 MAX_CLIENT_ADAPTERS = 4096
 """Adapters that clients named, whose versions are remembered."""
 MAX_MERGED = 1024
+MAX_SHAPES = 1024
+MAX_REFUSALS = 1024
+REFUSAL_SECONDS = 30.0
+"""A refused fetch is not tried again for so long, unless the files change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +65,13 @@ class Resolver:
     def __init__(
         self,
         registry: Registry,
-        fetcher: Fetching,
+        fetcher: Fetcher,
         metrics: Metrics,
         *,
         rules: ClientRules,
         default: AdapterReference | None = None,
         access: Access | None = None,
-        failures: Recent[Hashable, RouterError] | None = None,
+        refusals: Recent[Hashable, RouterError] | None = None,
     ) -> None:
         """`default` is the adapter of requests that name nothing."""
         self.registry = registry
@@ -71,14 +79,18 @@ class Resolver:
         self._fetcher = fetcher
         self._rules = rules
         self._access = Access() if access is None else access
-        if failures is None:
-            failures = Recent(MAX_FAILURES, seconds=FAILURE_SECONDS)
-        self._once = FetchOnce(fetcher, metrics, failures)
+        self._metrics = metrics
+        if refusals is None:
+            refusals = Recent(MAX_REFUSALS, seconds=REFUSAL_SECONDS)
+        self._refusals = refusals
+        self._fetches: SingleFlight[AdapterVersion] = SingleFlight(refusals)
+        self._commits: SingleFlight[str] = SingleFlight(refusals)
+        self._shapes: Recent[Hashable, tuple[tuple[str, int], ...]] = Recent(MAX_SHAPES)
         self._clients: Recent[Hashable, AdapterVersion] = Recent(MAX_CLIENT_ADAPTERS)
         self._merged: Recent[Hashable, AdapterVersion] = Recent(MAX_MERGED)
 
     async def resolve(self, reference: AdapterReference, caller: str) -> AdapterVersion:
-        """Return the version that a request gets; raises RouterError."""
+        """Return the version that `caller` gets for `reference`; its canonical file is on disk. Raises as `Fetcher`."""
         if reference.merged is not None:
             return await self._merge(reference, caller)
         return await self._resolve(reference, caller)
@@ -130,13 +142,13 @@ class Resolver:
         if version is not None and is_same and self._fetcher.is_cached(version.digest):
             return version
         try:
-            version = await self._once.fetch(registration.source, registration.name, stamp=stamp)
+            version = await self._fetch(registration.source, registration.name, stamp=stamp)
         except AdapterUnavailable as error:
             version = await self._fetcher.last_version(registration.source, name=registration.name)
             if version is None:
                 raise
             log.warning(
-                "an adapter is used as it was last fetched",
+                "hub unreachable: serving the cached version",
                 adapter=registration.name,
                 digest=version.digest,
                 reason=error.reason,
@@ -147,8 +159,8 @@ class Resolver:
     async def reload(self, registration: Registration) -> AdapterVersion:
         """Fetch a registered name anew, whatever is known of it; raises RouterError."""
         stamp = await self._stamp(registration.source)
-        self._once.forget(registration.source, registration.name, stamp)
-        version = await self._once.fetch(registration.source, registration.name, stamp=stamp)
+        self._refusals.drop(_key(registration.source, registration.name, None, stamp))
+        version = await self._fetch(registration.source, registration.name, stamp=stamp)
         registration.update(version, stamp)
         return version
 
@@ -190,22 +202,22 @@ class Resolver:
     async def _from_hub(
         self, source: NamedSource, name: str, token: str | None, caller: str
     ) -> AdapterVersion:
-        """Return the version of an id on the hub; the hub is asked again after a minute, for each token by itself."""
-        place = (holder_of(token), source.location, source.revision)
-        commit = self._access.commit(*place)
+        """Return the version of an id on the hub; its access is checked again after a minute, for each token."""
+        grant = (holder_of(token), source.location, source.revision)
+        commit = self._access.commit(*grant)
         if commit is None:
             try:
-                commit = await self._once.commit_of(source, name, caller=caller, token=token)
+                commit = await self._commit_of(source, name, caller=caller, token=token)
             except AdapterForbidden:
                 if token is None:
                     # The name of a private repository is not confirmed.
                     raise AdapterNotFound(name) from None
                 raise
-            self._access.allow(*place, commit)
+            self._access.allow(*grant, commit)
         version = self._clients.get((source.location, commit))
         if version is None or not self._fetcher.is_cached(version.digest):
             pinned = replace(source, revision=commit)
-            version = await self._once.fetch(pinned, name, caller=caller, token=token)
+            version = await self._fetch(pinned, name, caller=caller, token=token)
             self._clients.put((source.location, commit), version)
         return version
 
@@ -214,7 +226,7 @@ class Resolver:
         stamp = await self._stamp(source)
         version = self._clients.get((source, stamp))
         if stamp is None or version is None or not self._fetcher.is_cached(version.digest):
-            version = await self._once.fetch(source, name, caller=caller, stamp=stamp)
+            version = await self._fetch(source, name, caller=caller, stamp=stamp)
             self._clients.put((source, stamp), version)
         return version
 
@@ -233,6 +245,53 @@ class Resolver:
         key = (digests, replace(recipe, ids=()))
         merged = self._merged.get(key)
         if merged is None or not self._fetcher.is_cached(merged.digest):
-            merged = await self._once.merge(key, recipe, versions)
+            merge = partial(self._fetcher.merge, recipe, versions)
+            merged = await self._fetches.run(key, partial(self._counted, merge))
             self._merged.put(key, merged)
         return merged
+
+    async def _fetch(
+        self,
+        source: NamedSource,
+        name: str,
+        *,
+        caller: str = "",
+        token: str | None = None,
+        stamp: Stamp | None = None,
+    ) -> AdapterVersion:
+        """Fetch once; requests with another token, or after a change of the files, need their own."""
+        fetch = partial(self._fetcher.fetch, source, name=name, token=token, caller=caller)
+        return await self._fetches.run(
+            _key(source, name, token, stamp), partial(self._counted, fetch)
+        )
+
+    async def _commit_of(
+        self, source: NamedSource, name: str, *, caller: str, token: str | None
+    ) -> str:
+        """Ask the hub which commit a revision is at; raises RouterError."""
+        ask = partial(self._fetcher.commit_of, source, name=name, token=token, caller=caller)
+        return await self._commits.run(_key(source, name, token, None), ask)
+
+    async def _counted(self, fetch: Callable[[], Awaitable[AdapterVersion]]) -> AdapterVersion:
+        """Fetch or merge, and count it."""
+        try:
+            version = await fetch()
+        except RouterError as error:
+            outcome = "failed" if isinstance(error, AdapterUnavailable) else "refused"
+            self._metrics.adapter_fetches.labels(outcome=outcome).inc()
+            raise
+        self._metrics.adapter_fetches.labels(outcome="fetched").inc()
+        self._metrics.adapter_fetched_bytes.inc(version.num_bytes)
+        return self._lean(version)
+
+    def _lean(self, version: AdapterVersion) -> AdapterVersion:
+        """Let versions of the same shape share its description, which is the largest part of them."""
+        shape = self._shapes.get(version.num_slices)
+        if shape is None:
+            self._shapes.put(version.num_slices, version.num_slices)
+            return version
+        return replace(version, num_slices=shape)
+
+
+def _key(source: NamedSource, name: str, token: str | None, stamp: Stamp | None) -> Hashable:
+    return source, name, holder_of(token), stamp

@@ -1,16 +1,17 @@
-"""Where the files of a named adapter are. A client's string becomes part of a path only after its form was checked."""
+"""Names of adapters, where their files are, and the names that the operator has registered."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from millrace_router.adapters.memory import Recent
 from millrace_router.config import AdapterSpec
 from millrace_router.errors import ValidationError
-from millrace_router.request.adapter import AdapterSource
+from millrace_router.request.adapter import AdapterSource, AdapterVersion
 
 MAX_NAME_LENGTH = 256
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -27,7 +28,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSource:
-    """The place of an adapter's files."""
+    """Where an adapter's files are."""
 
     kind: AdapterSource
     location: str
@@ -42,6 +43,11 @@ class NamedSource:
     def folder(self) -> Path:
         """The folder of a local source."""
         return Path(self.location) if self.root is None else self.root / self.location
+
+    @property
+    def key(self) -> Hashable:
+        """The key that sources with the same files share."""
+        return self.kind, self.location, self.revision, self.root
 
 
 def check_name(name: str) -> str:
@@ -70,7 +76,7 @@ def hub_source(name: str) -> NamedSource | None:
 
 
 def local_source(name: str, root: Path) -> NamedSource | None:
-    """Return the source of a folder below `root`; None for a name that is no plain relative path."""
+    """Return the source of a folder below `root`; None for a name that is not a plain relative path."""
     if _LOCAL_ID.fullmatch(name) is None or ".." in name:
         return None
     return NamedSource(kind=AdapterSource.LOCAL, location=name, root=root)
@@ -106,7 +112,72 @@ def is_allowed(source: NamedSource, patterns: Iterable[str]) -> bool:
 def stamp_of(folder: Path) -> Stamp | None:
     """Return what changes when the files of a folder are replaced; None if one is missing. Blocks."""
     try:
-        found = [(folder / name).stat() for name in FILES]
+        states = [(folder / name).stat() for name in FILES]
     except OSError:
         return None
-    return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
+    return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in states)
+
+
+MAX_OLDER = 8
+"""Former versions of a name that `name@sha256:…` still finds."""
+MAX_REMOVED = 65_536
+
+
+@dataclass(slots=True)
+class Registration:
+    """A name, its source, and the versions that were fetched from there."""
+
+    name: str
+    source: NamedSource
+    current: AdapterVersion | None = None
+    """The version of new requests; None before the first use."""
+    stamp: Stamp | None = None
+    """Inode, size and time of each file of a local folder when `current` was fetched."""
+    older: tuple[AdapterVersion, ...] = ()
+
+    def update(self, version: AdapterVersion, stamp: Stamp | None = None) -> None:
+        """Make `version` the one of new requests."""
+        former = self.current
+        if former is not None and former.digest != version.digest:
+            rest = tuple(one for one in self.older if one.digest != former.digest)
+            self.older = (former, *rest)[:MAX_OLDER]
+        self.current, self.stamp = version, stamp
+
+    def version(self, digest: str) -> AdapterVersion | None:
+        """Return the version with this digest, current or former."""
+        versions = self.older if self.current is None else (self.current, *self.older)
+        return next((one for one in versions if one.digest == digest), None)
+
+
+@dataclass(slots=True)
+class Registry:
+    """Registrations by name, and the names that are no longer registered."""
+
+    _by_name: dict[str, Registration] = field(default_factory=dict)
+    _removed: Recent[str, bool] = field(default_factory=lambda: Recent(MAX_REMOVED))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Registration]:
+        return iter(self._by_name.values())
+
+    def get(self, name: str) -> Registration | None:
+        """Return the registration of `name`."""
+        return self._by_name.get(name)
+
+    def was(self, name: str) -> bool:
+        """Return whether `name` was registered, and is not now."""
+        return name not in self._by_name and self._removed.get(name) is not None
+
+    def add(self, registration: Registration) -> None:
+        """Register a name, in place of its former registration if there is one."""
+        self._by_name[registration.name] = registration
+        self._removed.drop(registration.name)
+
+    def remove(self, name: str) -> bool:
+        """Remove the registration of `name`; returns whether it existed. Streams that use its versions go on."""
+        if self._by_name.pop(name, None) is None:
+            return False
+        self._removed.put(name, value=True)
+        return True

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace_router.adapters.names.access import Access
-from millrace_router.adapters.names.fetch_once import FAILURE_SECONDS, MAX_FAILURES
-from millrace_router.adapters.names.recent import Recent
-from millrace_router.adapters.names.registry import MAX_OLDER, Registry
-from millrace_router.adapters.names.resolver import ClientRules, Resolver
+from millrace_router.adapters.memory import Access, Recent
+from millrace_router.adapters.names import MAX_OLDER, Registry
+from millrace_router.adapters.resolver import MAX_REFUSALS, REFUSAL_SECONDS, ClientRules, Resolver
 from millrace_router.errors import (
     AdapterForbidden,
     AdapterInvalid,
@@ -60,7 +58,7 @@ def timed(fetcher: FakeFetcher, clock: Clock, rules: ClientRules = OPEN) -> Reso
         Metrics(max_input_tokens=8, max_total_tokens=16),
         rules=rules,
         access=Access(clock),
-        failures=Recent(MAX_FAILURES, seconds=FAILURE_SECONDS, clock=clock),
+        refusals=Recent(MAX_REFUSALS, seconds=REFUSAL_SECONDS, clock=clock),
     )
 
 
@@ -273,7 +271,7 @@ async def test_failures_are_remembered_for_a_while_but_not_outages() -> None:
         with pytest.raises(AdapterInvalid, match="DoRA"):
             await resolve(resolver, "org/a")
     assert len(fetcher.asked) == 1
-    clock.now, fetcher.error = FAILURE_SECONDS, AdapterUnavailable("org/a", "down")
+    clock.now, fetcher.error = REFUSAL_SECONDS, AdapterUnavailable("org/a", "down")
     for _ in range(3):
         with pytest.raises(AdapterUnavailable):
             await resolve(resolver, "org/a")
@@ -342,11 +340,11 @@ async def test_made_up_names_leave_nothing_behind() -> None:
                     await resolve(resolver, name)
         fetcher.asked.clear()
 
-    await ask(0, MAX_FAILURES)
+    await ask(0, MAX_REFUSALS)
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        await ask(10**6, 2 * MAX_FAILURES)
+        await ask(10**6, 2 * MAX_REFUSALS)
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
