@@ -158,7 +158,7 @@ def _lists_torch(index: str, settings: PipSettings, seconds: float) -> bool:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     proxies = dict.fromkeys(("http", "https"), settings.proxy) if settings.proxy else None
     opener = build_opener(ProxyHandler(proxies), HTTPSHandler(context=context))
-    request = Request(f"{index}/torch/", headers={"accept": "text/html"})  # noqa: S310  # our URL
+    request = Request(f"{index}/torch/", headers={"accept": "text/html"})  # our URL
     with opener.open(request, timeout=seconds) as response:
         page: bytes = response.read(MOST_BYTES)
     return b".whl" in page

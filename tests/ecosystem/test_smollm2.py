@@ -1,24 +1,23 @@
 """A real model, served by its short name from a cache, without a network."""
 
 from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
 import httpx
 import jsonschema
 import pytest
 import torch
-from bench.harness.server import RunningServer
-from bench.harness.server import serving
+from bench.harness.server import RunningServer, serving
 from tests.ecosystem import prepare
-from tests.ecosystem.test_clients import python_or_skip
-from tests.ecosystem.test_clients import run_cases
-from tests.ecosystem.test_clients import script
-from transformers import AutoModelForCausalLM
-from transformers import AutoTokenizer
-from millrace_shard.weights.published import PUBLISHED_MODELS
+from tests.ecosystem.test_clients import python_or_skip, run_cases, script
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from millrace.verify.__main__ import main as verify
+from millrace_shard.weights.published import PUBLISHED_MODELS
 
 pytestmark = pytest.mark.ecosystem
 

@@ -1,24 +1,25 @@
 """Types of fields in the bodies of requests, and the base of their models."""
 
 from __future__ import annotations
+
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated
-from typing import Any
-from typing import ClassVar
-from typing import TypeVar
-from pydantic import AfterValidator
-from pydantic import BaseModel
-from pydantic import ConfigDict
-from pydantic import Discriminator
-from pydantic import Field
-from pydantic import GetCoreSchemaHandler
-from pydantic import GetJsonSchemaHandler
-from pydantic import Tag
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Tag,
+)
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
-from pydantic_core import core_schema
+from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypeAliasType
+
 from millrace_router.request.float32 import rounded
 
 UINT32_MAX = 2**32 - 1

@@ -1,33 +1,32 @@
 """OpenAI's sampling parameters in the bodies of requests, and their meaning in a `GenerationRequest`."""
 
 from __future__ import annotations
-from dataclasses import replace
-from typing import Annotated
-from typing import Any
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
 from pydantic import Field
+
 from millrace_proto.sampling import WARPERS
-from millrace_router.api.fields import SamplingModel
+from millrace_router.api.body.fields import (
+    UINT32_MAX,
+    UINT64_MAX,
+    Float32,
+    Items,
+    SamplingModel,
+    UInt32,
+)
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import Dialect
-from millrace_router.request.generation_request import DryRequest
-from millrace_router.request.generation_request import FieldNames
-from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.events import TokenEvent
+from millrace_router.request.float32 import rounded
+from millrace_router.request.generation_request import DryRequest, FieldNames, GenerationRequest
 from millrace_router.request.grammar import RawGrammar
+from millrace_router.request.request import FinishReason
 from millrace_router.validation.rules import check_sampling
 from millrace_router.validation.sampling_defaults import GREEDY_NAMES
 from millrace_router.validation.sampling_defaults import NAMES as DEFAULTED
-from collections.abc import Mapping
-from dataclasses import dataclass
-from millrace_router.api.body.fields import UINT32_MAX
-from millrace_router.api.body.fields import UINT64_MAX
-from millrace_router.api.body.fields import Float32
-from millrace_router.api.body.fields import Int32
-from millrace_router.api.body.fields import Items
-from millrace_router.api.body.fields import RequestModel
-from millrace_router.api.body.fields import UInt32
-from millrace_router.request.events import TokenEvent
-from millrace_router.request.float32 import rounded
-from millrace_router.request.request import FinishReason
 
 MAX_BIASES = 300
 """OpenAI's limit, too."""
@@ -122,8 +121,6 @@ class SamplingFields(SamplingModel):
     """
     stop: str | Items[str] | None = None
     """Texts that end the answer and are not part of it. Range: a text, or up to `--max-stop-sequences`. Default: none.
-    """
-    Default: the model's own, otherwise 1.
     """
     frequency_penalty: Float32 | None = None
     """Lowers the score of a token for each time that it is in the answer. Range: -2 to 2; 0 is off. Default: 0."""

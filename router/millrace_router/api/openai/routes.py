@@ -10,7 +10,7 @@ from pathlib import PurePath
 import orjson
 from aiohttp import web
 
-from millrace_router.adapters.names.registry import Registration
+from millrace_router.adapters.names import Registration
 from millrace_router.api.body.adapters import token_of
 from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.choice import deltas_of

@@ -1,23 +1,25 @@
 """Bodies of TGI's routes as strict models."""
 
 from __future__ import annotations
+
 from typing import Annotated
-from pydantic import AliasChoices
-from pydantic import Field
-from millrace_router.api.fields import SamplingModel
+
+from pydantic import AliasChoices, Field
+
+from millrace_router.api.body.adapters import MergedAdapters
+from millrace_router.api.body.fields import (
+    Float32,
+    NullIs,
+    Place,
+    RequestModel,
+    SamplingModel,
+    Switch,
+    UInt32,
+    UInt64,
+)
+from millrace_router.api.body.grammars import GrammarType, LoraxFormat
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
-from millrace_router.api.body.adapters import MergedAdapters
-from millrace_router.api.body.fields import Float32
-from millrace_router.api.body.fields import Int32
-from millrace_router.api.body.fields import NullIs
-from millrace_router.api.body.fields import Place
-from millrace_router.api.body.fields import RequestModel
-from millrace_router.api.body.fields import Switch
-from millrace_router.api.body.fields import UInt32
-from millrace_router.api.body.fields import UInt64
-from millrace_router.api.body.grammars import GrammarType
-from millrace_router.api.body.grammars import LoraxFormat
 
 LORAX_FIELDS = frozenset(
     {
