@@ -23,15 +23,15 @@ from bench.peers.worker import Limits, Moments, Request, check_lengths, main
 from millrace_router.__main__ import EVENT_LOOP_MODULE
 from millrace_router.config import RouterConfig
 from millrace_router.engine.batcher import Batcher
-from millrace_router.engine_factory import new_engine
 from millrace_router.prediction.cost import CostModel
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import read_tokens
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.sizing import Deployment, num_slots, prefill_tokens
-from millrace_router.startup import metrics_of
+from millrace_router.start.engine import new_engine
+from millrace_router.start.running import metrics_of
+from millrace_router.start.shards import Deployment, num_slots, prefill_tokens
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_shard.commands.serve import load as load_model
 from millrace_shard.config import ShardConfig

@@ -18,7 +18,6 @@ from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
 from millrace_router.engine.in_flight import InFlight
 from millrace_router.engine.predictor import LatencyPredictor
-from millrace_router.engine_factory import entries_of
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
@@ -37,6 +36,7 @@ from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.queue.tenants import TenantQueue
 from millrace_router.scheduler.queue.waiting import WaitingQueue
 from millrace_router.shards.step_channel import StepChannel
+from millrace_router.start.engine import entries_of
 from millrace_router.telemetry.metrics import Metrics
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine

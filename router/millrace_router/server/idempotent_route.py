@@ -9,6 +9,7 @@ from aiohttp.typedefs import Handler
 
 from millrace_router.errors import NotResumable
 from millrace_router.server.bodies import read_body
+from millrace_router.server.headers import ignored_header
 from millrace_router.server.idempotency import (
     Answer,
     Run,
@@ -19,10 +20,8 @@ from millrace_router.server.idempotency import (
     scope_of,
     unknown_event,
 )
-from millrace_router.server.ignored import ignored_header
 from millrace_router.server.recording import Recording, ResumedStream
-from millrace_router.server.request_start import counting_refusals
-from millrace_router.server.services import SERVICES
+from millrace_router.server.services import SERVICES, counting_refusals
 from millrace_router.server.sse import RUN, cut_off, send
 
 RUNS: web.AppKey[Runs] = web.AppKey("runs", Runs)

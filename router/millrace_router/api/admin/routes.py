@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from typing_extensions import TypedDict
 
+from millrace_router.access.keys import presents_key
 from millrace_router.adapters.names.registry import Registration
 from millrace_router.adapters.names.resolver import Resolver
 from millrace_router.adapters.names.sources import check_name, operators_source
@@ -27,7 +28,6 @@ from millrace_router.errors import (
     ValidationError,
 )
 from millrace_router.server.bodies import json_response, read_model
-from millrace_router.server.keys import presents_key
 from millrace_router.server.services import SERVICES
 
 

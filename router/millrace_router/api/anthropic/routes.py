@@ -31,11 +31,9 @@ from millrace_router.engine.generation import Generation
 from millrace_router.errors import RouterError, ThreadsUnsupported
 from millrace_router.server.access_log import REQUEST_ID, watch
 from millrace_router.server.bodies import error_response, json_response
-from millrace_router.server.headers import answer_headers, sse_options
+from millrace_router.server.headers import answer_headers, note_ignored, sse_options
 from millrace_router.server.idempotent_route import idempotent
-from millrace_router.server.ignored import note_ignored
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import SERVICES, Services, counting_refusals, scheduling_of
 from millrace_router.server.sse import named_event, respond
 
 MESSAGES = "/v1/messages"

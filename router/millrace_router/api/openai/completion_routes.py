@@ -36,8 +36,7 @@ from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import SERVICES, Services, counting_refusals, scheduling_of
 from millrace_router.server.sse import respond
 
 

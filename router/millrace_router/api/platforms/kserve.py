@@ -26,8 +26,7 @@ from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest,
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError
 from millrace_router.server.bodies import json_response
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import SERVICES, Services, counting_refusals, scheduling_of
 from millrace_router.version import VERSION
 
 BYTES = "BYTES"

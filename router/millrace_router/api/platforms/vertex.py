@@ -30,8 +30,7 @@ from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError, ValidationError
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import SERVICES, Services, counting_refusals, scheduling_of
 
 
 class GenerateVertexInstance(RequestModel):

@@ -40,8 +40,7 @@ from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers
 from millrace_router.server.idempotent_route import idempotent
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES
+from millrace_router.server.services import SERVICES, counting_refusals, scheduling_of
 from millrace_router.validation.rules import check_task
 
 

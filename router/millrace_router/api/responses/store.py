@@ -12,15 +12,14 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from millrace_router.access.keys import KEY_NAME
 from millrace_router.api.body.request_fields.reading import request_of
 from millrace_router.api.responses.items import new_id
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.errors import BodySizeError, StoreNeeded, quoted
 from millrace_router.server.bodies import check_structure, read_json
-from millrace_router.server.ignored import note_ignored
-from millrace_router.server.keys import KEY_NAME
-from millrace_router.server.request_start import counting_refusals
-from millrace_router.server.services import SERVICES
+from millrace_router.server.headers import note_ignored
+from millrace_router.server.services import SERVICES, counting_refusals
 
 Json = dict[str, Any]
 OVERHEAD_BYTES = 200

@@ -17,8 +17,7 @@ from millrace_router.prediction.estimate import Appraisal
 from millrace_router.prediction.forecast import Prediction
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.server.bodies import json_response, read_json
-from millrace_router.server.request_start import scheduling_of
-from millrace_router.server.services import SERVICES
+from millrace_router.server.services import SERVICES, scheduling_of
 
 
 class PredictedJson(TypedDict):

@@ -38,13 +38,12 @@ from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import Task
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_json
-from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import SERVICES, Services, counting_refusals, scheduling_of
 from millrace_router.server.sse import error_event, respond
 from millrace_router.server.sse import event as framed
+from millrace_router.server.stream_writer import GenerationStream
 
 
 def register(app: web.Application) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 import pytest
 
-from millrace_router.adapter_start import _register
 from millrace_router.adapters.names.registry import Registry
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
+from millrace_router.start.adapters import _register
+from millrace_router.start.shards import StartupError
 from millrace_testing.router.edge import Edge, serving
 
 NAMES = ("chat-large", "gpt-4:turbo")

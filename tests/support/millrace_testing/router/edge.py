@@ -16,6 +16,7 @@ from aiohttp import web
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
+from millrace_router.access.keys import ApiKeys
 from millrace_router.adapters.names.resolver import Resolver
 from millrace_router.app import create_runner
 from millrace_router.config import RouterConfig
@@ -41,9 +42,8 @@ from millrace_router.request.events import (
 from millrace_router.request.limits import Limits
 from millrace_router.request.request import FinishReason, Grammar, Task, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_router.server.keys import ApiKeys
 from millrace_router.server.services import Services
-from millrace_router.server.traces.request_traces import RequestTraces, SpanSink
+from millrace_router.server.traces import RequestTraces, SpanSink
 from millrace_router.shards.wire import Capacity, ShardInfo
 from millrace_router.telemetry import logs
 from millrace_router.telemetry.metrics import Metrics

@@ -14,9 +14,8 @@ from millrace_router.api.body.request_fields.field import RequestField
 from millrace_router.api.body.request_fields.table import NESTED, TABLE
 from millrace_router.errors import ValidationError
 from millrace_router.server.bodies import read_json, to_model
-from millrace_router.server.ignored import note_ignored
-from millrace_router.server.request_start import counting_refusals
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.headers import note_ignored
+from millrace_router.server.services import SERVICES, Services, counting_refusals
 
 Model = TypeVar("Model", bound=RequestModel)
 

@@ -17,11 +17,10 @@ from millrace_router.adapters.names.model_fetcher import ModelFetcher
 from millrace_router.adapters.names.registry import Registration, Registry
 from millrace_router.adapters.names.resolver import ClientRules, Resolver
 from millrace_router.adapters.names.sources import check_name, local_source, operators_source
-from millrace_router.checks import StartupError
 from millrace_router.config import AdapterSpec, RouterConfig
 from millrace_router.errors import RouterError, ValidationError
 from millrace_router.request.adapter import AdapterReference, AdapterSource
-from millrace_router.sizing import Deployment
+from millrace_router.start.shards import Deployment, StartupError
 from millrace_router.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from millrace_router.adapter_start import OpenAdapters, open_adapters
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.errors import (
     AdapterInvalid,
@@ -30,8 +28,9 @@ from millrace_router.request.adapter import (
     MergeRecipe,
     MergeStrategy,
 )
-from millrace_router.sizing import Deployment
-from millrace_router.startup import metrics_of
+from millrace_router.start.adapters import OpenAdapters, open_adapters
+from millrace_router.start.running import metrics_of
+from millrace_router.start.shards import Deployment, StartupError
 from millrace_testing.adapters.fake_adapters import MODULE
 from millrace_testing.adapters.hub_stub import HubStub, Repository, hub_stub
 from millrace_testing.router.edge import FakeBatcher, logging_to, services_over
