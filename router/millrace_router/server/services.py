@@ -89,15 +89,23 @@ class Services:
 SERVICES: web.AppKey[Services] = web.AppKey("services", Services)
 
 
+def count_refusal(metrics: Metrics, error: RouterError) -> None:
+    """Count a request that failed before a generation was asked for, once."""
+    if error.is_counted:
+        return
+    error.is_counted = True
+    metrics.request_count.inc()
+    if error.failure_label is not None:
+        metrics.request_failure.labels(err=error.failure_label).inc()
+
+
 @contextmanager
 def counting_refusals(metrics: Metrics) -> Iterator[None]:
-    """Count a request that fails before a generation is asked for."""
+    """Count a request that fails within the block, unless its generation has counted it."""
     try:
         yield
     except RouterError as error:
-        metrics.request_count.inc()
-        if error.failure_label is not None:
-            metrics.request_failure.labels(err=error.failure_label).inc()
+        count_refusal(metrics, error)
         raise
 
 

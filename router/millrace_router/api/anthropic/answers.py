@@ -27,7 +27,7 @@ from millrace_router.api.anthropic.protocol import (
     ThinkingDeltaJson,
 )
 from millrace_router.api.anthropic.to_chat import tool_use_id
-from millrace_router.api.chat.choice import ChatDelta, ChoiceText, Thought, parts_of
+from millrace_router.api.chat.choice import ChatDelta, ChoiceText, ReadChoice, Thought, parts_of
 from millrace_router.api.chat.stream import ChunkTemplate, EventStream
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
@@ -118,6 +118,12 @@ def end_json(finish_reason: str, stop: str | None) -> MessageEndJson:
     if stop is None or finish_reason == "tool_calls":
         return {"stop_reason": STOP_REASONS[finish_reason], "stop_sequence": None}
     return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+
+
+def message_json(head: MessageHead, choice: ReadChoice) -> MessagesAnswerJson:
+    """Render a message in one piece."""
+    end = end_json(choice.finish_reason, choice.stop_sequence)
+    return head.json(choice.usage, blocks_of(choice.deltas), end)
 
 
 def blocks_of(deltas: Sequence[ChatDelta]) -> list[BlockJson]:

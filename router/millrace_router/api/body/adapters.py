@@ -135,20 +135,20 @@ def adapter_of_model(
     config = services.config
     given, presented = source_of(source), token_of(request, token)
     name = model or ""
+    if name in NO_NAMES:
+        return _by_name(services, lora_path) if lora_path else _default(services)
     # LoRAX's form, base:adapter; a name of the model may have colons too.
     base = next((one for one in config.all_names if name.startswith(f"{one}:")), None)
     if base is not None and not config.names_the_model(name):
         name = check_name(name.removeprefix(f"{base}:"))
         return AdapterReference(name=name, source=given, token=presented)
-    if name not in NO_NAMES and not config.names_the_model(name):
+    if not config.names_the_model(name):
         resolver = services.adapters
         if given is not None or (resolver is not None and resolver.is_adapter(name)):
             return AdapterReference(name=check_name(name), source=given, token=presented)
         if refuses_unknown_models(services):
             raise UnknownModel(name)
-    if lora_path:
-        return _by_name(services, lora_path)
-    return _default(services) if name in NO_NAMES else None
+    return _by_name(services, lora_path) if lora_path else None
 
 
 def refuses_unknown_models(services: Services) -> bool:

@@ -1,4 +1,4 @@
-"""OpenAI's sampling parameters in the bodies of requests, and their meaning in a `GenerationRequest`."""
+"""What may be drawn: OpenAI's sampling parameters and their meaning, and what the text has to match."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from millrace_router.api.body.fields import (
     Float32,
     Int32,
     Items,
+    Place,
     RequestModel,
     UInt32,
 )
@@ -22,8 +23,8 @@ from millrace_router.request.dialect import Dialect
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.float32 import rounded
 from millrace_router.request.generation_request import DryRequest, FieldNames, GenerationRequest
-from millrace_router.request.grammar import RawGrammar
-from millrace_router.request.request import FinishReason
+from millrace_router.request.grammar import ANY_OBJECT, RawGrammar
+from millrace_router.request.request import FinishReason, GrammarKind
 from millrace_router.validation.rules import check_sampling
 from millrace_router.validation.sampling_defaults import GREEDY_NAMES, WARPERS
 from millrace_router.validation.sampling_defaults import NAMES as DEFAULTED
@@ -69,7 +70,7 @@ def _is_bias(value: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownText:
+class OutputOptions:
     """Options of the text of a choice."""
 
     special_tokens: bool = False
@@ -92,7 +93,7 @@ class ShownText:
         return self.special_tokens and finished.finish_reason is FinishReason.EOS_TOKEN
 
 
-DEFAULT_TEXT = ShownText()
+DEFAULT_OUTPUT = OutputOptions()
 """Neither special tokens nor stop strings."""
 
 
@@ -174,9 +175,9 @@ class SamplingFields(RequestModel):
         return False
 
     @property
-    def shown(self) -> ShownText:
+    def output_options(self) -> OutputOptions:
         """What of the tokens is part of the text."""
-        return ShownText(
+        return OutputOptions(
             special_tokens=self.skip_special_tokens is False,
             stops=bool(self.include_stop_str_in_output or self.no_stop_trim),
             stop_token_ids=frozenset(self.stop_token_ids or ()),
@@ -271,3 +272,91 @@ def openai_generation(request: GenerationRequest, dialect: Dialect) -> Generatio
     check_sampling(replace(sampled, temperature=None))
     no_warpers: dict[str, Any] = dict.fromkeys(WARPERS)
     return replace(request, left_out=left_out & GREEDY_NAMES, **no_warpers)
+
+
+META = frozenset("\\.+*?()|[]{}^$#&-~")
+"""Characters with a meaning in regular expressions."""
+
+
+Choice = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's: one of these."""
+
+    place = Place.STRUCTURED_OUTPUTS
+
+    json_: Any = Field(alias="json", default=None)
+    """A schema, as an object or as text."""
+    regex: str | None = None
+    choice: Choice | None = None
+    grammar: str | None = None
+    """In Lark's syntax."""
+    json_object: bool | None = None
+
+    def given(self) -> dict[str, RawGrammar]:
+        """Return the grammars by the names of their fields."""
+        return _by_field(
+            "structured_outputs.",
+            json=_schema(self.json_),
+            regex=_of(GrammarKind.REGEX, self.regex),
+            choice=one_of(self.choice),
+            grammar=_of(GrammarKind.LARK, self.grammar),
+            json_object=ANY_OBJECT if self.json_object else None,
+        )
+
+
+class GuidedFields(RequestModel):
+    """Fields of chats and text completions."""
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: str | None = None
+    json_schema: Any = None
+    """SGLang's, like the two fields below, and llama.cpp's."""
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def guide(self, response_format: RawGrammar | None) -> RawGrammar | None:
+        """Return the grammar beside, or instead of, that of `response_format`; raises ValidationError for several."""
+        given = {} if self.structured_outputs is None else self.structured_outputs.given()
+        given |= _by_field(
+            "",
+            guided_json=_schema(self.guided_json),
+            guided_regex=_of(GrammarKind.REGEX, self.guided_regex),
+            guided_choice=one_of(self.guided_choice),
+            guided_grammar=_of(GrammarKind.LARK, self.guided_grammar),
+            json_schema=_schema(self.json_schema),
+            regex=_of(GrammarKind.REGEX, self.regex),
+            ebnf=_of(GrammarKind.LARK, self.ebnf),
+            response_format=response_format,
+        )
+        if len(given) > 1:
+            names = ", ".join(f"`{name}`" for name in given)
+            raise ValidationError(f"{names} exclude each other: the text can match only one")
+        return next(iter(given.values()), None)
+
+
+def one_of(choice: list[str] | None) -> RawGrammar | None:
+    """Return the grammar of a text that is one of `choice`."""
+    if choice is None:
+        return None
+    return RawGrammar(GrammarKind.REGEX, "|".join(f"(?:{_literal(text)})" for text in choice))
+
+
+def _literal(text: str) -> str:
+    return "".join(f"\\{char}" if char in META else char for char in text)
+
+
+def _schema(value: object) -> RawGrammar | None:
+    return None if value is None else RawGrammar(GrammarKind.JSON_SCHEMA, value)
+
+
+def _of(kind: GrammarKind, source: str | None) -> RawGrammar | None:
+    return None if source is None else RawGrammar(kind, source)
+
+
+def _by_field(prefix: str, **grammars: RawGrammar | None) -> dict[str, RawGrammar]:
+    return {prefix + name: one for name, one in grammars.items() if one is not None}

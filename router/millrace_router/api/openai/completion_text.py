@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from millrace_router.api.body.sampling import DEFAULT_TEXT, ShownText
+from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
 from millrace_router.api.chat.choice import (
     LEAST_LOGPROB,
     ChoiceDelta,
@@ -201,7 +201,7 @@ class Style:
     only_scores: bool = False
     """Whether the answer hides the one generated token."""
     dialect: Dialect = MILLRACE
-    shown: ShownText = DEFAULT_TEXT
+    output_options: OutputOptions = DEFAULT_OUTPUT
     streams: bool = False
     """Whether the answer is a stream: TGI shows special tokens, and its own finish reasons, in streams alone."""
 
@@ -210,7 +210,9 @@ class CompletionText(TrimmedText):
     """One choice: first the echo, then a delta for each token, until one has a finish reason."""
 
     def __init__(self, style: Style, echo: Echo | None = None) -> None:
-        super().__init__([] if style.dialect.keeps_stops else style.stop_sequences, style.shown)
+        super().__init__(
+            [] if style.dialect.keeps_stops else style.stop_sequences, style.output_options
+        )
         self._style = style
         if style.only_scores or style.logprobs is not None:
             self.is_verbatim = False
@@ -255,9 +257,9 @@ class CompletionText(TrimmedText):
         if self._is_usual and not token.special:
             return token.text
         style = self._style
-        if event.finished is not None and style.shown.hides_end(event):
+        if event.finished is not None and style.output_options.hides_end(event):
             return ""
-        if not token.special or style.shown.special_tokens:
+        if not token.special or style.output_options.special_tokens:
             return token.text
         if style.dialect.shows_special_tokens and style.streams:
             return token.text

@@ -229,10 +229,14 @@ def _texts(body: KserveRequest, services: Services) -> list[list[str]]:
 
 
 async def _answer(request: web.Request, text: str, parameters: GenerateParameters) -> str:
+    services = request.app[SERVICES]
     try:
-        answer, _ = await generated(request, GenerateRequest(inputs=text, parameters=parameters))
+        with counting_refusals(services.metrics):
+            answer, _ = await generated(
+                request, GenerateRequest(inputs=text, parameters=parameters)
+            )
     except RouterError as error:
-        if request.app[SERVICES].dialect.hides_platform_errors:
+        if services.dialect.hides_platform_errors:
             raise IncompletePrediction from error
         raise
     return answer["generated_text"]

@@ -27,9 +27,9 @@ from millrace_router.api.pooling.protocol import (
     ScoreRequest,
 )
 from millrace_router.api.pooling.run import (
-    Given,
     Pair,
     Pooled,
+    PoolingInput,
     embedding_run,
     score_run,
     sigmoid,
@@ -40,7 +40,7 @@ from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers
 from millrace_router.server.idempotent_route import idempotent
-from millrace_router.server.services import SERVICES, counting_refusals, scheduling_of
+from millrace_router.server.services import SERVICES, scheduling_of
 from millrace_router.validation.rules import check_task
 
 
@@ -57,11 +57,10 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
     """`POST /v1/embeddings`."""
     services = request.app[SERVICES]
     body = await read_request(request, EmbeddingsRequest)
-    with counting_refusals(services.metrics):
-        given = Given(body.input, "input", adapter_of_model(request, body.model))
+    source = PoolingInput(body.input, "input", adapter_of_model(request, body.model))
     is_base64 = body.encoding_format == "base64"
     specials = body.add_special_tokens is not False
-    pooled = await _embedded(request, body, given, is_base64=is_base64, specials=specials)
+    pooled = await _embedded(request, body, source, is_base64=is_base64, specials=specials)
     answer = {
         "object": "list",
         "data": [
@@ -80,14 +79,13 @@ async def embed(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_request(request, EmbedRequest)
     parameters = body.parameters or EmbedParameters()
-    with counting_refusals(services.metrics):
-        adapter = adapter_of_fields(
-            request,
-            adapter_id=parameters.adapter_id,
-            source=parameters.adapter_source,
-            token=parameters.api_token,
-        )
-    pooled = await _embedded(request, body, Given(body.inputs, "inputs", adapter))
+    adapter = adapter_of_fields(
+        request,
+        adapter_id=parameters.adapter_id,
+        source=parameters.adapter_source,
+        token=parameters.api_token,
+    )
+    pooled = await _embedded(request, body, PoolingInput(body.inputs, "inputs", adapter))
     headers = answer_headers(services, pooled.generations, pooled.usage)
     if body.parameters is None:
         return json_response(pooled.results, headers=headers)
@@ -97,24 +95,23 @@ async def embed(request: web.Request) -> web.StreamResponse:
 async def _embedded(
     request: web.Request,
     body: EmbeddingFields,
-    given: Given,
+    source: PoolingInput,
     *,
     is_base64: bool = False,
     specials: bool = True,
 ) -> Pooled[orjson.Fragment]:
     """Embed all prompts of a body; raises RouterError."""
     services = request.app[SERVICES]
-    with counting_refusals(services.metrics):
-        check_task(Task.EMBED, services.limits)
-        run = embedding_run(
-            services,
-            body,
-            given,
-            lambda form: replace(form, is_base64=is_base64).render,
-            specials=specials,
-            scheduling=scheduling_of(request, body.priority),
-            on_start=partial(watch, request),
-        )
+    check_task(Task.EMBED, services.limits)
+    run = embedding_run(
+        services,
+        body,
+        source,
+        lambda form: replace(form, is_base64=is_base64).render,
+        specials=specials,
+        scheduling=scheduling_of(request, body.priority),
+        on_start=partial(watch, request),
+    )
     return await run.finish()
 
 
@@ -132,9 +129,8 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     """`POST /rerank`, `/v1/rerank` and `/v2/rerank`."""
     services = request.app[SERVICES]
     body = await read_request(request, RerankRequest)
-    with counting_refusals(services.metrics):
-        check_task(Task.SCORE, services.limits)
-        texts = body.all_texts
+    check_task(Task.SCORE, services.limits)
+    texts = body.all_texts
     pooled = await _scored(request, body, [(body.query, text) for text in texts])
     headers = answer_headers(services, pooled.generations, pooled.usage)
     raw = pooled.results
@@ -177,9 +173,8 @@ async def score(request: web.Request) -> web.StreamResponse:
     """`POST /score` and `/v1/score`."""
     services = request.app[SERVICES]
     body = await read_request(request, ScoreRequest)
-    with counting_refusals(services.metrics):
-        check_task(Task.SCORE, services.limits)
-        pairs = body.pairs
+    check_task(Task.SCORE, services.limits)
+    pairs = body.pairs
     pooled = await _scored(request, body, pairs)
     answer: ScoreJson = {
         "id": f"score-{uuid.uuid4().hex}",
@@ -201,13 +196,12 @@ async def _scored(
 ) -> Pooled[float]:
     """Score all pairs: the log-odds of each; raises RouterError."""
     services = request.app[SERVICES]
-    with counting_refusals(services.metrics):
-        run = await score_run(
-            services,
-            body,
-            pairs,
-            adapter=adapter_of_model(request, body.model),
-            scheduling=scheduling_of(request, body.priority),
-            on_start=partial(watch, request),
-        )
+    run = await score_run(
+        services,
+        body,
+        pairs,
+        adapter=adapter_of_model(request, body.model),
+        scheduling=scheduling_of(request, body.priority),
+        on_start=partial(watch, request),
+    )
     return await run.finish()

@@ -12,6 +12,7 @@ from millrace_router.api.chat.choice import (
     ChatCompletionLogprobJson,
     ChatDelta,
     ChoiceText,
+    ReadChoice,
     Thought,
     parts_of,
 )
@@ -345,3 +346,13 @@ class ResponseStream(EventStream):
 
 def _framed(events: Iterable[ResponseEvent]) -> Iterator[bytes]:
     return (named_event(event["type"], orjson.dumps(event)) for event in events)
+
+
+def response_json(events: ResponseEvents, choice: ReadChoice) -> ResponseJson:
+    """Render a whole response in one piece; `events` are new."""
+    for delta in choice.deltas:
+        for _ in events.push(delta):
+            pass
+    *_, end = events.end(choice.usage, choice.finish_reason)
+    response: ResponseJson = end["response"]
+    return response

@@ -17,8 +17,8 @@ from millrace_router.api.body.grammars import (
     TextFormat,
     raw_schema,
 )
+from millrace_router.api.body.messages import ContentPart
 from millrace_router.api.body.sampling import SamplingFields
-from millrace_router.api.chat.messages import ContentPart
 from millrace_router.api.responses.tools import (
     LeftOutTool,
     OfferedTool,

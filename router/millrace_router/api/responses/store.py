@@ -148,7 +148,7 @@ STORE: web.AppKey[ResponseStore] = web.AppKey("response_store", ResponseStore)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class StoredRequest:
     """A request and the conversation that its response belongs to."""
 
     body: ResponsesRequest
@@ -180,7 +180,7 @@ def tenant_of(request: web.Request) -> str:
     return name
 
 
-async def read_asked(request: web.Request) -> Asked:
+async def read_stored(request: web.Request) -> StoredRequest:
     """Read the body, and name in the answer what is left out of the prompt.
 
     Raises:
@@ -195,7 +195,7 @@ async def read_asked(request: web.Request) -> Asked:
         parsed = _with_stored(store, tenant, parsed, limit=request.client_max_size)
     body = request_of(request, parsed, ResponsesRequest)
     note_ignored(request, body.left_out())
-    return Asked(body=body, items=_items_of(parsed), tenant=tenant, store=store)
+    return StoredRequest(body=body, items=_items_of(parsed), tenant=tenant, store=store)
 
 
 def _with_stored(store: ResponseStore, tenant: str, parsed: Any, *, limit: int) -> Any:  # noqa: ANN401

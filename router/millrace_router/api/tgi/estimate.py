@@ -95,9 +95,9 @@ async def _read(request: web.Request, body: object) -> tuple[GenerationRequest, 
         return replace(native.generation(), adapter=adapter), native.parameters.priority
     if keys == ["messages"]:
         conversation = request_of(request, body, ChatCompletionRequest)
-        chat = await prepare_chat(services, conversation.chat(services.limits))
-        adapter = conversation.adapter(request)
-        return replace(chat.request, adapter=adapter), conversation.priority
+        chat, adapter = conversation.chat(services.limits), conversation.adapter(request)
+        prepared = await prepare_chat(services, chat, adapter=adapter)
+        return prepared.request, conversation.priority
     if keys == ["prompt"]:
         completion = request_of(request, body, CompletionRequest)
         completion.check(services.limits)

@@ -8,11 +8,11 @@ import pytest
 
 from millrace_router.api.anthropic.request import MessagesRequest
 from millrace_router.api.body.fields import Place, RequestModel
-from millrace_router.api.body.grammars import StructuredOutputs
 from millrace_router.api.body.request_fields.field import Support
 from millrace_router.api.body.request_fields.page import page
 from millrace_router.api.body.request_fields.reading import names_of
 from millrace_router.api.body.request_fields.table import TABLE
+from millrace_router.api.body.sampling import StructuredOutputs
 from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
 from millrace_router.api.pooling.protocol import (
     EmbeddingsRequest,
