@@ -14,7 +14,7 @@ from millrace.llm.deployment import Deployment
 from millrace.llm.outputs import Piece, Prompt
 from millrace.llm.params import SamplingParams
 from millrace_router.adapters.names.sources import check_name
-from millrace_router.api.body.request_fields.reading import Model, checked
+from millrace_router.api.body.reading import Model, checked
 from millrace_router.api.chat.choice import ChoiceText, reader
 from millrace_router.api.chat.start import ChatRun, run_chat
 from millrace_router.api.openai.render import chat_answer, chat_renderer

@@ -21,7 +21,7 @@ from millrace_router.api.anthropic.protocol import CountTokensJson
 from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
 from millrace_router.api.anthropic.to_chat import chat_of
 from millrace_router.api.body.adapters import adapter_of_model
-from millrace_router.api.body.request_fields.reading import read_request
+from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.choice import reader
 from millrace_router.api.chat.route import model_name
 from millrace_router.api.chat.start import prepare_chat, start_chat

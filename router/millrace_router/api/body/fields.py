@@ -61,7 +61,7 @@ Switch = Annotated[bool, NullIs(bool)]
 
 
 class Place(StrEnum):
-    """The objects that have fields of their own in the table of request fields, by their routes."""
+    """The objects whose unused fields have reasons in `refused_fields`, by their routes."""
 
     GENERATE = "/generate"
     PARAMETERS = "/generate: parameters"
@@ -78,9 +78,16 @@ class Place(StrEnum):
 
 
 class RequestModel(BaseModel):
-    """A strict, frozen model; `request_fields` looks for fields that it does not have."""
+    """A strict, frozen model; `reading` looks for fields that it does not have."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="ignore",
+        protected_namespaces=(),
+        # The docstrings of fields are their descriptions in the OpenAPI document.
+        use_attribute_docstrings=True,
+    )
     place: ClassVar[Place | None] = None
     is_open: ClassVar[bool] = False
     """Whether its fields are of no interest: what it stands for is left out of the prompt as a whole."""

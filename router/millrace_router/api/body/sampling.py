@@ -117,51 +117,87 @@ class SamplingFields(RequestModel):
     """Fields of chats, text completions and responses; null means absent."""
 
     seed: Seed | None = None
+    """Makes the answer repeatable: the same seed and request give the same tokens. Range: whole numbers of 64 bits.
+    Default: random.
+    """
     stop: str | Items[str] | None = None
+    """Texts that end the answer and are not part of it. Range: a text, or up to `--max-stop-sequences`. Default: none.
+    """
     temperature: Float32 | None = None
+    """How random the answer is: lower values prefer likely tokens, and 0 always takes the likeliest. Range: 0 to 2.
+    Default: the model's own, otherwise 1.
+    """
     top_p: Float32 | None = None
+    """Draws from the likeliest tokens whose probabilities add up to this. Range: above 0 to 1; 1 is off. Default: the
+    model's own, otherwise 1.
+    """
     frequency_penalty: Float32 | None = None
+    """Lowers the score of a token for each time that it is in the answer. Range: -2 to 2; 0 is off. Default: 0."""
     presence_penalty: Float32 | None = None
+    """Lowers the scores of tokens that are in the answer. Range: -2 to 2; 0 is off. Default: 0."""
     repetition_penalty: Float32 | None = None
-    """Not in OpenAI's, like all fields below."""
+    """Divides the scores of tokens that are in the prompt or the answer. Range: above 0; 1 is off. Default: the
+    model's own, otherwise 1.
+    """
     top_k: Int32 | None = None
-    """0 and -1 are no restriction."""
+    """Draws from this many of the likeliest tokens. Range: 1 to the size of the vocabulary; 0 and -1 are off. Default:
+    the model's own, otherwise 0.
+    """
     min_p: Float32 | None = None
-    """0 is no restriction."""
+    """Draws no token that is less likely than this share of the likeliest one. Range: 0 to 1; 0 is off. Default: the
+    model's own, otherwise 0.
+    """
     ignore_eos: bool | None = None
+    """Whether the answer goes on until `max_tokens`, whatever the model says. Range: true or false. Default: false."""
     min_tokens: UInt32 | None = None
-    """Tokens before which no end-of-sequence token is drawn."""
+    """Tokens before which the model cannot end the answer. Range: 0 to `max_tokens`. Default: 0."""
     priority: int | None = None
-    """Requests of a higher priority are served first; beats the header `x-priority`."""
+    """Requests of a higher priority are served first. Range: -10 to 10. Default: the header `x-priority`, otherwise 0.
+    """
     stop_token_ids: (
         Annotated[list[UInt32], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None
     ) = None
-    """vLLM's, like the fields below: tokens that end the answer, and are no part of its text."""
+    """Tokens that end the answer and are not part of it. Range: at most 64 ids. Default: none."""
     include_stop_str_in_output: bool | None = None
-    """Whether what ended the answer, a stop string or a token, is part of the text."""
+    """Whether the text or token that ended the answer is part of it. Range: true or false. Default: false."""
     no_stop_trim: bool | None = None
-    """SGLang's name of `include_stop_str_in_output`."""
+    """SGLang's name of `include_stop_str_in_output`. Range: true or false. Default: false."""
     skip_special_tokens: bool | None = None
+    """Whether special tokens are left out of the text. Range: true or false. Default: true."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """How many of the prompt's last tokens are kept; -1: as many as fit."""
+    """Keeps this many of the prompt's last tokens. Range: 1 or more; -1 keeps as many as fit. Default: all."""
     cache_salt: Salt | None = None
-    """Prefixes of prompts are shared only among requests with the same salt."""
+    """Shares computed beginnings of prompts only with requests of the same salt. Range: 1 to 1024 characters. Default:
+    none.
+    """
     extra_key: Salt | None = None
-    """SGLang's: a further salt."""
+    """A further salt, in SGLang's name. Range: 1 to 1024 characters. Default: none."""
     allowed_token_ids: Items[UInt32] | None = None
-    """vLLM's, like the field below: the only tokens that may be drawn."""
+    """The only tokens that may be drawn. Range: ids of the vocabulary. Default: all."""
     bad_words: Items[str] | None = None
+    """Words that the answer does not have. Range: at most 64 words. Default: none."""
     top_n_sigma: Float32 | None = None
-    """llama.cpp's, like the fields below; 0 and less are no restriction."""
+    """Draws from the tokens whose score is within this many standard deviations of the greatest. Range: 0 or more; 0
+    is off. Default: 0.
+    """
     xtc_probability: Float32 | None = None
+    """Chance to drop all likely tokens but the least likely of them. Range: 0 to 1; 0 is off. Default: 0."""
     xtc_threshold: Float32 | None = None
+    """Probability from which `xtc_probability` takes a token to be likely. Range: 0 to 1. Default: 0.1."""
     dry_multiplier: Float32 | None = None
-    """0 is no penalty."""
+    """Lowers the score of a token that would extend a repeated passage: the strength of the DRY penalty. Range: 0 or
+    more; 0 is off. Default: 0.
+    """
     dry_base: Float32 | None = None
+    """Growth of the DRY penalty with the passage. Range: 0 or more. Default: 1.75."""
     dry_allowed_length: UInt32 | None = None
+    """Tokens that a passage may have before the DRY penalty begins. Range: 0 or more. Default: 2."""
     dry_penalty_last_n: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
-    """0 is no penalty, and -1 all tokens."""
+    """Last tokens in which the DRY penalty looks for a passage. Range: 0 or more; -1 is all. Default: -1."""
     dry_sequence_breakers: Items[str] | None = None
+    """Texts that end a passage of the DRY penalty. Range: at most 16 texts. Default: line break, colon, quotation
+    mark, asterisk.
+    """
 
     @property
     def stop_sequences(self) -> list[str]:
@@ -310,14 +346,23 @@ class GuidedFields(RequestModel):
     """Fields of chats and text completions."""
 
     structured_outputs: StructuredOutputs | None = None
+    """A grammar for the answer, in vLLM's form. Range: one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+    Default: none.
+    """
     guided_json: Any = None
+    """JSON schema that the answer has to match. Range: at most one field with a grammar. Default: none."""
     guided_regex: str | None = None
+    """Regular expression that the whole answer has to match. Range: at most one field with a grammar. Default: none."""
     guided_choice: Choice | None = None
+    """Texts of which the answer is one. Range: 1 to 10000 texts; at most one field with a grammar. Default: none."""
     guided_grammar: str | None = None
+    """Grammar in Lark's syntax that the answer has to match. Range: at most one field with a grammar. Default: none."""
     json_schema: Any = None
-    """SGLang's, like the two fields below, and llama.cpp's."""
+    """JSON schema that the answer has to match. Range: at most one field with a grammar. Default: none."""
     regex: str | None = None
+    """Regular expression that the whole answer has to match. Range: at most one field with a grammar. Default: none."""
     ebnf: str | None = None
+    """Grammar in Lark's syntax that the answer has to match. Range: at most one field with a grammar. Default: none."""
 
     def guide(self, response_format: RawGrammar | None) -> RawGrammar | None:
         """Return the grammar beside, or instead of, that of `response_format`; raises ValidationError for several."""

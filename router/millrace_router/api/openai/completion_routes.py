@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from millrace_router.api.body.request_fields.reading import read_request
+from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.route import openai_route, stream_errors
 from millrace_router.api.openai.completion_stream import (
     CompletionChunks,

@@ -73,17 +73,21 @@ class ReasoningFields(RequestModel):
     """Fields of chats; null means absent."""
 
     reasoning_effort: str | None = None
-    """How much the model is to think: `none`, `minimal`, `low`, `medium`, `high` or what else its template knows."""
+    """How much the model is to think. Range: `none`, `minimal`, `low`, `medium`, `high`, or what its template knows.
+    Default: the template's.
+    """
     reasoning: Reasoning | None = None
-    """Another place of the effort, which `reasoning_effort` beats."""
+    """OpenRouter's form of what the model is to think. Range: an object with `effort`, `enabled`, `max_tokens` and
+    `exclude`. Default: none.
+    """
     thinking_token_budget: UInt32 | None = None
-    """Not in OpenAI's: tokens after which the thought is closed."""
+    """Tokens after which a thought is closed. Range: 0 or more. Default: no budget."""
     include_reasoning: bool | None = None
-    """Not in OpenAI's: whether the answer has the thought; it has by default."""
+    """Whether the answer has the thought. Range: true or false. Default: true."""
     separate_reasoning: bool | None = None
-    """SGLang's: false leaves the thought in the text as the model writes it."""
+    """Whether the thought is kept apart from the text. Range: true or false. Default: true."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Not in OpenAI's: further variables for the template, such as `enable_thinking`."""
+    """Further variables of the chat template, such as `enable_thinking`. Range: an object. Default: none."""
 
     @property
     def effort(self) -> str | None:
@@ -121,28 +125,47 @@ class CommonRequest(SamplingFields, GuidedFields):
     """Fields that both routes have; null means absent throughout."""
 
     model: str | None = None
+    """The model by one of its names, or a LoRA adapter. Range: any name. Default: the served model."""
     max_tokens: UInt32 | None = None
+    """Most tokens of the answer. Range: 1 to what the context leaves, or to `--max-new-tokens-limit`; 0 in completions
+    with `echo`. Default: `--default-max-new-tokens`, otherwise the model's own, otherwise what the context leaves.
+    """
     stream: bool | None = None
+    """Whether the answer comes in pieces, as events. Range: true or false. Default: false."""
     stream_options: StreamOptions | None = None
+    """What a stream has besides text, such as `include_usage`. Range: an object. Default: none."""
     n: int | None = None
+    """Number of answers to the same prompt. Range: 1 to `--max-n`. Default: 1."""
     logit_bias: dict[str, Any] | Annotated[list[Any], Field(max_length=0)] | None = None
-    """An empty list is allowed, because TGI has lists here, and ignores them."""
+    """Adds a value to the scores of tokens, by their ids as text. Range: -100 to 100 each; at most 300 tokens.
+    Default: none.
+    """
     response_format: ResponseFormat | None = None
+    """Form of the answer: any text, JSON, JSON of a schema, a regular expression or a grammar. Range: an object with
+    `type`. Default: any text.
+    """
     typical_p: Float32 | None = None
-    """Not in OpenAI's; 1 is no restriction."""
+    """Draws from the tokens whose information is nearest to the expected one, up to this mass. Range: above 0 to 1; 1
+    is off. Default: 1.
+    """
     adapter_source: str | None = None
-    """LoRAX's, like the field below: where `model` is, `hub` or `local`."""
+    """Where the adapter in `model` is. Range: `hub` or `local`. Default: `--adapter-source`."""
     api_token: str | None = Field(default=None, repr=False)
-    """The client's own token for the hub."""
+    """The client's own token for the hub. Range: any text. Default: none."""
     add_special_tokens: bool | None = None
-    """vLLM's, like the field below: whether the tokenizer puts its special tokens around the prompt."""
+    """Whether the tokenizer puts its special tokens around the prompt. Range: true or false. Default: false in a chat,
+    true for a text.
+    """
     return_token_ids: bool | None = None
+    """Whether the answer has the ids of its tokens and of the prompt's. Range: true or false. Default: false."""
     return_tokens_as_token_ids: bool | None = None
-    """vLLM's: whether log probabilities name a token by its id, `token_id:5`, in place of its text."""
+    """Whether log probabilities name a token by its id, as in `token_id:5`. Range: true or false. Default: false."""
     prompt_logprobs: int | None = None
-    """vLLM's: candidates beside the log probability of each token of the prompt."""
+    """Likeliest tokens next to the log probability of each token of the prompt; not in streams. Range: 0 to `--max-top-
+    n-tokens`. Default: none.
+    """
     lora_path: str | None = None
-    """SGLang's: the name of a registered adapter; an adapter in `model` beats it."""
+    """The name of a registered adapter, as in SGLang. Range: any name. Default: none."""
 
     @property
     def includes_usage(self) -> bool:
@@ -214,21 +237,39 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
     place = Place.CHAT
 
     messages: Items[ChatMessage] = Field(min_length=1)
+    """The conversation, the oldest turn first. Range: 1 turn or more, each with `role` and `content`. Default: none,
+    it is required.
+    """
     max_completion_tokens: UInt32 | None = None
-    """The newer name of `max_tokens`, which it beats."""
+    """The newer name of `max_tokens`, which it beats. Range: as of `max_tokens`. Default: `max_tokens`."""
     logprobs: bool | None = None
+    """Whether the answer has the log probability of each token. Range: true or false. Default: false."""
     top_logprobs: UInt32 | None = None
+    """Likeliest tokens next to each token; needs `logprobs`. Range: 0 to 20, or to `--max-top-n-tokens` if that is
+    more. Default: 0.
+    """
     tools: Items[ToolDefinition] | None = None
+    """Functions that the model may call. Range: a list of functions. Default: none."""
     tool_choice: ToolChoiceField | None = None
+    """Whether the model calls a function, and which. Range: `auto`, `none`, `required`, or a function. Default:
+    `auto`.
+    """
     parallel_tool_calls: bool | None = None
+    """Whether an answer may have several calls. Range: true or false. Default: true."""
     tool_prompt: str | None = None
-    """TGI's: what follows the last message if there are tools; none does if the template lists them itself."""
+    """Text after the last message if there are tools. Range: any text. Default: none if the template lists the tools
+    itself, otherwise TGI's.
+    """
     add_generation_prompt: bool | None = None
-    """Not in either contract: whether the prompt ends with the beginning of the assistant's turn."""
+    """Whether the prompt ends with the beginning of the assistant's turn. Range: true or false. Default: true, unless
+    the last turn is the assistant's.
+    """
     continue_final_message: bool | None = None
-    """Not in either contract: whether the last turn is continued. As in TGI it is if it is the assistant's."""
+    """Whether the answer goes on with the last turn. Range: true or false. Default: true if the last turn is the
+    assistant's.
+    """
     documents: Items[dict[str, Any]] | None = None
-    """vLLM's: a variable of the template."""
+    """Documents for chat templates that know them. Range: a list of objects. Default: none."""
 
     @model_validator(mode="before")
     @classmethod

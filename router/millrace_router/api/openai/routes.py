@@ -9,13 +9,8 @@ from aiohttp import web
 
 from millrace_router.adapters.names.registry import Registration
 from millrace_router.api.body.adapters import token_of
-from millrace_router.api.body.request_fields.reading import read_request
-from millrace_router.api.chat.route import (
-    counted_again,
-    openai_errors,
-    openai_route,
-    stream_errors,
-)
+from millrace_router.api.body.reading import read_request
+from millrace_router.api.chat.route import counted_again, openai_errors, openai_route, stream_errors
 from millrace_router.api.chat.start import prepare_chat, start_chat
 from millrace_router.api.openai.protocol import ModelInfoJson, ModelJson
 from millrace_router.api.openai.render import chat_answer
@@ -27,47 +22,6 @@ from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
-
-
-def adapters_json(request: web.Request) -> list[ModelJson]:
-    """List the adapters that the client may use: registered ones, and ids that its token for the hub opened.
-
-    The list of models needs no key, but names of adapters may be names of customers: without the key there are none.
-    """
-    services = request.app[SERVICES]
-    resolver = services.adapters
-    if resolver is None or not services.keys.admit(request.headers):
-        return []
-    token = token_of(request, None)
-    opened = [] if token is None else resolver.named_by(token)
-    return [
-        *(_registered(services, one) for one in resolver.registry),
-        *(_model(services, name, root=name) for name in opened),
-    ]
-
-
-def adapter_json(request: web.Request, name: str) -> ModelJson | None:
-    """Describe one adapter that the client may use; None if it is not one."""
-    return next((one for one in adapters_json(request) if one["id"] == name), None)
-
-
-def _registered(services: Services, registration: Registration) -> ModelJson:
-    source = registration.source
-    is_folder = source.kind is AdapterSource.LOCAL
-    root = PurePath(source.location).name if is_folder else source.location
-    return _model(services, registration.name, root=root)
-
-
-def _model(services: Services, name: str, *, root: str) -> ModelJson:
-    served = services.config.served_names[0]
-    return {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": served,
-        "root": root,
-        "parent": served,
-    }
 
 
 def register(app: web.Application) -> None:
@@ -128,3 +82,44 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         answer, usage = await chat_answer(run, body)
         headers = {**answer_headers(services, run.generations, usage), **headers}
         return json_response(answer, headers=headers)
+
+
+def adapters_json(request: web.Request) -> list[ModelJson]:
+    """List the adapters that the client may use: registered ones, and ids that its token for the hub opened.
+
+    The list of models needs no key, but names of adapters may be names of customers: without the key there are none.
+    """
+    services = request.app[SERVICES]
+    resolver = services.adapters
+    if resolver is None or not services.keys.admit(request.headers):
+        return []
+    token = token_of(request, None)
+    opened = [] if token is None else resolver.named_by(token)
+    return [
+        *(_registered(services, one) for one in resolver.registry),
+        *(_model(services, name, root=name) for name in opened),
+    ]
+
+
+def adapter_json(request: web.Request, name: str) -> ModelJson | None:
+    """Describe one adapter that the client may use; None if it is not one."""
+    return next((one for one in adapters_json(request) if one["id"] == name), None)
+
+
+def _registered(services: Services, registration: Registration) -> ModelJson:
+    source = registration.source
+    is_folder = source.kind is AdapterSource.LOCAL
+    root = PurePath(source.location).name if is_folder else source.location
+    return _model(services, registration.name, root=root)
+
+
+def _model(services: Services, name: str, *, root: str) -> ModelJson:
+    served = services.config.served_names[0]
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": served,
+        "root": root,
+        "parent": served,
+    }

@@ -20,7 +20,6 @@ from millrace_router.api.anthropic.protocol import MessagesErrorResponseJson
 from millrace_router.api.body.adapters import MAX_TOKEN_LENGTH
 from millrace_router.api.body.messages import MessageBody
 from millrace_router.api.chat.route import OpenAIErrorResponseJson, StreamErrorJson
-from millrace_router.api.openapi.field_texts.texts import describe
 from millrace_router.api.openapi.operation import Operation
 from millrace_router.api.openapi.operations import OPERATIONS
 from millrace_router.api.tgi.info import ErrorResponseJson
@@ -167,7 +166,9 @@ class _Schemas:
 
     def _add(self, name: str, component: dict[str, Any]) -> dict[str, Any]:
         component.pop("title", None)
-        describe(_public(name), component)
+        for described in component.get("properties", {}).values():
+            if "description" in described:
+                described["description"] = " ".join(described["description"].split())
         assert self.components.get(_public(name), component) == component, name
         self.components[_public(name)] = component
         return {"$ref": REFERENCE + _public(name)}

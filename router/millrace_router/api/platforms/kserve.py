@@ -13,7 +13,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from millrace_router.api.body.fields import NullIs, RequestModel
-from millrace_router.api.body.request_fields.reading import read_request
+from millrace_router.api.body.reading import read_request
 from millrace_router.api.platforms.common import (
     IncompletePrediction,
     LengthMismatch,

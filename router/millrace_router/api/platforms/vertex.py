@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from millrace_router.api.body.fields import NullIs, Place, RequestModel
-from millrace_router.api.body.request_fields.reading import read_request
+from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.route import counted_again
 from millrace_router.api.chat.start import start_chat
 from millrace_router.api.openai.render import chat_renderer

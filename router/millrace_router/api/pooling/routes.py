@@ -12,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from millrace_router.api.body.adapters import adapter_of_fields, adapter_of_model
-from millrace_router.api.body.request_fields.reading import read_request
+from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.route import model_name, openai_errors, openai_route
 from millrace_router.api.pooling.protocol import (
     EmbeddingFields,
@@ -48,9 +48,16 @@ def register(app: web.Application) -> None:
     """Add the routes to `app`; a server that only embeds or only scores has TEI's at `/`, too."""
     app.router.add_post("/v1/embeddings", openai_route(embeddings))
     app.router.add_post("/embed", idempotent(embed))
-    if app[SERVICES].limits.tasks == {Task.EMBED}:
+    app.router.add_post("/rerank", idempotent(rerank))
+    app.router.add_post("/v1/rerank", openai_route(rerank))
+    app.router.add_post("/v2/rerank", openai_errors(idempotent(rerank)))
+    app.router.add_post("/score", idempotent(score))
+    app.router.add_post("/v1/score", openai_route(score))
+    tasks = app[SERVICES].limits.tasks
+    if tasks == {Task.EMBED}:
         app.router.add_post("/", idempotent(embed))
-    _register_scores(app)
+    elif tasks == {Task.SCORE}:
+        app.router.add_post("/", idempotent(rerank))
 
 
 async def embeddings(request: web.Request) -> web.StreamResponse:
@@ -113,16 +120,6 @@ async def _embedded(
         on_start=partial(watch, request),
     )
     return await run.finish()
-
-
-def _register_scores(app: web.Application) -> None:
-    app.router.add_post("/rerank", idempotent(rerank))
-    app.router.add_post("/v1/rerank", openai_route(rerank))
-    app.router.add_post("/v2/rerank", openai_errors(idempotent(rerank)))
-    app.router.add_post("/score", idempotent(score))
-    app.router.add_post("/v1/score", openai_route(score))
-    if app[SERVICES].limits.tasks == {Task.SCORE}:
-        app.router.add_post("/", idempotent(rerank))
 
 
 async def rerank(request: web.Request) -> web.StreamResponse:

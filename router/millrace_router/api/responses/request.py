@@ -302,6 +302,7 @@ class ResponsesRequest(SamplingFields):
     place = Place.RESPONSE
 
     model: str | None = None
+    """The model by one of its names, or a LoRA adapter. Range: any name. Default: the served model."""
     input: Annotated[
         Items[InputItem],
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
@@ -310,6 +311,9 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     """The system message before all others."""
     max_output_tokens: UInt32 | None = None
+    """Most tokens of the answer. Range: 1 to what the context leaves, or to `--max-new-tokens-limit`. Default:
+    `--default-max-new-tokens`, otherwise the model's own, otherwise what the context leaves.
+    """
     top_logprobs: UInt32 | None = None
     include: Items[str] | None = None
     text: ResponsesText | None = None
@@ -322,6 +326,7 @@ class ResponsesRequest(SamplingFields):
     ) = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
+    """Whether the answer comes in pieces, as events. Range: true or false. Default: false."""
     metadata: dict[str, str] | None = None
     """Repeated in the answer, like the three fields below."""
     user: str | None = None

@@ -39,7 +39,9 @@ from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.services import SERVICES
 from millrace_router.server.sse import respond
 
-RESPONSE = "/v1/responses/{id}"
+RESPONSES = "/v1/responses"
+INPUT_TOKENS = RESPONSES + "/input_tokens"
+RESPONSE = RESPONSES + "/{id}"
 INPUT_ITEMS = RESPONSE + "/input_items"
 MAX_ITEMS = 100
 USUAL_ITEMS = 20
@@ -48,14 +50,52 @@ MIB = 2**20
 _NUMBER = re.compile(r"[0-9]{1,4}")
 
 
-def _register_store(app: web.Application) -> None:
+def register(app: web.Application) -> None:
     """Add the routes and the store to `app`."""
     config = app[SERVICES].config
     app[STORE] = ResponseStore(config.responses_store * MIB, config.responses_store_seconds)
     wrapped = partial(openai_errors, is_in_tgi=False)
+    app.router.add_post(RESPONSES, wrapped(idempotent(responses)))
+    app.router.add_post(INPUT_TOKENS, wrapped(input_tokens))
     app.router.add_get(RESPONSE, wrapped(get_response))
     app.router.add_delete(RESPONSE, wrapped(delete_response))
     app.router.add_get(INPUT_ITEMS, wrapped(get_input_items))
+
+
+async def input_tokens(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/responses/input_tokens`: count the tokens of the prompt that a response would have."""
+    services = request.app[SERVICES]
+    stored = await read_stored(request)
+    with services.infer.permit():
+        chat = await prepare_chat(services, chat_of(stored.body, services.dialect))
+        count = await services.validator.count(chat.request)
+    answer: InputTokensJson = {"object": "response.input_tokens", "input_tokens": count}
+    return json_response(answer)
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/responses`."""
+    services = request.app[SERVICES]
+    stored = await read_stored(request)
+    body = stored.body
+    chat, adapter = chat_of(body, services.dialect), adapter_of_model(request, body.model)
+    async with start_chat(request, chat, body.priority, adapter) as run:
+        head = ResponseHead(
+            body,
+            model=model_name(services, body.model),
+            defaults=services.validator.defaults,
+            is_stored=stored.is_stored,
+        )
+        events = ResponseEvents(head, stored.keep)
+        if body.stream:
+            (generation,) = run.generations
+            stream = ResponseStream(generation, reader(run.chat), events)
+            return await respond(
+                request, [stream], sse_options(services, run.generations, stream.failure)
+            )
+        (choice,) = await run.read()
+        headers = answer_headers(services, run.generations, choice.usage)
+        return json_response(response_json(events, choice), headers=headers)
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:
@@ -116,51 +156,3 @@ def _limit(given: str | None) -> int:
     if _NUMBER.fullmatch(given) is None or not 1 <= int(given) <= MAX_ITEMS:
         raise ValidationError(f"`limit` must be from 1 to {MAX_ITEMS}")
     return int(given)
-
-
-RESPONSES = "/v1/responses"
-INPUT_TOKENS = RESPONSES + "/input_tokens"
-
-
-def register(app: web.Application) -> None:
-    """Add the routes to `app`."""
-    wrapped = partial(openai_errors, is_in_tgi=False)
-    app.router.add_post(RESPONSES, wrapped(idempotent(responses)))
-    app.router.add_post(INPUT_TOKENS, wrapped(input_tokens))
-    _register_store(app)
-
-
-async def input_tokens(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/responses/input_tokens`: count the tokens of the prompt that a response would have."""
-    services = request.app[SERVICES]
-    stored = await read_stored(request)
-    with services.infer.permit():
-        chat = await prepare_chat(services, chat_of(stored.body, services.dialect))
-        count = await services.validator.count(chat.request)
-    answer: InputTokensJson = {"object": "response.input_tokens", "input_tokens": count}
-    return json_response(answer)
-
-
-async def responses(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/responses`."""
-    services = request.app[SERVICES]
-    stored = await read_stored(request)
-    body = stored.body
-    chat, adapter = chat_of(body, services.dialect), adapter_of_model(request, body.model)
-    async with start_chat(request, chat, body.priority, adapter) as run:
-        head = ResponseHead(
-            body,
-            model=model_name(services, body.model),
-            defaults=services.validator.defaults,
-            is_stored=stored.is_stored,
-        )
-        events = ResponseEvents(head, stored.keep)
-        if body.stream:
-            (generation,) = run.generations
-            stream = ResponseStream(generation, reader(run.chat), events)
-            return await respond(
-                request, [stream], sse_options(services, run.generations, stream.failure)
-            )
-        (choice,) = await run.read()
-        headers = answer_headers(services, run.generations, choice.usage)
-        return json_response(response_json(events, choice), headers=headers)

@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from millrace_router.access.keys import KEY_NAME
-from millrace_router.api.body.request_fields.reading import request_of
+from millrace_router.api.body.reading import request_of
 from millrace_router.api.responses.items import new_id
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.errors import BodySizeError, StoreNeeded, quoted

@@ -7,7 +7,7 @@ from dataclasses import replace
 from aiohttp import web
 from typing_extensions import TypedDict
 
-from millrace_router.api.body.request_fields.reading import request_of
+from millrace_router.api.body.reading import request_of
 from millrace_router.api.chat.start import prepare_chat
 from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
 from millrace_router.api.tgi.lorax import adapter_of

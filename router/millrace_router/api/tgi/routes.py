@@ -7,7 +7,7 @@ from dataclasses import replace
 import orjson
 from aiohttp import web
 
-from millrace_router.api.body.request_fields.reading import read_request, request_of
+from millrace_router.api.body.reading import read_request, request_of
 from millrace_router.api.chat.route import asks_for_stream, with_errors_in_stream
 from millrace_router.api.tgi.answers import (
     BestOfDetailsJson,

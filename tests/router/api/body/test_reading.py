@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from millrace_router.api.body.fields import Place
-from millrace_router.api.body.request_fields.field import RequestField, Support
-from millrace_router.api.body.request_fields.table import TABLE
+from millrace_router.api.body.refused_fields import UNUSED_FIELDS, RefusedField
 from millrace_router.request.request import Task
+from millrace_testing.project import ROOT
 from millrace_testing.router.edge import Edge, limits_with, logging_to, pooling_of, serving
 
 TEMPLATE = "{% for turn in messages %}{{ turn.content }} {% endfor %}"
@@ -55,8 +55,8 @@ def served(**options: Any) -> Any:
     )
 
 
-def asking(field: RequestField) -> object:
-    """A value that asks for something."""
+def asking(field: RefusedField) -> object:
+    """A value that requests something."""
     match next(iter(field.neutral), None):
         case bool(value):
             return not value
@@ -68,13 +68,12 @@ def asking(field: RequestField) -> object:
             return ["something"]
 
 
-def of(support: Support) -> list[Any]:
-    return [
-        pytest.param(place, field, id=f"{place.name}-{field.name}")
-        for place, fields in TABLE.items()
-        for field in fields.values()
-        if field.support is support
-    ]
+REFUSED = [
+    (place, field) for place, fields in UNUSED_FIELDS.items() for field in fields.refused.values()
+]
+WITHOUT_EFFECT = [
+    (place, name) for place, fields in UNUSED_FIELDS.items() for name in fields.without_effect
+]
 
 
 async def answer_to(edge: Edge, place: Place, name: str, value: object) -> tuple[int, str, str]:
@@ -85,7 +84,7 @@ async def answer_to(edge: Edge, place: Place, name: str, value: object) -> tuple
 
 async def test_what_is_refused_is_refused_by_name() -> None:
     async with served() as edge:
-        for place, field in (one.values for one in of(Support.REFUSED)):
+        for place, field in REFUSED:
             status, text, ignored = await answer_to(edge, place, field.name, asking(field))
             assert (status, ignored) == (400 if place is Place.MESSAGE else 422, ""), field.name
             assert field.name in text.lower(), text
@@ -93,7 +92,7 @@ async def test_what_is_refused_is_refused_by_name() -> None:
 
 async def test_what_asks_for_nothing_is_accepted() -> None:
     async with served() as edge:
-        for place, field in (one.values for one in of(Support.REFUSED)):
+        for place, field in REFUSED:
             for value in (None, *field.neutral):
                 status, text, ignored = await answer_to(edge, place, field.name, value)
                 assert (status, ignored) == (200, ""), (field.name, value, text)
@@ -101,12 +100,17 @@ async def test_what_asks_for_nothing_is_accepted() -> None:
 
 async def test_what_has_no_effect_is_accepted() -> None:
     """The values have the type of the field where a model reads it."""
-    values: dict[str, dict[str, str]] = {"metadata": {}}
+    values: dict[str, object] = {"metadata": {}, "store": False}
     async with served() as edge:
-        for place, field in (one.values for one in of(Support.NO_EFFECT)):
-            value: object = values.get(field.name, "low")
-            status, text, ignored = await answer_to(edge, place, field.name, value)
-            assert (status, ignored) == (200, ""), (field.name, text)
+        for place, name in WITHOUT_EFFECT:
+            value = values.get(name, "low")
+            status, text, ignored = await answer_to(edge, place, name, value)
+            assert (status, ignored) == (200, ""), (name, text)
+
+
+def test_every_refused_field_is_in_the_api_page() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert sorted({field.name for _, field in REFUSED if f"`{field.name}`" not in page}) == []
 
 
 @pytest.mark.parametrize("place", Place)

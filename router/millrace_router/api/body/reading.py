@@ -10,12 +10,16 @@ from aiohttp import web
 from pydantic import AliasChoices
 
 from millrace_router.api.body.fields import RequestModel
-from millrace_router.api.body.request_fields.field import RequestField
-from millrace_router.api.body.request_fields.table import NESTED, TABLE
+from millrace_router.api.body.refused_fields import (
+    NESTED,
+    UNUSED_FIELDS,
+    RefusedField,
+    UnusedFields,
+)
 from millrace_router.errors import ValidationError
 from millrace_router.server.bodies import read_json, to_model
 from millrace_router.server.headers import note_ignored
-from millrace_router.server.services import SERVICES, Services, counting_refusals
+from millrace_router.server.services import SERVICES, Services, count_refusal
 
 Model = TypeVar("Model", bound=RequestModel)
 
@@ -43,39 +47,48 @@ def checked(services: Services, parsed: object, model: type[Model]) -> tuple[Mod
     """Return the body, and the names of what has no effect; raises as `request_of`."""
     body = to_model(parsed, model)
     ignored: list[str] = []
-    with counting_refusals(services.metrics):
-        for path, field in unused_fields(parsed, body):
-            if field is None and services.config.strict_fields:
-                raise ValidationError(f"`{path[:100]}` is not a field of this route")
-            if field is not None and not services.dialect.ignores_foreign_fields:
-                reason = f": {field.note}" if field.note else ""
-                raise ValidationError(f"`{path}` is not supported{reason}")
-            ignored.append(path)
+    for path, field in unused_fields(parsed, body):
+        refusal = _refusal(services, path, field)
+        if refusal is not None:
+            count_refusal(services.metrics, refusal)
+            raise refusal
+        ignored.append(path)
     return body, ignored
+
+
+def _refusal(services: Services, path: str, field: RefusedField | None) -> ValidationError | None:
+    """Return why a field that is not used is refused; None if it is only ignored."""
+    if field is None and services.config.strict_fields:
+        return ValidationError(f"`{path[:100]}` is not a field of this route")
+    if field is not None and not services.dialect.ignores_foreign_fields:
+        reason = f": {field.reason}" if field.reason else ""
+        return ValidationError(f"`{path}` is not supported{reason}")
+    return None
 
 
 def unused_fields(
     parsed: object, body: RequestModel, prefix: str = ""
-) -> Iterator[tuple[str, RequestField | None]]:
-    """Yield the paths of fields that the server does not use, each with its row if it is refused, else None.
+) -> Iterator[tuple[str, RefusedField | None]]:
+    """Yield the paths of fields that the server does not use, each with the reason if it is refused, else None.
 
     Null means absent. Items of a list share one path, such as `messages.name`.
     """
     if body.is_open or not isinstance(parsed, Mapping):
         return
-    known = {} if body.place is None else TABLE[body.place]
+    unused = UnusedFields() if body.place is None else UNUSED_FIELDS[body.place]
+    is_nested = bool(prefix) and body.place is None
     names = names_of(type(body))
     for name, value in parsed.items():
         if name in names:
             yield from _within(value, getattr(body, names[name]), f"{prefix}{name}.")
-        elif (field := known.get(name)) is None:
-            if value is not None and not (prefix and body.place is None and name in NESTED):
-                yield prefix + name, None
-        elif field.refuses(value):
-            yield prefix + name, field
+        elif (field := unused.refused.get(name)) is not None:
+            if field.refuses(value):
+                yield prefix + name, field
+        elif not (value is None or name in unused.without_effect or (is_nested and name in NESTED)):
+            yield prefix + name, None
 
 
-def _within(parsed: object, read: object, prefix: str) -> Iterator[tuple[str, RequestField | None]]:
+def _within(parsed: object, read: object, prefix: str) -> Iterator[tuple[str, RefusedField | None]]:
     """Yield the unused fields of what was read of `parsed`: an object, or a list of objects."""
     if isinstance(read, RequestModel):
         yield from unused_fields(parsed, read, prefix)
@@ -85,9 +98,9 @@ def _within(parsed: object, read: object, prefix: str) -> Iterator[tuple[str, Re
         and isinstance(parsed, list)
         and len(parsed) == len(read)
     ):
-        for given, item in zip(parsed, read, strict=True):
+        for source, item in zip(parsed, read, strict=True):
             if isinstance(item, RequestModel):
-                yield from unused_fields(given, item, prefix)
+                yield from unused_fields(source, item, prefix)
 
 
 @cache
