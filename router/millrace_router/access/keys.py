@@ -18,6 +18,8 @@ MAX_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 log = structlog.get_logger(__name__)
+KEY_NAME: web.RequestKey[str] = web.RequestKey("key_name", str)
+"""Name of the key that a request presented; absent for the key of `--api-key`, and where no key is asked for."""
 
 
 class KeyFileError(Exception):
@@ -69,10 +71,6 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, str]]:
         if owners.setdefault(key, name) != name:
             raise KeyFileError(f"{where}: another name has the same key")
         yield name, key
-
-
-KEY_NAME: web.RequestKey[str] = web.RequestKey("key_name", str)
-"""Name of the key that a request presented; absent for the key of `--api-key`, and where no key is asked for."""
 
 
 class ApiKeys:

@@ -17,6 +17,13 @@ from millrace_router.shards.errors import ShardError, ShardHung, ShardLost
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.wire import Capacity, ShardInfo
 
+TGI_COMPUTE_TYPE = "gpu+optimized"
+"""What TGI's router says on every device, unless its launcher found a GPU."""
+RETRY_SECONDS = 0.5
+INFO_SECONDS = 10.0
+"""Wait for the shards to listen, before the log says why they do not answer."""
+log = structlog.get_logger(__name__)
+
 
 class StartupError(Exception):
     """The server cannot start; the message names what to change."""
@@ -77,10 +84,6 @@ def _check_lengths(max_input_tokens: int, max_total_tokens: int) -> None:
 
 def _argument_error(message: str) -> StartupError:
     return StartupError(f"Argument validation error: {message}")
-
-
-TGI_COMPUTE_TYPE = "gpu+optimized"
-"""What TGI's router says on every device, unless its launcher found a GPU."""
 
 
 def prefill_tokens(config: RouterConfig, info: ShardInfo, capacity: Capacity | None = None) -> int:
@@ -152,13 +155,6 @@ class Deployment:
             tasks=tasks,
             dialect=dialect_of(strict_tgi=config.strict_tgi),
         )
-
-
-RETRY_SECONDS = 0.5
-INFO_SECONDS = 10.0
-"""Wait for the shards to listen, before the log says why they do not answer."""
-
-log = structlog.get_logger(__name__)
 
 
 async def warm_up(config: RouterConfig, group: ShardGroup) -> Deployment:

@@ -30,6 +30,7 @@ PACKAGES = {
     "http/protobuf": "opentelemetry-exporter-otlp-proto-http",
 }
 """What brings it; the extra `otel` has all of them."""
+_TCP = re.compile(r"tcp://(?P<host>\*|\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
 def check_traces(config: RouterConfig) -> None:
@@ -68,9 +69,6 @@ def _is_installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:
         return False
-
-
-_TCP = re.compile(r"tcp://(?P<host>\*|\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)

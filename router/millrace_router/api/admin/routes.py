@@ -30,6 +30,8 @@ from millrace_router.errors import (
 from millrace_router.server.bodies import json_response, read_model
 from millrace_router.server.services import SERVICES
 
+log = structlog.get_logger(__name__)
+
 
 class LoadLoraAdapterRequest(RequestModel):
     """vLLM's body; SGLang's has the same first two fields. An adapter keeps its name until it is unloaded."""
@@ -75,9 +77,6 @@ class AdaptersJson(TypedDict):
     """Answer of `/adapters`."""
 
     adapters: list[AdapterJson]
-
-
-log = structlog.get_logger(__name__)
 
 
 def register(app: web.Application) -> None:

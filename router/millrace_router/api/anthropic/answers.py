@@ -54,6 +54,12 @@ STATUSES = {
     HTTPStatus.FAILED_DEPENDENCY: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
 """Anthropic's statuses in place of those that its API does not have."""
+NamedJson = tuple[str, bytes]
+"""Name of an event, and its data."""
+TEXT = -1
+"""Stands for the text block, where calls have their index."""
+THOUGHT = -2
+"""Stands for the block of a thought."""
 
 
 def status_of(error: RouterError) -> HTTPStatus:
@@ -179,14 +185,6 @@ def input_of(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return parsed if isinstance(parsed, dict) else {}
-
-
-NamedJson = tuple[str, bytes]
-"""Name of an event, and its data."""
-TEXT = -1
-"""Stands for the text block, where calls have their index."""
-THOUGHT = -2
-"""Stands for the block of a thought."""
 
 
 class MessageEvents:

@@ -24,6 +24,14 @@ from millrace_router.server.services import SERVICES, Services
 
 MAX_MERGED_ADAPTERS = 32
 _PRUNING = frozenset({MergeStrategy.TIES, MergeStrategy.DARE_LINEAR, MergeStrategy.DARE_TIES})
+OWN_NAME = "tgi"
+"""The model name of clients that have no preference."""
+NO_NAMES = frozenset({None, "", OWN_NAME})
+MAX_TOKEN_LENGTH = 1024
+NOT_HERE = frozenset({"s3", "pbase"})
+"""Sources of LoRAX that are not supported."""
+_KEPT = "/:@._-+~ "
+"""Characters of ids that need no encoding, beside letters and digits."""
 
 
 class MergedAdapters(RequestModel):
@@ -81,14 +89,6 @@ class MergedAdapters(RequestModel):
             return SignMethod(self.majority_sign_method or SignMethod.TOTAL)
         except ValueError:
             raise ValidationError("`majority_sign_method` must be `total` or `frequency`") from None
-
-
-OWN_NAME = "tgi"
-"""The model name of clients that have no preference."""
-NO_NAMES = frozenset({None, "", OWN_NAME})
-MAX_TOKEN_LENGTH = 1024
-NOT_HERE = frozenset({"s3", "pbase"})
-"""Sources of LoRAX that are not supported."""
 
 
 def adapter_of_fields(
@@ -194,10 +194,6 @@ def _by_name(services: Services, name: str) -> AdapterReference:
 
 def _default(services: Services) -> AdapterReference | None:
     return None if services.adapters is None else services.adapters.default
-
-
-_KEPT = "/:@._-+~ "
-"""Characters of ids that need no encoding, beside letters and digits."""
 
 
 def lorax_headers(services: Services, adapter: AdapterReference | None) -> dict[str, str]:

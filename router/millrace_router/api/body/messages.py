@@ -16,18 +16,16 @@ from millrace_router.text.template_messages import THOUGHT, Message
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 EXCLUSIVE = "Grammar and tools are mutually exclusive"
+MAX_NAME_CHARS = 100
+"""Characters of an unknown name in a message."""
+Word = Literal["auto", "none", "required"]
+WORDS: Mapping[str, Word] = {"auto": "auto", "none": "none", "required": "required"}
 
 
 def check_exclusive(tools: object, request: GenerationRequest, dialect: Dialect) -> None:
     """Raise ToolError for tools beside a grammar if the dialect refuses them."""
     if dialect.refuses_tools_with_format and tools is not None and request.grammar is not None:
         raise ToolError(EXCLUSIVE)
-
-
-MAX_NAME_CHARS = 100
-"""Characters of an unknown name in a message."""
-Word = Literal["auto", "none", "required"]
-WORDS: Mapping[str, Word] = {"auto": "auto", "none": "none", "required": "required"}
 
 
 class FunctionDefinition(RequestModel):

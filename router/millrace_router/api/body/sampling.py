@@ -34,6 +34,23 @@ MAX_BIASES = 300
 MAX_BIAS = 100.0
 MAX_DIGITS = 10
 """Digits of a token id, which is a 32-bit number."""
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+Seed = Annotated[int, Field(ge=-(2**63), le=UINT64_MAX)]
+MAX_PENALTY = 2.0
+MAX_STOP_TOKENS = 64
+MAX_TEMPERATURE = 2.0
+TOP_LOGPROBS = 20
+"""Candidates for a token that OpenAI's chats and responses may ask for."""
+TGI_NAMES = FieldNames(
+    least_tokens="min_tokens", most_tokens="max_tokens", truncate="truncate_prompt_tokens"
+)
+"""TGI's names, and OpenAI's for what TGI lacks."""
+OPENAI_NAMES = replace(
+    TGI_NAMES, prompt="messages", max_new_tokens="max_tokens", top_n_tokens="top_logprobs"
+)
+META = frozenset("\\.+*?()|[]{}^$#&-~")
+"""Characters with a meaning in regular expressions."""
+Choice = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
 
 def biases_from(given: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
@@ -95,22 +112,6 @@ class OutputOptions:
 
 DEFAULT_OUTPUT = OutputOptions()
 """Neither special tokens nor stop strings."""
-
-
-Salt = Annotated[str, Field(min_length=1, max_length=1024)]
-Seed = Annotated[int, Field(ge=-(2**63), le=UINT64_MAX)]
-MAX_PENALTY = 2.0
-MAX_STOP_TOKENS = 64
-MAX_TEMPERATURE = 2.0
-TOP_LOGPROBS = 20
-"""Candidates for a token that OpenAI's chats and responses may ask for."""
-TGI_NAMES = FieldNames(
-    least_tokens="min_tokens", most_tokens="max_tokens", truncate="truncate_prompt_tokens"
-)
-"""TGI's names, and OpenAI's for what TGI lacks."""
-OPENAI_NAMES = replace(
-    TGI_NAMES, prompt="messages", max_new_tokens="max_tokens", top_n_tokens="top_logprobs"
-)
 
 
 class SamplingFields(RequestModel):
@@ -308,13 +309,6 @@ def openai_generation(request: GenerationRequest, dialect: Dialect) -> Generatio
     check_sampling(replace(sampled, temperature=None))
     no_warpers: dict[str, Any] = dict.fromkeys(WARPERS)
     return replace(request, left_out=left_out & GREEDY_NAMES, **no_warpers)
-
-
-META = frozenset("\\.+*?()|[]{}^$#&-~")
-"""Characters with a meaning in regular expressions."""
-
-
-Choice = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
 
 class StructuredOutputs(RequestModel):

@@ -24,6 +24,19 @@ from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.parser import AnswerParser
 from millrace_router.tool_calls.tool import CallDelta, Parsed
 
+STOP = "stop"
+TOOL_CALLS = "tool_calls"
+STOP_SEQUENCE = "stop_sequence"
+_FINISH_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.EOS_TOKEN: STOP,
+    FinishReason.STOP_SEQUENCE: STOP,
+}
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, for which JSON has no number."""
+Logprobs = TypeVar("Logprobs")
+
 
 class CachedTokensJson(TypedDict):
     """Details of a prompt's tokens."""
@@ -44,22 +57,6 @@ class ChatCompletionLogprobJson(ChatCompletionTopLogprobJson):
     """A generated token, and the likeliest tokens in its place."""
 
     top_logprobs: list[ChatCompletionTopLogprobJson]
-
-
-STOP = "stop"
-TOOL_CALLS = "tool_calls"
-STOP_SEQUENCE = "stop_sequence"
-_FINISH_REASONS = {
-    FinishReason.LENGTH: "length",
-    FinishReason.EOS_TOKEN: STOP,
-    FinishReason.STOP_SEQUENCE: STOP,
-}
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, for which JSON has no number."""
-
-
-Logprobs = TypeVar("Logprobs")
 
 
 @dataclass(slots=True)

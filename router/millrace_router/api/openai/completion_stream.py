@@ -21,6 +21,8 @@ from millrace_router.request.dialect import Dialect
 from millrace_router.request.events import TokenEvent
 from millrace_router.server.sse import event as framed
 
+Sample = tuple[Generation, CompletionText]
+
 
 def completion_choice(
     index: int, deltas: Sequence[CompletionDelta], prompt_ids: Sequence[int] | None = None
@@ -96,9 +98,6 @@ class CompletionChunks:
         if prompt_ids is not None:
             choice["prompt_token_ids"] = list(prompt_ids)
         return {**self._meta.json(), "choices": [choice]}
-
-
-Sample = tuple[Generation, CompletionText]
 
 
 class CompletionStream(ChoiceStream):

@@ -23,6 +23,12 @@ from millrace_router.request.request import FinishReason
 from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_router.text.tokenizer import Tokenizer
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+LENGTH = "length"
+CompletionDelta = ChoiceDelta[CompletionLogprobsJson]
+"""A type only: `ChoiceDelta` makes instances, because a call of the alias takes several times as long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Echo:
@@ -59,10 +65,6 @@ def _spelled(tokenizer: Tokenizer, ids: tuple[int, ...]) -> Echo:
     # Some decoders drop the space before a text's first word, and nothing else.
     num_dropped = len(text) - len(whole) if text.endswith(whole) else 0
     return Echo(text[num_dropped:], [max(start - num_dropped, 0) for start in starts])
-
-
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class CompletionOffsets:
@@ -185,11 +187,6 @@ def join(parts: Iterable[CompletionLogprobsJson]) -> CompletionLogprobsJson:
 def _number(logprob: float) -> float:
     number = shortest(logprob)
     return LEAST_LOGPROB if number is None else number
-
-
-LENGTH = "length"
-CompletionDelta = ChoiceDelta[CompletionLogprobsJson]
-"""A type only: `ChoiceDelta` makes instances, because a call of the alias takes several times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,9 @@ from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.tool import CallDelta
 
+CHUNK = "chat.completion.chunk"
+ROLE = "assistant"
+
 
 def usage_json(usage: Usage) -> UsageJson:
     """Render token counts."""
@@ -114,10 +117,6 @@ def prompt_logprobs_json(
 def _number(logprob: float) -> float:
     number = shortest(logprob)
     return LEAST_LOGPROB if number is None else number
-
-
-CHUNK = "chat.completion.chunk"
-ROLE = "assistant"
 
 
 class ChatRenderer:

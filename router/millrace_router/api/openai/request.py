@@ -44,6 +44,14 @@ from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
 from millrace_router.server.services import Services
 
+LORAX_FIELDS = frozenset({"adapter_source", "api_token"})
+"""Fields that LoRAX has and OpenAI lacks."""
+OLD_CLIENTS_FIELDS = frozenset(
+    {"model", "messages", "repetition_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs"}
+    | {"max_tokens", "n", "presence_penalty", "stream", "seed", "temperature", "top_p", "tools", "tool_choice"}
+)  # fmt: skip
+"""What TGI's old clients, `text-generation` and `tgi`, send with every chat, as null if need be."""
+
 
 def check_prompt_logprobs(asked: int | None, limits: Limits, *, stream: bool) -> None:
     """Check the number of candidates; raises ValidationError."""
@@ -107,10 +115,6 @@ class ReasoningFields(RequestModel):
         """Whether the answer has the thought."""
         excluded = self.reasoning is not None and self.reasoning.exclude
         return not excluded and self.include_reasoning is not False
-
-
-LORAX_FIELDS = frozenset({"adapter_source", "api_token"})
-"""Fields that LoRAX has and OpenAI lacks."""
 
 
 class StreamOptions(RequestModel):
@@ -222,13 +226,6 @@ class CommonRequest(SamplingFields, GuidedFields):
             prompt_top_n_tokens=self.prompt_logprobs or 0,
         )
         return openai_generation(request, dialect)
-
-
-OLD_CLIENTS_FIELDS = frozenset(
-    {"model", "messages", "repetition_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs"}
-    | {"max_tokens", "n", "presence_penalty", "stream", "seed", "temperature", "top_p", "tools", "tool_choice"}
-)  # fmt: skip
-"""What TGI's old clients, `text-generation` and `tgi`, send with every chat, as null if need be."""
 
 
 class ChatCompletionRequest(ReasoningFields, CommonRequest):

@@ -31,6 +31,10 @@ from millrace_router.version import VERSION
 
 BYTES = "BYTES"
 Byte = Annotated[int, Field(ge=0, le=255)]
+SERVER = "/v2"
+MODEL = "/v2/models/{model_name}"
+MODEL_VERSION = MODEL + "/versions/{model_version}"
+PLATFORM = "text-generation-inference"
 
 
 class KserveInput(RequestModel):
@@ -142,12 +146,6 @@ class KserveModelJson(TypedDict):
     platform: str
     inputs: list[KserveTensorJson]
     outputs: list[KserveTensorJson]
-
-
-SERVER = "/v2"
-MODEL = "/v2/models/{model_name}"
-MODEL_VERSION = MODEL + "/versions/{model_version}"
-PLATFORM = "text-generation-inference"
 
 
 def register(app: web.Application) -> None:

@@ -29,6 +29,8 @@ from millrace_router.errors import RouterError, ValidationError
 from millrace_router.server.bodies import json_response
 from millrace_router.server.services import SERVICES, Services, count_refusal, counting_refusals
 
+PATH = "/vertex"
+
 
 class GenerateVertexInstance(RequestModel):
     """A text to continue; absent parameters sample, as on all routes."""
@@ -69,9 +71,6 @@ class VertexResponse(TypedDict):
     """Answer of `/vertex`: a text for each instance, in their order."""
 
     predictions: list[str]
-
-
-PATH = "/vertex"
 
 
 def register(app: web.Application) -> None:

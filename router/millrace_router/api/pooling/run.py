@@ -40,6 +40,10 @@ from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import TokenizerError
 
+Result = TypeVar("Result")
+Pair = tuple[str, str]
+"""A query and a document."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingForm:
@@ -77,9 +81,6 @@ def sigmoid(value: float) -> float:
         return 1 / (1 + math.exp(-value))
     odds = math.exp(value)
     return odds / (1 + odds)
-
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +263,6 @@ def _form(services: Services, body: EmbeddingFields) -> EmbeddingForm:
     if body.normalize is not None:
         normalizes = body.normalize
     return EmbeddingForm(normalizes=normalizes, dimensions=body.dimensions)
-
-
-Pair = tuple[str, str]
-"""A query and a document."""
 
 
 async def score_run(

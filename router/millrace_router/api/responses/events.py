@@ -41,6 +41,9 @@ from millrace_router.server.sse import named_event
 from millrace_router.tool_calls.tool import CallDelta
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
+ResponseEvent = dict[str, Any]
+"""A `ResponseEventJson`."""
+
 
 class ResponseHead:
     """The parts of a response that are known before its first token: its id, and the request with its defaults."""
@@ -160,10 +163,6 @@ def _choice(body: ResponsesRequest) -> str | dict[str, Any]:
         return "auto"
     given = body.tool_choice
     return given if isinstance(given, str) else given.model_dump(exclude_none=True)
-
-
-ResponseEvent = dict[str, Any]
-"""A `ResponseEventJson`."""
 
 
 class ResponseEvents:

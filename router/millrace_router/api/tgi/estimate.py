@@ -19,6 +19,8 @@ from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.server.bodies import json_response, read_json
 from millrace_router.server.services import SERVICES, scheduling_of
 
+KEYS = ("inputs", "messages", "prompt")
+
 
 class PredictedJson(TypedDict):
     """Milliseconds from now."""
@@ -66,9 +68,6 @@ def _predicted(prediction: Prediction) -> PredictedJson:
         "first_token_ms": round(prediction.first_token_seconds * 1000, 3),
         "finish_ms": round(prediction.finish_seconds * 1000, 3),
     }
-
-
-KEYS = ("inputs", "messages", "prompt")
 
 
 def register(app: web.Application) -> None:
