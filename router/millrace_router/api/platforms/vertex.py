@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -142,7 +143,8 @@ async def _text(request: web.Request, instance: GenerateVertexInstance) -> str:
 async def _chat(request: web.Request, body: ChatCompletionRequest) -> str:
     """Return the assistant's text; a message with tool calls becomes JSON, because the calls are not text."""
     services = request.app[SERVICES]
-    chat, adapter = body.chat(services.limits), body.adapter(request)
+    # An instance has one prediction, whatever its `n`.
+    chat, adapter = replace(body.chat(services.limits), num_choices=1), body.adapter(request)
     async with start_chat(request, chat, body.priority, adapter) as run:
         (choice,) = await run.read()
     message = chat_renderer(services, body).choice(0, choice.deltas)["message"]
