@@ -258,17 +258,15 @@ def services_of(  # noqa: PLR0913
         quarantine=engine.quarantine,
         keys=keys,
         adapters=adapters,
-        request_log=_request_log(request_file, metrics),
+        request_log=None
+        if request_file is None
+        else RequestLog(request_file, metrics.request_log_dropped_lines),
         traces=open_traces(config, engine.status),
         cost=engine.cost,
         late=engine.late,
         loading=engine.adapters,
         compute_type=deployment.compute_type,
     )
-
-
-def _request_log(file: RequestFile | None, metrics: Metrics) -> RequestLog | None:
-    return None if file is None else RequestLog(file, metrics.request_log_dropped_lines)
 
 
 def _infer_of(
