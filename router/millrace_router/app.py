@@ -11,6 +11,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from millrace_router.access.keys import KEY_NAME, ApiKeys
 from millrace_router.api.admin import routes as adapter_routes
 from millrace_router.api.anthropic import routes as anthropic_routes
 from millrace_router.api.anthropic.routes import is_of_messages, refusal, unauthorized
@@ -43,13 +44,11 @@ from millrace_router.errors import (
 from millrace_router.request.request import Task
 from millrace_router.server.access_log import access_log, add_request_id
 from millrace_router.server.bodies import error_response, plain_response
+from millrace_router.server.headers import prepare_app
 from millrace_router.server.idempotency import Runs
 from millrace_router.server.idempotent_route import RUNS, end_request, end_runs
-from millrace_router.server.ignored import prepare_app
-from millrace_router.server.keys import KEY_NAME, ApiKeys
-from millrace_router.server.request_start import counting_refusals
-from millrace_router.server.services import SERVICES, Services
-from millrace_router.sizing import batch_size
+from millrace_router.server.services import SERVICES, Services, counting_refusals
+from millrace_router.start.shards import batch_size
 from millrace_router.telemetry.load_report import FORMAT_HEADER, REPORT_HEADER, LoadReport
 from millrace_router.validation.rules import check_task
 

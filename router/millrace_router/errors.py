@@ -68,6 +68,8 @@ class RouterError(Exception):
     """Value of `err` in `tgi_request_failure`; None is not counted there."""
     openai_code: ClassVar[str | None] = None
     """`error.code` on OpenAI's routes."""
+    is_counted: bool = False
+    """Whether the metrics have counted the request that failed, or do not count it."""
 
     @property
     def client_text(self) -> str:
@@ -531,6 +533,7 @@ class ShuttingDown(RouterError):
 
     status = 503
     error_type = "unavailable"
+    is_counted = True
 
     def __init__(self) -> None:
         super().__init__("Server is shutting down")

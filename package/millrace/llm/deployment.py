@@ -21,10 +21,10 @@ from millrace_launcher.settings.prepare import prepare
 from millrace_launcher.supervision.control import Control
 from millrace_launcher.supervision.download import resolve_model
 from millrace_launcher.supervision.shards import Shards
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.server.services import Services
-from millrace_router.startup import Running, start
+from millrace_router.start.running import Running, start
+from millrace_router.start.shards import StartupError
 
 GRACE_SECONDS = 10.0
 

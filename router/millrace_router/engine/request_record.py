@@ -77,6 +77,7 @@ class RequestRecord:
 
     def failed(self, error: RouterError) -> None:
         """Count an error, once."""
+        error.is_counted = True
         if self._ended:
             return
         self._ended = True

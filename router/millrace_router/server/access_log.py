@@ -13,13 +13,13 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from millrace_router.access.keys import KEY_NAME
 from millrace_router.engine.generation import Collected, Generation
 from millrace_router.request.scheduling import named_tenant
 from millrace_router.server.bodies import ERROR_TYPE
 from millrace_router.server.headers import sum_of_times
-from millrace_router.server.keys import KEY_NAME
 from millrace_router.server.services import SERVICES
-from millrace_router.server.traces.request_spans import Line, Period
+from millrace_router.server.traces import Line, Period
 from millrace_router.telemetry.trace_context import (
     CURRENT,
     TRACEPARENT_HEADER,

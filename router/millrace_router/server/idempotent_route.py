@@ -7,8 +7,9 @@ from functools import partial, wraps
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from millrace_router.errors import NotResumable
+from millrace_router.errors import BodyError, NotResumable, RouterError
 from millrace_router.server.bodies import read_body
+from millrace_router.server.headers import ignored_header
 from millrace_router.server.idempotency import (
     Answer,
     Run,
@@ -19,10 +20,8 @@ from millrace_router.server.idempotency import (
     scope_of,
     unknown_event,
 )
-from millrace_router.server.ignored import ignored_header
 from millrace_router.server.recording import Recording, ResumedStream
-from millrace_router.server.request_start import counting_refusals
-from millrace_router.server.services import SERVICES
+from millrace_router.server.services import SERVICES, count_refusal, counting_refusals
 from millrace_router.server.sse import RUN, cut_off, send
 
 RUNS: web.AppKey[Runs] = web.AppKey("runs", Runs)
@@ -44,8 +43,10 @@ def idempotent(handler: Handler) -> Handler:
     """Let requests with the same key, body, caller and path share one call of `handler`.
 
     The call outlives the connection of the first request: it runs in a task of its own, in which the headers and the
-    body of the first request stay readable. Requests without a key go straight to `handler`.
+    body of the first request stay readable. Requests without a key go straight to `handler`. What `handler` refuses
+    counts as a request that failed, unless its body cannot be read.
     """
+    handler = _counted(handler)
 
     @wraps(handler)
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -65,6 +66,22 @@ def idempotent(handler: Handler) -> Handler:
             run = runs.start(scope, body_digest, partial(_work, handler, request))
         with runs.reading(scope, run):
             return await _read(request, run, num_known)
+
+    return answer
+
+
+def _counted(handler: Handler) -> Handler:
+    """Count the requests that `handler` refuses."""
+
+    @wraps(handler)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except BodyError:
+            raise
+        except RouterError as error:
+            count_refusal(request.app[SERVICES].metrics, error)
+            raise
 
     return answer
 

@@ -263,6 +263,13 @@ VERTEX = [
         default=Reply(body={"predictions": [is_call]}),
     ),
     Rule(
+        section="3.9",
+        says="a chat has one prediction, whatever its n",
+        path="/vertex",
+        body={"instances": [CHAT | {"n": 2}]},
+        default=Reply(body={"predictions": [str]}),
+    ),
+    Rule(
         section="3.1",
         says="AIP_PREDICT_ROUTE asks for the key",
         path="/predict",

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.journal.reader import Answered, Epoch, Sent, read_epochs
 from millrace_router.journal.rotation import JournalFolder, journal_files
 from millrace_router.request.request import ValidRequest
-from millrace_router.startup import start
+from millrace_router.start.running import start
+from millrace_router.start.shards import StartupError
 from millrace_testing.router.fake_router import collect, tiny_tokenizer
 from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard
 

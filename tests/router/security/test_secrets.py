@@ -139,7 +139,7 @@ async def test_the_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPa
         compared.append((given, expected))
         return compare_digest(given, expected)
 
-    monkeypatch.setattr("millrace_router.server.keys.compare_digest", watching)
+    monkeypatch.setattr("millrace_router.access.keys.compare_digest", watching)
     async with serving(api_key=API_KEY) as edge:
         keys = ("", "B", f"Bearer {API_KEY}", "x" * 4000)
         for key in keys:

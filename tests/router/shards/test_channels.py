@@ -14,13 +14,13 @@ import structlog
 import trustme
 
 from millrace_proto import generate_pb2_grpc as pb_grpc
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.shards.channels import TlsError, is_exposed, tls_from
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.startup import start
+from millrace_router.start.running import start
+from millrace_router.start.shards import StartupError
 from millrace_testing.launcher.certificates import Certificate, certificate
 from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard, FakeShardService
 
@@ -129,7 +129,7 @@ async def test_the_start_fails_with_files_that_do_not_belong_together(tmp_path: 
 async def test_a_router_that_is_refused_says_so_while_it_waits(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace_router.warm_up.INFO_SECONDS", 0.01)
+    monkeypatch.setattr("millrace_router.start.shards.INFO_SECONDS", 0.01)
     model = Path(__file__).parents[3] / "demo" / "model"
     with structlog.testing.capture_logs() as logs:
         starting = asyncio.create_task(

@@ -12,7 +12,6 @@ import grpc
 import pytest
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import (
@@ -24,7 +23,7 @@ from millrace_router.shards.errors import (
 )
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.warm_up import warm_up
+from millrace_router.start.shards import StartupError, warm_up
 from millrace_testing.adapters.fake_adapters import MODULE, FakeAdapters, version_of
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
 from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard

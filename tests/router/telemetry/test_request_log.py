@@ -17,9 +17,9 @@ from threading import Event
 import orjson
 import pytest
 
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
-from millrace_router.startup import start
+from millrace_router.start.running import start
+from millrace_router.start.shards import StartupError
 from millrace_router.telemetry import request_log
 from millrace_router.telemetry.instruments import Counter
 from millrace_router.telemetry.request_file import NUM_FULL_FILES, RequestFile

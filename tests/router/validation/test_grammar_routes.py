@@ -13,7 +13,7 @@ from millrace_router.request.limits import Limits
 from millrace_router.request.request import FinishReason, Grammar, GrammarKind, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.services import Services
-from millrace_router.sizing import Deployment
+from millrace_router.start.shards import Deployment
 from millrace_testing.router.edge import (
     FakeBatcher,
     finished,

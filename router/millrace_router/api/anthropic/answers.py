@@ -27,7 +27,7 @@ from millrace_router.api.anthropic.protocol import (
     ThinkingDeltaJson,
 )
 from millrace_router.api.anthropic.to_chat import tool_use_id
-from millrace_router.api.chat.choice import ChatDelta, ChoiceText, Thought, parts_of
+from millrace_router.api.chat.choice import ChatDelta, ChoiceText, ReadChoice, Thought, parts_of
 from millrace_router.api.chat.stream import ChunkTemplate, EventStream
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
@@ -54,6 +54,12 @@ STATUSES = {
     HTTPStatus.FAILED_DEPENDENCY: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
 """Anthropic's statuses in place of those that its API does not have."""
+NamedJson = tuple[str, bytes]
+"""Name of an event, and its data."""
+TEXT = -1
+"""Stands for the text block, where calls have their index."""
+THOUGHT = -2
+"""Stands for the block of a thought."""
 
 
 def status_of(error: RouterError) -> HTTPStatus:
@@ -120,6 +126,12 @@ def end_json(finish_reason: str, stop: str | None) -> MessageEndJson:
     return {"stop_reason": "stop_sequence", "stop_sequence": stop}
 
 
+def message_json(head: MessageHead, choice: ReadChoice) -> MessagesAnswerJson:
+    """Render a message in one piece."""
+    end = end_json(choice.finish_reason, choice.stop_sequence)
+    return head.json(choice.usage, blocks_of(choice.deltas), end)
+
+
 def blocks_of(deltas: Sequence[ChatDelta]) -> list[BlockJson]:
     """Make the blocks of a whole message."""
     blocks: list[BlockJson] = []
@@ -173,14 +185,6 @@ def input_of(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return parsed if isinstance(parsed, dict) else {}
-
-
-NamedJson = tuple[str, bytes]
-"""Name of an event, and its data."""
-TEXT = -1
-"""Stands for the text block, where calls have their index."""
-THOUGHT = -2
-"""Stands for the block of a thought."""
 
 
 class MessageEvents:

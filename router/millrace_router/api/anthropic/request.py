@@ -18,6 +18,7 @@ LEFT_OUT = frozenset(
     )
 )
 """Types of what tools of Anthropic's servers left behind, without a text for the prompt."""
+ROLES_OF_BLOCKS = {"tool_use": "assistant", "tool_result": "user"}
 
 
 def _as_blocks(content: object) -> object:
@@ -197,9 +198,6 @@ def left_out(blocks: Iterable[Block]) -> Iterator[str]:
             yield block.type
         elif isinstance(block, ToolResultBlock):
             yield from (one.type for one in block.content or () if isinstance(one, LeftOutBlock))
-
-
-ROLES_OF_BLOCKS = {"tool_use": "assistant", "tool_result": "user"}
 
 
 class MessagesTurn(RequestModel):

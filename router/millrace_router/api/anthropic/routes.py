@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial, wraps
 from http import HTTPStatus
 
@@ -13,10 +12,9 @@ from aiohttp.typedefs import Handler
 from millrace_router.api.anthropic.answers import (
     MessageHead,
     MessageStream,
-    blocks_of,
-    end_json,
     error_answer,
     may_be_retried,
+    message_json,
     status_of,
 )
 from millrace_router.api.anthropic.protocol import CountTokensJson
@@ -24,18 +22,15 @@ from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRe
 from millrace_router.api.anthropic.to_chat import chat_of
 from millrace_router.api.body.adapters import adapter_of_model
 from millrace_router.api.body.reading import read_request
-from millrace_router.api.chat.choice import deltas_of
+from millrace_router.api.chat.choice import reader
 from millrace_router.api.chat.route import model_name
-from millrace_router.api.chat.start import PreparedChat, prepare_chat
-from millrace_router.engine.generation import Generation
+from millrace_router.api.chat.start import prepare_chat, start_chat
 from millrace_router.errors import RouterError, ThreadsUnsupported
-from millrace_router.server.access_log import REQUEST_ID, watch
+from millrace_router.server.access_log import REQUEST_ID
 from millrace_router.server.bodies import error_response, json_response
-from millrace_router.server.headers import answer_headers, sse_options
+from millrace_router.server.headers import answer_headers, note_ignored, sse_options
 from millrace_router.server.idempotent_route import idempotent
-from millrace_router.server.ignored import note_ignored
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import SERVICES
 from millrace_router.server.sse import named_event, respond
 
 MESSAGES = "/v1/messages"
@@ -120,35 +115,15 @@ async def messages(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_request(request, MessagesRequest)
     note_ignored(request, body.left_out())
-    with counting_refusals(services.metrics):
-        chat = await prepare_chat(services, chat_of(body, services.dialect))
-        scheduling = scheduling_of(request, None)
-        adapter = adapter_of_model(request, body.model)
-    head = MessageHead(model=model_name(services, body.model))
-    async with await services.infer.start(
-        replace(chat.request, scheduling=scheduling, adapter=adapter)
-    ) as generation:
-        watch(request, generation)
-        if not body.stream:
-            return await _answer(services, generation, chat, head)
-        on_error = partial(error_event, request_id=request[REQUEST_ID])
-        options = sse_options(services, [generation], on_error)
-        stream = MessageStream(generation, chat.text(), head)
-        return await respond(request, [stream], options)
-
-
-async def _answer(
-    services: Services, generation: Generation, chat: PreparedChat, head: MessageHead
-) -> web.Response:
-    text = chat.text()
-    pieces = await deltas_of(generation, text)
-    usage = generation.usage(pieces[-1].num_tokens)
-    finish_reason = pieces[-1].finish_reason
-    assert finish_reason is not None
-    answer = head.json(
-        usage,
-        blocks_of(pieces),
-        end_json(finish_reason, text.stop_sequence),
-    )
-    headers = answer_headers(services, [generation], usage)
-    return json_response(answer, headers=headers)
+    chat, adapter = chat_of(body, services.dialect), adapter_of_model(request, body.model)
+    async with start_chat(request, chat, None, adapter) as run:
+        head = MessageHead(model=model_name(services, body.model))
+        if body.stream:
+            (generation,) = run.generations
+            on_error = partial(error_event, request_id=request[REQUEST_ID])
+            options = sse_options(services, run.generations, on_error)
+            stream = MessageStream(generation, reader(run.chat), head)
+            return await respond(request, [stream], options)
+        (choice,) = await run.read()
+        headers = answer_headers(services, run.generations, choice.usage)
+        return json_response(message_json(head, choice), headers=headers)

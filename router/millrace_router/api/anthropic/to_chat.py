@@ -19,10 +19,15 @@ from millrace_router.api.anthropic.request import (
     joined,
 )
 from millrace_router.api.body.grammars import raw_schema
+from millrace_router.api.body.messages import (
+    called,
+    check_exclusive,
+    choose_by_word,
+    choose_named,
+    new_tool,
+)
 from millrace_router.api.body.sampling import openai_generation
-from millrace_router.api.body.tools import choose_by_word, choose_named, new_tool
-from millrace_router.api.chat.chat import Chat, check_exclusive
-from millrace_router.api.chat.messages import called
+from millrace_router.api.chat.chat import Chat
 from millrace_router.errors import ThreadsUnsupported, ValidationError
 from millrace_router.reasoning.reasoning_format import switch
 from millrace_router.request.dialect import Dialect

@@ -1,29 +1,39 @@
 """LoRA adapters in requests and answers: LoRAX's fields, names of models, and headers."""
 
 from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 from urllib.parse import quote
-
 from aiohttp import web
 from pydantic import Field
-
 from millrace_router.adapters.names import check_name
-from millrace_router.api.body.fields import Float32, Items, NullIs, RequestModel
-from millrace_router.errors import AdapterNotFound, AdapterRemoved, UnknownModel, ValidationError
-from millrace_router.request.adapter import (
-    ADAPTER_TOKEN_HEADER,
-    AdapterReference,
-    AdapterSource,
-    MergeRecipe,
-    MergeStrategy,
-    SignMethod,
-)
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.api.body.fields import Float32
+from millrace_router.api.body.fields import Items
+from millrace_router.api.body.fields import NullIs
+from millrace_router.api.body.fields import RequestModel
+from millrace_router.errors import AdapterNotFound
+from millrace_router.errors import AdapterRemoved
+from millrace_router.errors import UnknownModel
+from millrace_router.errors import ValidationError
+from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
+from millrace_router.request.adapter import AdapterReference
+from millrace_router.request.adapter import AdapterSource
+from millrace_router.request.adapter import MergeRecipe
+from millrace_router.request.adapter import MergeStrategy
+from millrace_router.request.adapter import SignMethod
+from millrace_router.server.services import SERVICES
+from millrace_router.server.services import Services
 
 MAX_MERGED_ADAPTERS = 32
 _PRUNING = frozenset({MergeStrategy.TIES, MergeStrategy.DARE_LINEAR, MergeStrategy.DARE_TIES})
+OWN_NAME = "tgi"
+"""The model name of clients that have no preference."""
+NO_NAMES = frozenset({None, "", OWN_NAME})
+MAX_TOKEN_LENGTH = 1024
+NOT_HERE = frozenset({"s3", "pbase"})
+"""Sources of LoRAX that are not supported."""
+_KEPT = "/:@._-+~ "
+"""Characters of ids that need no encoding, beside letters and digits."""
 
 
 class MergedAdapters(RequestModel):
@@ -83,14 +93,6 @@ class MergedAdapters(RequestModel):
             raise ValidationError("`majority_sign_method` must be `total` or `frequency`") from None
 
 
-OWN_NAME = "tgi"
-"""The model name of clients that have no preference."""
-NO_NAMES = frozenset({None, "", OWN_NAME})
-MAX_TOKEN_LENGTH = 1024
-NOT_HERE = frozenset({"s3", "pbase"})
-"""Sources of LoRAX that are not supported."""
-
-
 def adapter_of_fields(
     request: web.Request,
     *,
@@ -135,20 +137,20 @@ def adapter_of_model(
     config = services.config
     given, presented = source_of(source), token_of(request, token)
     name = model or ""
+    if name in NO_NAMES:
+        return _by_name(services, lora_path) if lora_path else _default(services)
     # LoRAX's form, base:adapter; a name of the model may have colons too.
     base = next((one for one in config.all_names if name.startswith(f"{one}:")), None)
     if base is not None and not config.names_the_model(name):
         name = check_name(name.removeprefix(f"{base}:"))
         return AdapterReference(name=name, source=given, token=presented)
-    if name not in NO_NAMES and not config.names_the_model(name):
+    if not config.names_the_model(name):
         resolver = services.adapters
         if given is not None or (resolver is not None and resolver.is_adapter(name)):
             return AdapterReference(name=check_name(name), source=given, token=presented)
         if refuses_unknown_models(services):
             raise UnknownModel(name)
-    if lora_path:
-        return _by_name(services, lora_path)
-    return _default(services) if name in NO_NAMES else None
+    return _by_name(services, lora_path) if lora_path else None
 
 
 def refuses_unknown_models(services: Services) -> bool:
@@ -194,10 +196,6 @@ def _by_name(services: Services, name: str) -> AdapterReference:
 
 def _default(services: Services) -> AdapterReference | None:
     return None if services.adapters is None else services.adapters.default
-
-
-_KEPT = "/:@._-+~ "
-"""Characters of ids that need no encoding, beside letters and digits."""
 
 
 def lorax_headers(services: Services, adapter: AdapterReference | None) -> dict[str, str]:

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import TypeAliasType
 
-from millrace_router.api.body.fields import Place, RequestModel
-from millrace_router.errors import ValidationError
+from millrace_router.api.body.fields import RequestModel
 from millrace_router.request.grammar import ANY_OBJECT, RawGrammar
 from millrace_router.request.request import GrammarKind
 
@@ -143,98 +142,3 @@ ResponseFormat = TypeAliasType(
 def raw_schema(schema: object) -> RawGrammar:
     """Return the grammar of a schema in OpenAI's form, where None stands for any object."""
     return ANY_OBJECT if schema is None else RawGrammar(GrammarKind.JSON_SCHEMA, schema)
-
-
-META = frozenset("\\.+*?()|[]{}^$#&-~")
-"""Characters with a meaning in regular expressions."""
-Choice = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
-
-
-class StructuredOutputs(RequestModel):
-    """vLLM's: one of these."""
-
-    place = Place.STRUCTURED_OUTPUTS
-
-    json_: Any = Field(alias="json", default=None)
-    """A schema, as an object or as text."""
-    regex: str | None = None
-    choice: Choice | None = None
-    grammar: str | None = None
-    """In Lark's syntax."""
-    json_object: bool | None = None
-
-    def given(self) -> dict[str, RawGrammar]:
-        """Return the grammars by the names of their fields."""
-        return _by_field(
-            "structured_outputs.",
-            json=_schema(self.json_),
-            regex=_of(GrammarKind.REGEX, self.regex),
-            choice=one_of(self.choice),
-            grammar=_of(GrammarKind.LARK, self.grammar),
-            json_object=ANY_OBJECT if self.json_object else None,
-        )
-
-
-class GuidedFields(RequestModel):
-    """Fields of chats and text completions."""
-
-    structured_outputs: StructuredOutputs | None = None
-    """A grammar for the answer, in vLLM's form. Range: one of `json`, `regex`, `choice`, `grammar` and `json_object`.
-    Default: none.
-    """
-    guided_json: Any = None
-    """JSON schema that the answer has to match. Range: at most one field with a grammar. Default: none."""
-    guided_regex: str | None = None
-    """Regular expression that the whole answer has to match. Range: at most one field with a grammar. Default: none."""
-    guided_choice: Choice | None = None
-    """Texts of which the answer is one. Range: 1 to 10000 texts; at most one field with a grammar. Default: none."""
-    guided_grammar: str | None = None
-    """Grammar in Lark's syntax that the answer has to match. Range: at most one field with a grammar. Default: none."""
-    json_schema: Any = None
-    """JSON schema that the answer has to match. Range: at most one field with a grammar. Default: none."""
-    regex: str | None = None
-    """Regular expression that the whole answer has to match. Range: at most one field with a grammar. Default: none."""
-    ebnf: str | None = None
-    """Grammar in Lark's syntax that the answer has to match. Range: at most one field with a grammar. Default: none."""
-
-    def guide(self, response_format: RawGrammar | None) -> RawGrammar | None:
-        """Return the grammar beside, or instead of, that of `response_format`; raises ValidationError for several."""
-        given = {} if self.structured_outputs is None else self.structured_outputs.given()
-        given |= _by_field(
-            "",
-            guided_json=_schema(self.guided_json),
-            guided_regex=_of(GrammarKind.REGEX, self.guided_regex),
-            guided_choice=one_of(self.guided_choice),
-            guided_grammar=_of(GrammarKind.LARK, self.guided_grammar),
-            json_schema=_schema(self.json_schema),
-            regex=_of(GrammarKind.REGEX, self.regex),
-            ebnf=_of(GrammarKind.LARK, self.ebnf),
-            response_format=response_format,
-        )
-        if len(given) > 1:
-            names = ", ".join(f"`{name}`" for name in given)
-            raise ValidationError(f"{names} exclude each other: the text can match only one")
-        return next(iter(given.values()), None)
-
-
-def one_of(choice: list[str] | None) -> RawGrammar | None:
-    """Return the grammar of a text that is one of `choice`."""
-    if choice is None:
-        return None
-    return RawGrammar(GrammarKind.REGEX, "|".join(f"(?:{_literal(text)})" for text in choice))
-
-
-def _literal(text: str) -> str:
-    return "".join(f"\\{char}" if char in META else char for char in text)
-
-
-def _schema(value: object) -> RawGrammar | None:
-    return None if value is None else RawGrammar(GrammarKind.JSON_SCHEMA, value)
-
-
-def _of(kind: GrammarKind, source: str | None) -> RawGrammar | None:
-    return None if source is None else RawGrammar(kind, source)
-
-
-def _by_field(prefix: str, **grammars: RawGrammar | None) -> dict[str, RawGrammar]:
-    return {prefix + name: one for name, one in grammars.items() if one is not None}

@@ -18,9 +18,8 @@ from millrace_router.api.body.refused_fields import (
 )
 from millrace_router.errors import ValidationError
 from millrace_router.server.bodies import read_json, to_model
-from millrace_router.server.ignored import note_ignored
-from millrace_router.server.request_start import counting_refusals
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.headers import note_ignored
+from millrace_router.server.services import SERVICES, Services, count_refusal
 
 Model = TypeVar("Model", bound=RequestModel)
 
@@ -48,15 +47,23 @@ def checked(services: Services, parsed: object, model: type[Model]) -> tuple[Mod
     """Return the body, and the names of what has no effect; raises as `request_of`."""
     body = to_model(parsed, model)
     ignored: list[str] = []
-    with counting_refusals(services.metrics):
-        for path, field in unused_fields(parsed, body):
-            if field is None and services.config.strict_fields:
-                raise ValidationError(f"`{path[:100]}` is not a field of this route")
-            if field is not None and not services.dialect.ignores_foreign_fields:
-                reason = f": {field.reason}" if field.reason else ""
-                raise ValidationError(f"`{path}` is not supported{reason}")
-            ignored.append(path)
+    for path, field in unused_fields(parsed, body):
+        refusal = _refusal(services, path, field)
+        if refusal is not None:
+            count_refusal(services.metrics, refusal)
+            raise refusal
+        ignored.append(path)
     return body, ignored
+
+
+def _refusal(services: Services, path: str, field: RefusedField | None) -> ValidationError | None:
+    """Return why a field that is not used is refused; None if it is only ignored."""
+    if field is None and services.config.strict_fields:
+        return ValidationError(f"`{path[:100]}` is not a field of this route")
+    if field is not None and not services.dialect.ignores_foreign_fields:
+        reason = f": {field.reason}" if field.reason else ""
+        return ValidationError(f"`{path}` is not supported{reason}")
+    return None
 
 
 def unused_fields(

@@ -1,38 +1,57 @@
-"""OpenAI's sampling parameters in the bodies of requests, and their meaning in a `GenerationRequest`."""
+"""What may be drawn: OpenAI's sampling parameters and their meaning, and what the text has to match."""
 
 from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
-
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Annotated
+from typing import Any
 from pydantic import Field
-
 from millrace_proto.sampling import WARPERS
-from millrace_router.api.body.fields import (
-    UINT32_MAX,
-    UINT64_MAX,
-    Float32,
-    Items,
-    SamplingModel,
-    UInt32,
-)
+from millrace_router.api.body.fields import UINT32_MAX
+from millrace_router.api.body.fields import UINT64_MAX
+from millrace_router.api.body.fields import Float32
+from millrace_router.api.body.fields import Items
+from millrace_router.api.body.fields import SamplingModel
+from millrace_router.api.body.fields import UInt32
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.float32 import rounded
-from millrace_router.request.generation_request import DryRequest, FieldNames, GenerationRequest
+from millrace_router.request.generation_request import DryRequest
+from millrace_router.request.generation_request import FieldNames
+from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.request import FinishReason
 from millrace_router.validation.rules import check_sampling
 from millrace_router.validation.sampling_defaults import GREEDY_NAMES
 from millrace_router.validation.sampling_defaults import NAMES as DEFAULTED
+from millrace_router.api.body.fields import Place
+from millrace_router.request.grammar import ANY_OBJECT
+from millrace_router.request.request import GrammarKind
 
 MAX_BIASES = 300
 """OpenAI's limit, too."""
 MAX_BIAS = 100.0
 MAX_DIGITS = 10
 """Digits of a token id, which is a 32-bit number."""
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+Seed = Annotated[int, Field(ge=-(2**63), le=UINT64_MAX)]
+MAX_PENALTY = 2.0
+MAX_STOP_TOKENS = 64
+MAX_TEMPERATURE = 2.0
+TOP_LOGPROBS = 20
+"""Candidates for a token that OpenAI's chats and responses may ask for."""
+TGI_NAMES = FieldNames(
+    least_tokens="min_tokens", most_tokens="max_tokens", truncate="truncate_prompt_tokens"
+)
+"""TGI's names, and OpenAI's for what TGI lacks."""
+OPENAI_NAMES = replace(
+    TGI_NAMES, prompt="messages", max_new_tokens="max_tokens", top_n_tokens="top_logprobs"
+)
+META = frozenset("\\.+*?()|[]{}^$#&-~")
+"""Characters with a meaning in regular expressions."""
+Choice = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
 
 def biases_from(given: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
@@ -69,7 +88,7 @@ def _is_bias(value: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownText:
+class OutputOptions:
     """Options of the text of a choice."""
 
     special_tokens: bool = False
@@ -92,24 +111,8 @@ class ShownText:
         return self.special_tokens and finished.finish_reason is FinishReason.EOS_TOKEN
 
 
-DEFAULT_TEXT = ShownText()
+DEFAULT_OUTPUT = OutputOptions()
 """Neither special tokens nor stop strings."""
-
-
-Salt = Annotated[str, Field(min_length=1, max_length=1024)]
-Seed = Annotated[int, Field(ge=-(2**63), le=UINT64_MAX)]
-MAX_PENALTY = 2.0
-MAX_STOP_TOKENS = 64
-MAX_TEMPERATURE = 2.0
-TOP_LOGPROBS = 20
-"""Candidates for a token that OpenAI's chats and responses may ask for."""
-TGI_NAMES = FieldNames(
-    least_tokens="min_tokens", most_tokens="max_tokens", truncate="truncate_prompt_tokens"
-)
-"""TGI's names, and OpenAI's for what TGI lacks."""
-OPENAI_NAMES = replace(
-    TGI_NAMES, prompt="messages", max_new_tokens="max_tokens", top_n_tokens="top_logprobs"
-)
 
 
 class SamplingFields(SamplingModel):
@@ -190,9 +193,9 @@ class SamplingFields(SamplingModel):
         return False
 
     @property
-    def shown(self) -> ShownText:
+    def output_options(self) -> OutputOptions:
         """What of the tokens is part of the text."""
-        return ShownText(
+        return OutputOptions(
             special_tokens=self.skip_special_tokens is False,
             stops=bool(self.include_stop_str_in_output or self.no_stop_trim),
             stop_token_ids=frozenset(self.stop_token_ids or ()),
@@ -282,3 +285,93 @@ def openai_generation(request: GenerationRequest, dialect: Dialect) -> Generatio
     check_sampling(replace(sampled, temperature=None))
     no_warpers: dict[str, Any] = dict.fromkeys(WARPERS)
     return replace(request, left_out=left_out & GREEDY_NAMES, **no_warpers)
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's: one of these."""
+
+    place = Place.STRUCTURED_OUTPUTS
+
+    json_: Any = Field(alias="json", default=None)
+    """A schema, as an object or as text."""
+    regex: str | None = None
+    choice: Choice | None = None
+    grammar: str | None = None
+    """In Lark's syntax."""
+    json_object: bool | None = None
+
+    def given(self) -> dict[str, RawGrammar]:
+        """Return the grammars by the names of their fields."""
+        return _by_field(
+            "structured_outputs.",
+            json=_schema(self.json_),
+            regex=_of(GrammarKind.REGEX, self.regex),
+            choice=one_of(self.choice),
+            grammar=_of(GrammarKind.LARK, self.grammar),
+            json_object=ANY_OBJECT if self.json_object else None,
+        )
+
+
+class GuidedFields(RequestModel):
+    """Fields of chats and text completions."""
+
+    structured_outputs: StructuredOutputs | None = None
+    """A grammar for the answer, in vLLM's form. Range: one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+    Default: none.
+    """
+    guided_json: Any = None
+    """JSON schema that the answer has to match. Range: at most one field with a grammar. Default: none."""
+    guided_regex: str | None = None
+    """Regular expression that the whole answer has to match. Range: at most one field with a grammar. Default: none."""
+    guided_choice: Choice | None = None
+    """Texts of which the answer is one. Range: 1 to 10000 texts; at most one field with a grammar. Default: none."""
+    guided_grammar: str | None = None
+    """Grammar in Lark's syntax that the answer has to match. Range: at most one field with a grammar. Default: none."""
+    json_schema: Any = None
+    """JSON schema that the answer has to match. Range: at most one field with a grammar. Default: none."""
+    regex: str | None = None
+    """Regular expression that the whole answer has to match. Range: at most one field with a grammar. Default: none."""
+    ebnf: str | None = None
+    """Grammar in Lark's syntax that the answer has to match. Range: at most one field with a grammar. Default: none."""
+
+    def guide(self, response_format: RawGrammar | None) -> RawGrammar | None:
+        """Return the grammar beside, or instead of, that of `response_format`; raises ValidationError for several."""
+        given = {} if self.structured_outputs is None else self.structured_outputs.given()
+        given |= _by_field(
+            "",
+            guided_json=_schema(self.guided_json),
+            guided_regex=_of(GrammarKind.REGEX, self.guided_regex),
+            guided_choice=one_of(self.guided_choice),
+            guided_grammar=_of(GrammarKind.LARK, self.guided_grammar),
+            json_schema=_schema(self.json_schema),
+            regex=_of(GrammarKind.REGEX, self.regex),
+            ebnf=_of(GrammarKind.LARK, self.ebnf),
+            response_format=response_format,
+        )
+        if len(given) > 1:
+            names = ", ".join(f"`{name}`" for name in given)
+            raise ValidationError(f"{names} exclude each other: the text can match only one")
+        return next(iter(given.values()), None)
+
+
+def one_of(choice: list[str] | None) -> RawGrammar | None:
+    """Return the grammar of a text that is one of `choice`."""
+    if choice is None:
+        return None
+    return RawGrammar(GrammarKind.REGEX, "|".join(f"(?:{_literal(text)})" for text in choice))
+
+
+def _literal(text: str) -> str:
+    return "".join(f"\\{char}" if char in META else char for char in text)
+
+
+def _schema(value: object) -> RawGrammar | None:
+    return None if value is None else RawGrammar(GrammarKind.JSON_SCHEMA, value)
+
+
+def _of(kind: GrammarKind, source: str | None) -> RawGrammar | None:
+    return None if source is None else RawGrammar(kind, source)
+
+
+def _by_field(prefix: str, **grammars: RawGrammar | None) -> dict[str, RawGrammar]:
+    return {prefix + name: one for name, one in grammars.items() if one is not None}

@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace_router.api.body.sampling import DEFAULT_TEXT, ShownText
-from millrace_router.errors import ToolError
-from millrace_router.request.dialect import Dialect
+from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
+from millrace_router.reasoning.reasoning_format import ReasoningFormat
+from millrace_router.reasoning.splitter import Start
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.text.template_messages import Message, text_of
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.tool_calls.call_format import CallFormat
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 AUTO = ToolChoice("auto")
-EXCLUSIVE = "Grammar and tools are mutually exclusive"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class Chat:
     """Without a prompt; its grammar is that of the text, without calls of tools."""
     messages: Sequence[Message]
     """As the chat template takes them: role, content, calls, call id, name, in this order."""
+    num_choices: int = 1
+    """Answers to generate."""
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = AUTO
     tool_prompt: str | None = None
@@ -40,7 +43,7 @@ class Chat:
     """Whether they name tokens by their ids."""
     adds_special_tokens: bool = False
     """Whether the tokenizer puts its special tokens around the rendered prompt."""
-    shown: ShownText = DEFAULT_TEXT
+    output_options: OutputOptions = DEFAULT_OUTPUT
     keeps_stops: bool = False
     """Whether stop strings stay in the text."""
     effort: str | None = None
@@ -48,7 +51,7 @@ class Chat:
     thinking_budget: int | None = None
     """Tokens after which a thought is closed."""
     splits_thought: bool = True
-    """Whether thoughts are told from the text."""
+    """Whether thoughts are split from the text."""
     shows_thought: bool = True
 
     @property
@@ -62,7 +65,22 @@ class Chat:
         return text_of(last.get("content"))
 
 
-def check_exclusive(tools: object, request: GenerationRequest, dialect: Dialect) -> None:
-    """Raise ToolError for tools beside a grammar if the dialect refuses them."""
-    if dialect.refuses_tools_with_format and tools is not None and request.grammar is not None:
-        raise ToolError(EXCLUSIVE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedChat:
+    """A chat that may be generated, and what its answer is read with."""
+
+    chat: Chat
+    request: GenerationRequest
+    """With the prompt, and the grammar of the whole answer."""
+    tools: tuple[Tool, ...]
+    """The tools that may be called; empty if none may."""
+    tool_format: CallFormat
+    reasoning: ReasoningFormat | None
+    """How thoughts are split from the text; None if they are not."""
+    start: Start
+    tokenizer: Tokenizer
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token can become nothing but thought, text and calls."""
+        return self.chat.num_logprobs is None and not self.chat.output_options.token_ids

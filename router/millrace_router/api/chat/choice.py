@@ -4,21 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Generic, TypeVar
 
 from typing_extensions import TypedDict
 
-from millrace_router.api.body.sampling import DEFAULT_TEXT, ShownText
+from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
+from millrace_router.api.chat.chat import PreparedChat
 from millrace_router.engine.generation import Generation
+from millrace_router.engine.usage import Usage
 from millrace_router.reasoning.splitter import Split, Splitter
 from millrace_router.request.events import Token, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
 from millrace_router.request.token_stream import read_tokens
 from millrace_router.text.stopping import StopTrimmer
+from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.parser import AnswerParser
 from millrace_router.tool_calls.tool import CallDelta, Parsed
+
+STOP = "stop"
+TOOL_CALLS = "tool_calls"
+STOP_SEQUENCE = "stop_sequence"
+_FINISH_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.EOS_TOKEN: STOP,
+    FinishReason.STOP_SEQUENCE: STOP,
+}
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, for which JSON has no number."""
+Logprobs = TypeVar("Logprobs")
 
 
 class CachedTokensJson(TypedDict):
@@ -40,22 +57,6 @@ class ChatCompletionLogprobJson(ChatCompletionTopLogprobJson):
     """A generated token, and the likeliest tokens in its place."""
 
     top_logprobs: list[ChatCompletionTopLogprobJson]
-
-
-STOP = "stop"
-TOOL_CALLS = "tool_calls"
-STOP_SEQUENCE = "stop_sequence"
-_FINISH_REASONS = {
-    FinishReason.LENGTH: "length",
-    FinishReason.EOS_TOKEN: STOP,
-    FinishReason.STOP_SEQUENCE: STOP,
-}
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, for which JSON has no number."""
-
-
-Logprobs = TypeVar("Logprobs")
 
 
 @dataclass(slots=True)
@@ -123,14 +124,16 @@ def text_before_special(token: Token) -> str:
 class TrimmedText:
     """Text of a choice, cut before a stop string."""
 
-    def __init__(self, stop_sequences: Sequence[str], shown: ShownText = DEFAULT_TEXT) -> None:
+    def __init__(
+        self, stop_sequences: Sequence[str], output_options: OutputOptions = DEFAULT_OUTPUT
+    ) -> None:
         self._trimmer = StopTrimmer(stop_sequences)
-        self._shown = shown
+        self._output_options = output_options
         # Read with every token: the usual text needs no look at the options.
-        self._is_usual = not (shown.special_tokens or shown.stop_token_ids)
-        self.has_token_ids = shown.token_ids
+        self._is_usual = not (output_options.special_tokens or output_options.stop_token_ids)
+        self.has_token_ids = output_options.token_ids
         """Whether the deltas have the ids of tokens."""
-        self.is_verbatim = self._is_usual and not (shown.token_ids or any(stop_sequences))
+        self.is_verbatim = self._is_usual and not (output_options.token_ids or any(stop_sequences))
         """Whether a token that is neither special nor the last one adds its text and nothing else."""
 
     @property
@@ -142,7 +145,7 @@ class TrimmedText:
         """Take the text of the next token; return what may be shown, and the finish reason of the last token."""
         text = self._trimmer.push(text)
         if self._trimmer.stop is not None:
-            return text + self._trimmer.stop if self._shown.stops else text, STOP
+            return text + self._trimmer.stop if self._output_options.stops else text, STOP
         if event.finished is None:
             return text, None
         return text + self._trimmer.finish(), self._reason(event.finished.finish_reason)
@@ -165,14 +168,14 @@ class ChoiceText(TrimmedText):
         keeps_stops: bool = False,
         splitter: Splitter | None = None,
         shows_thought: bool = True,
-        shown: ShownText = DEFAULT_TEXT,
+        output_options: OutputOptions = DEFAULT_OUTPUT,
     ) -> None:
         """With `parser` the choice may have calls, and with `splitter` a thought; their text includes `markers`.
 
         Markers are special tokens. With `keeps_stops` a stop string stays in the text, and the finish reason names it,
         as in TGI.
         """
-        super().__init__([] if keeps_stops else stop_sequences, shown)
+        super().__init__([] if keeps_stops else stop_sequences, output_options)
         self._logprobs = logprobs
         self._parser = parser
         self.may_call = parser is not None
@@ -185,7 +188,7 @@ class ChoiceText(TrimmedText):
         if not (logprobs is None and parser is None and splitter is None):
             self.is_verbatim = False
         self.reasoning_tokens: int | None = None if splitter is None else 0
-        """Tokens of the thought so far, its tags among them; None if no thought is told from the text."""
+        """Tokens of the thought so far, its tags among them; None if thoughts are not split from the text."""
 
     def push(self, event: TokenEvent) -> ChatDelta:
         """Take the next token; nothing may follow a delta that has a finish reason."""
@@ -207,9 +210,9 @@ class ChoiceText(TrimmedText):
     def _text_of(self, event: TokenEvent) -> str:
         """Return the text of a token that may be part of the choice."""
         token = event.token
-        if event.finished is not None and self._shown.hides_end(event):
+        if event.finished is not None and self._output_options.hides_end(event):
             return ""
-        if token.special and not self._shown.special_tokens:
+        if token.special and not self._output_options.special_tokens:
             return self._hidden(token)
         return token.text
 
@@ -266,13 +269,67 @@ def parts_of(delta: ChatDelta) -> Iterator[Thought | str | CallDelta]:
     yield from calls
 
 
-async def deltas_of(generation: Generation, text: ChoiceText) -> list[ChatDelta]:
-    """Read what each token adds to the choice, until a delta has a finish reason; raises RouterError."""
-    deltas: list[ChatDelta] = []
+def reader(prepared: PreparedChat) -> ChoiceText:
+    """Return a new reader of one choice of a chat."""
+    chat, reasoning, tools = prepared.chat, prepared.reasoning, prepared.tools
+    markers = set(prepared.tool_format.markers) if tools else set()
+    splitter = None
+    if reasoning is not None:
+        markers |= reasoning.special
+        splitter = reasoning.splitter(prepared.start, keeps_calls=bool(tools))
+    return ChoiceText(
+        prepared.request.stop,
+        logprobs=_logprobs(prepared),
+        parser=prepared.tool_format.parser(tools, chat.choice) if tools else None,
+        markers=sorted(markers),
+        keeps_stops=chat.keeps_stops,
+        splitter=splitter,
+        shows_thought=chat.shows_thought,
+        output_options=chat.output_options,
+    )
+
+
+def _logprobs(prepared: PreparedChat) -> TokenLogprobs | None:
+    if prepared.chat.num_logprobs is None:
+        return None
+    return TokenLogprobs(
+        num_candidates=prepared.chat.num_logprobs,
+        bytes_of=partial(_bytes_of, prepared.tokenizer),
+        names_ids=prepared.chat.logprobs_name_ids,
+    )
+
+
+def _bytes_of(tokenizer: Tokenizer, token: Token) -> bytes:
+    if tokenizer.has_token_bytes and not token.special:
+        return tokenizer.token_bytes(token.id)
+    return token.text.encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadChoice:
+    """A choice that has been read to its end."""
+
+    deltas: Sequence[ChatDelta]
+    finish_reason: str
+    stop_sequence: str | None
+    """The stop string that the text was cut before, if there was one."""
+    usage: Usage
+
+
+async def read_choice(generation: Generation, chat: PreparedChat) -> ReadChoice:
+    """Read one choice, until a delta has a finish reason; raises RouterError."""
+    text, deltas = reader(chat), list[ChatDelta]()
 
     def take(token: TokenEvent) -> bool:
         deltas.append(text.push(token))
         return deltas[-1].finish_reason is not None
 
     await read_tokens(generation, take)
-    return deltas
+    last = deltas[-1]
+    assert last.finish_reason is not None
+    return ReadChoice(
+        deltas=deltas,
+        finish_reason=last.finish_reason,
+        stop_sequence=text.stop_sequence,
+        usage=generation.usage(last.num_tokens, text.reasoning_tokens),
+    )

@@ -28,6 +28,20 @@ from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import DONE, STREAM_HEADERS, event
 from millrace_router.version import VERSION
 
+FIELD = re.compile(r"`([A-Za-z_][\w.\[\]]*)`")
+"""The name of a field in a message."""
+BEFORE_STREAMS = (
+    BodyError,
+    TemplateError,
+    ToolError,
+    BatchSizeExceeded,
+    SuffixNotSupported,
+    NotResumable,
+)
+"""Errors that TGI raises before it opens a stream, or that it does not have."""
+STREAM_ERROR_STATUS = 422
+"""Status in an error event of OpenAI's streams, whatever the error."""
+
 
 class StreamFailureJson(TypedDict):
     """Details of a failure in mid-stream."""
@@ -56,10 +70,6 @@ class OpenAIErrorResponseJson(TypedDict):
 
     error: FailureJson
     error_type: str
-
-
-FIELD = re.compile(r"`([A-Za-z_][\w.\[\]]*)`")
-"""The name of a field in a message."""
 
 
 def error_answer(error: RouterError) -> OpenAIErrorResponseJson:
@@ -117,19 +127,6 @@ def openai_errors(handler: Handler, *, is_in_tgi: bool = True) -> Handler:
 def stream_error(error: RouterError) -> bytes:
     """Frame a failure in mid-stream, with the usual end of a stream."""
     return event(orjson.dumps({"error": error_detail(error)})) + DONE
-
-
-BEFORE_STREAMS = (
-    BodyError,
-    TemplateError,
-    ToolError,
-    BatchSizeExceeded,
-    SuffixNotSupported,
-    NotResumable,
-)
-"""Errors that TGI raises before it opens a stream, or that it does not have."""
-STREAM_ERROR_STATUS = 422
-"""Status in an error event of OpenAI's streams, whatever the error."""
 
 
 async def always(_: web.Request) -> bool:

@@ -1,27 +1,31 @@
-"""Makes the prompt and the grammar of a chat."""
+"""The start of a chat: its prompt and its grammar, and the generations of its choices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-from millrace_router.api.body.sampling import DEFAULT_TEXT, ShownText
-from millrace_router.api.chat.chat import EXCLUSIVE, Chat
-from millrace_router.api.chat.choice import ChoiceText, TokenLogprobs
+from aiohttp import web
+
+from millrace_router.api.body.messages import EXCLUSIVE
+from millrace_router.api.chat.chat import Chat, PreparedChat
+from millrace_router.api.chat.choice import ReadChoice, read_choice
+from millrace_router.engine.generation import Generation
 from millrace_router.errors import TemplateError, ToolError
 from millrace_router.reasoning.reasoning_format import ReasoningFormat, ThoughtLimit
 from millrace_router.reasoning.splitter import Start
-from millrace_router.request.events import Token
-from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.grammar import RawGrammar
-from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.server.services import Services
+from millrace_router.request.request import Grammar, GrammarKind, SchedulingParameters
+from millrace_router.request.scheduling import DEFAULT_SCHEDULING
+from millrace_router.server.access_log import watch
+from millrace_router.server.services import SERVICES, Services, scheduling_of
 from millrace_router.text.template_messages import Message, text_of
-from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.call_format import CallFormat, chat_grammar, has_grammar
+from millrace_router.tool_calls.call_format import chat_grammar, has_grammar
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_router.tool_calls.tool_prompt import with_tool_prompt
 
@@ -49,77 +53,95 @@ def _kind_of(message: Message) -> tuple[str, bool]:
     return SYSTEM.get(role, role), message.keys() == {"role", "content"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedChat:
-    """A chat that may be generated, and how its answer is read."""
+@dataclass(frozen=True, slots=True)
+class ChatRun:
+    """A chat that is being generated."""
 
-    request: GenerationRequest
-    tools: tuple[Tool, ...]
-    """The tools that may be called; empty if none may."""
-    choice: ToolChoice
-    tool_format: CallFormat
-    logprobs: TokenLogprobs | None
-    keeps_stops: bool
-    reasoning: ReasoningFormat | None
-    """How thoughts are told from the text; None if they are not."""
-    start: Start
-    shows_thought: bool
-    shown: ShownText = DEFAULT_TEXT
+    services: Services
+    chat: PreparedChat
+    generations: tuple[Generation, ...]
+    """One for each choice."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether a token can become nothing but thought, text and calls."""
-        return self.logprobs is None and not self.shown.token_ids
+    async def read(self) -> list[ReadChoice]:
+        """Read all choices to their ends; raises RouterError.
 
-    def text(self) -> ChoiceText:
-        """Return a new reader of one choice."""
-        return ChoiceText(
-            self.request.stop,
-            logprobs=self.logprobs,
-            parser=self.tool_format.parser(self.tools, self.choice) if self.tools else None,
-            markers=self._markers(),
-            keeps_stops=self.keeps_stops,
-            splitter=None
-            if self.reasoning is None
-            else self.reasoning.splitter(self.start, keeps_calls=bool(self.tools)),
-            shows_thought=self.shows_thought,
-            shown=self.shown,
-        )
-
-    def _markers(self) -> Sequence[str]:
-        """Return the special tokens that the text has for its readers."""
-        markers = set(self.tool_format.markers) if self.tools else set()
-        return sorted(markers if self.reasoning is None else markers | self.reasoning.special)
+        They are read one after the other: tokens of the others wait in their streams.
+        """
+        return [await read_choice(generation, self.chat) for generation in self.generations]
 
 
-async def prepare_chat(services: Services, chat: Chat) -> PreparedChat:
+@asynccontextmanager
+async def start_chat(
+    request: web.Request,
+    chat: Chat,
+    priority: int | None,
+    adapter: AdapterReference | None,
+) -> AsyncIterator[ChatRun]:
+    """Generate the choices of a chat for the length of the block, and note them in the access log.
+
+    `priority` is the body's.
+
+    Raises:
+        RouterError: the chat or a header is not valid, or the server does not take the request.
+
+    """
+    services = request.app[SERVICES]
+    scheduling = scheduling_of(request, priority)
+    async with run_chat(services, chat, adapter=adapter, scheduling=scheduling) as run:
+        watch(request, *run.generations)
+        yield run
+
+
+@asynccontextmanager
+async def run_chat(
+    services: Services,
+    chat: Chat,
+    *,
+    adapter: AdapterReference | None,
+    scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
+) -> AsyncIterator[ChatRun]:
+    """Generate as `start_chat` does, for callers without an HTTP request; raises RouterError."""
+    prepared = await prepare_chat(services, chat, adapter=adapter, scheduling=scheduling)
+    generations = await services.infer.start_samples(prepared.request, chat.num_choices)
+    with ExitStack() as cleanup:
+        for generation in generations:
+            cleanup.callback(generation.close)
+        yield ChatRun(services, prepared, generations)
+
+
+async def prepare_chat(
+    services: Services,
+    chat: Chat,
+    *,
+    adapter: AdapterReference | None = None,
+    scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
+) -> PreparedChat:
     """Make the prompt and the grammar of a chat; raises RouterError."""
     tools = () if chat.choice.kind == "none" else chat.tools
     grammar = chat.request.grammar
     if tools:
         grammar = await _with_tools(services, tools, chat.choice, grammar)
     prompt = await _render(services, chat, tools)
-    found = services.reasoning
-    start = Start.FREE if found is None else found.start_of(prompt, chat.continued)
-    if found is not None:
-        grammar = await _behind_thought(services, found, start, chat, grammar)
-    reasoning = found if chat.splits_thought else None
+    reasoning = services.reasoning
+    start = Start.FREE
+    if reasoning is not None:
+        start = reasoning.start_of(prompt, chat.continued)
+        grammar = await _behind_thought(services, reasoning, start, chat, grammar)
     return PreparedChat(
+        chat=chat,
         request=replace(
             chat.request,
             prompt=prompt,
             adds_special_tokens=chat.adds_special_tokens,
             grammar=grammar,
+            adapter=adapter,
+            scheduling=scheduling,
         ),
         tools=tools,
-        choice=chat.choice,
         tool_format=services.tool_format,
-        logprobs=_logprobs(services.tokenizer, chat),
-        keeps_stops=chat.keeps_stops,
-        reasoning=reasoning,
+        reasoning=reasoning if chat.splits_thought else None,
         start=start,
-        shows_thought=chat.shows_thought,
-        shown=chat.shown,
+        tokenizer=services.tokenizer,
     )
 
 
@@ -192,22 +214,6 @@ def _variables(services: Services, chat: Chat) -> Mapping[str, Any] | None:
     """Return the variables of the template; the client's own beat those of its effort."""
     if chat.effort is None:
         return chat.template_variables
-    found = services.reasoning
-    asked = {"reasoning_effort": chat.effort} if found is None else found.variables(chat.effort)
-    return {**asked, **(chat.template_variables or {})}
-
-
-def _logprobs(tokenizer: Tokenizer, chat: Chat) -> TokenLogprobs | None:
-    if chat.num_logprobs is None:
-        return None
-    return TokenLogprobs(
-        num_candidates=chat.num_logprobs,
-        bytes_of=partial(_bytes_of, tokenizer),
-        names_ids=chat.logprobs_name_ids,
-    )
-
-
-def _bytes_of(tokenizer: Tokenizer, token: Token) -> bytes:
-    if tokenizer.has_token_bytes and not token.special:
-        return tokenizer.token_bytes(token.id)
-    return token.text.encode()
+    effort, reasoning = chat.effort, services.reasoning
+    variables = {"reasoning_effort": effort} if reasoning is None else reasoning.variables(effort)
+    return {**variables, **(chat.template_variables or {})}

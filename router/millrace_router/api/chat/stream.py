@@ -12,8 +12,8 @@ from millrace_router.api.chat.choice import ChatDelta, ChoiceText
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.request.events import TokenEvent
-from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.sse import DONE, event
+from millrace_router.server.stream_writer import GenerationStream
 
 
 class ChunkTemplate:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from aiohttp import web
 
 from millrace_router.api.body.reading import read_request
-from millrace_router.api.chat.route import fingerprint, model_name, openai_route, stream_errors
+from millrace_router.api.chat.route import openai_route, stream_errors
 from millrace_router.api.openai.completion_stream import (
     CompletionChunks,
     Sample,
@@ -25,7 +25,12 @@ from millrace_router.api.openai.completion_text import (
     echo_of,
 )
 from millrace_router.api.openai.protocol import CompletionCompleteJson, CompletionFinalJson
-from millrace_router.api.openai.render import AnswerHead, prompt_logprobs_json, usage_json
+from millrace_router.api.openai.render import (
+    ResponseMeta,
+    prompt_logprobs_json,
+    response_meta,
+    usage_json,
+)
 from millrace_router.api.openai.request import CompletionRequest
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
@@ -36,8 +41,7 @@ from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import SERVICES, Services, scheduling_of
 from millrace_router.server.sse import respond
 
 
@@ -50,52 +54,44 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/completions`."""
     services = request.app[SERVICES]
     body = await read_request(request, CompletionRequest)
-    with counting_refusals(services.metrics):
-        body.check(services.limits)
-        if len(body.prompts) > services.limits.max_client_batch_size:
-            raise BatchSizeExceeded(services.limits.max_client_batch_size)
-        asked = body.generation(services.dialect)
-        asked = replace(
-            asked,
-            scheduling=scheduling_of(request, body.priority),
-            adapter=body.adapter(request),
-        )
-    head = AnswerHead(
-        "text_completion",
-        "cmpl",
-        model=model_name(services, body.model),
-        fingerprint=fingerprint(services),
-        anonymous=services.dialect.hides_ids,
+    body.check(services.limits)
+    if len(body.prompts) > services.limits.max_client_batch_size:
+        raise BatchSizeExceeded(services.limits.max_client_batch_size)
+    sampled = replace(
+        body.generation(services.dialect),
+        scheduling=scheduling_of(request, body.priority),
+        adapter=body.adapter(request),
     )
+    meta = response_meta(services, "text_completion", "cmpl", body.model)
     style = _style(services, body)
     with ExitStack() as cleanup:
         samples: list[Sample] = []
         for prompt in body.prompts:
             generations = await services.infer.start_samples(
-                replace(asked, prompt=prompt), body.num_samples
+                replace(sampled, prompt=prompt), body.num_samples
             )
             for generation in generations:
                 cleanup.callback(generation.close)
-            echo = await _echo(services, asked, prompt) if body.echo else None
+            echo = await _echo(services, sampled, prompt) if body.echo else None
             samples.extend((generation, CompletionText(style, echo)) for generation in generations)
         watch(request, *_generations(samples))
-        headers = body.lorax_headers(services, asked.adapter)
+        headers = body.lorax_headers(services, sampled.adapter)
         if body.stream:
-            return await _stream(request, body, samples, head, headers)
-        return await _answer(services, body, samples, head, headers)
+            return await _stream(request, body, samples, meta, headers)
+        return await _answer(services, body, samples, meta, headers)
 
 
 async def _stream(
     request: web.Request,
     body: CompletionRequest,
     samples: Sequence[Sample],
-    head: AnswerHead,
+    meta: ResponseMeta,
     headers: Mapping[str, str],
 ) -> web.StreamResponse:
     services = request.app[SERVICES]
     options = sse_options(services, _generations(samples), stream_errors(services), headers)
     chunks = CompletionChunks(
-        head,
+        meta,
         includes_usage=body.includes_usage,
         continuous_usage=body.continuous_usage,
         dialect=services.dialect,
@@ -104,9 +100,9 @@ async def _stream(
 
 
 async def _echo(
-    services: Services, asked: GenerationRequest, prompt: str | tuple[int, ...]
+    services: Services, sampled: GenerationRequest, prompt: str | tuple[int, ...]
 ) -> Echo:
-    adds = asked.adds_special_tokens
+    adds = sampled.adds_special_tokens
     return await echo_of(services.tokenizer, prompt, adds_special_tokens=adds)
 
 
@@ -125,7 +121,7 @@ def _style(services: Services, body: CompletionRequest) -> Style:
         logprobs=logprobs,
         only_scores=body.only_scores,
         dialect=services.dialect,
-        shown=body.shown,
+        output_options=body.output_options,
         streams=bool(body.stream),
     )
 
@@ -134,7 +130,7 @@ async def _answer(
     services: Services,
     body: CompletionRequest,
     samples: Sequence[Sample],
-    head: AnswerHead,
+    meta: ResponseMeta,
     headers: Mapping[str, str],
 ) -> web.Response:
     """Return the best samples of each prompt; the tokens of the others count, too."""
@@ -155,7 +151,7 @@ async def _answer(
     headers = {**answer_headers(services, _generations(samples), usage), **headers}
     # TGI has no such sum here.
     del headers["x-compute-time"]
-    answer: CompletionFinalJson = {**head.json(), "choices": choices, "usage": usage_json(usage)}
+    answer: CompletionFinalJson = {**meta.json(), "choices": choices, "usage": usage_json(usage)}
     return json_response(answer, headers=headers)
 
 

@@ -14,12 +14,14 @@ from millrace_router.api.openai.protocol import (
     CompletionCompleteJson,
     CompletionFinalJson,
 )
-from millrace_router.api.openai.render import AnswerHead, usage_json
+from millrace_router.api.openai.render import ResponseMeta, usage_json
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.events import TokenEvent
 from millrace_router.server.sse import event as framed
+
+Sample = tuple[Generation, CompletionText]
 
 
 def completion_choice(
@@ -48,7 +50,7 @@ class CompletionChunks:
 
     def __init__(
         self,
-        head: AnswerHead,
+        meta: ResponseMeta,
         *,
         includes_usage: bool,
         continuous_usage: bool,
@@ -56,7 +58,7 @@ class CompletionChunks:
     ) -> None:
         self.includes_usage = includes_usage
         self.continuous_usage = continuous_usage
-        self._head = head
+        self._meta = meta
         self._no_reason = "" if dialect.has_tgi_reasons else None
 
     def text_chunk(self, index: int, text: str) -> ChunkJson:
@@ -75,12 +77,12 @@ class CompletionChunks:
         is_last = delta.finish_reason is not None and not self.includes_usage
         if not (is_last or self.continuous_usage):
             return chunk
-        told: CompletionFinalJson = {**chunk, "usage": usage_json(usage)}
-        return told
+        final: CompletionFinalJson = {**chunk, "usage": usage_json(usage)}
+        return final
 
     def usage_chunk(self, usage: Usage) -> CompletionFinalJson:
         """Render the chunk after the last token."""
-        return {**self._head.json(), "choices": [], "usage": usage_json(usage)}
+        return {**self._meta.json(), "choices": [], "usage": usage_json(usage)}
 
     def _chunk(
         self, index: int, delta: CompletionDelta, prompt_ids: Sequence[int] | None = None
@@ -95,10 +97,7 @@ class CompletionChunks:
             choice["token_ids"] = [delta.token_id]
         if prompt_ids is not None:
             choice["prompt_token_ids"] = list(prompt_ids)
-        return {**self._head.json(), "choices": [choice]}
-
-
-Sample = tuple[Generation, CompletionText]
+        return {**self._meta.json(), "choices": [choice]}
 
 
 class CompletionStream(ChoiceStream):

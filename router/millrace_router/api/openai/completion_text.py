@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from millrace_router.api.body.sampling import DEFAULT_TEXT, ShownText
+from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
 from millrace_router.api.chat.choice import (
     LEAST_LOGPROB,
     ChoiceDelta,
@@ -22,6 +22,12 @@ from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
 from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_router.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+LENGTH = "length"
+CompletionDelta = ChoiceDelta[CompletionLogprobsJson]
+"""A type only: `ChoiceDelta` makes instances, because a call of the alias takes several times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +65,6 @@ def _spelled(tokenizer: Tokenizer, ids: tuple[int, ...]) -> Echo:
     # Some decoders drop the space before a text's first word, and nothing else.
     num_dropped = len(text) - len(whole) if text.endswith(whole) else 0
     return Echo(text[num_dropped:], [max(start - num_dropped, 0) for start in starts])
-
-
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class CompletionOffsets:
@@ -187,11 +189,6 @@ def _number(logprob: float) -> float:
     return LEAST_LOGPROB if number is None else number
 
 
-LENGTH = "length"
-CompletionDelta = ChoiceDelta[CompletionLogprobsJson]
-"""A type only: `ChoiceDelta` makes instances, because a call of the alias takes several times as long."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
     """Options of all choices of a request."""
@@ -201,7 +198,7 @@ class Style:
     only_scores: bool = False
     """Whether the answer hides the one generated token."""
     dialect: Dialect = MILLRACE
-    shown: ShownText = DEFAULT_TEXT
+    output_options: OutputOptions = DEFAULT_OUTPUT
     streams: bool = False
     """Whether the answer is a stream: TGI shows special tokens, and its own finish reasons, in streams alone."""
 
@@ -210,7 +207,9 @@ class CompletionText(TrimmedText):
     """One choice: first the echo, then a delta for each token, until one has a finish reason."""
 
     def __init__(self, style: Style, echo: Echo | None = None) -> None:
-        super().__init__([] if style.dialect.keeps_stops else style.stop_sequences, style.shown)
+        super().__init__(
+            [] if style.dialect.keeps_stops else style.stop_sequences, style.output_options
+        )
         self._style = style
         if style.only_scores or style.logprobs is not None:
             self.is_verbatim = False
@@ -255,9 +254,9 @@ class CompletionText(TrimmedText):
         if self._is_usual and not token.special:
             return token.text
         style = self._style
-        if event.finished is not None and style.shown.hides_end(event):
+        if event.finished is not None and style.output_options.hides_end(event):
             return ""
-        if not token.special or style.shown.special_tokens:
+        if not token.special or style.output_options.special_tokens:
             return token.text
         if style.dialect.shows_special_tokens and style.streams:
             return token.text

@@ -9,12 +9,15 @@ from dataclasses import replace
 from typing import Any, cast
 
 from millrace_router.api.chat.choice import (
+    LEAST_LOGPROB,
     STOP,
     TOOL_CALLS,
     ChatCompletionLogprobJson,
     ChatDelta,
     token_ids,
 )
+from millrace_router.api.chat.route import fingerprint, model_name
+from millrace_router.api.chat.start import ChatRun
 from millrace_router.api.openai.protocol import (
     ChatCompletionChoiceJson,
     ChatCompletionChunkJson,
@@ -32,30 +35,33 @@ from millrace_router.api.openai.protocol import (
     ToolCallDeltaJson,
     UsageJson,
 )
+from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.engine.usage import Usage
-from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import MILLRACE, Dialect
 from millrace_router.request.events import PromptLogprobs
 from millrace_router.request.float32 import shortest
-from millrace_router.request.limits import Limits
+from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.tool import CallDelta
+
+CHUNK = "chat.completion.chunk"
+ROLE = "assistant"
 
 
 def usage_json(usage: Usage) -> UsageJson:
     """Render token counts."""
-    told: UsageJson = {
+    counts: UsageJson = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
     if usage.reasoning_tokens is not None:
-        told["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
-    return told
+        counts["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return counts
 
 
-class AnswerHead:
+class ResponseMeta:
     """The first keys of every answer and chunk of one request."""
 
     def __init__(
@@ -75,20 +81,15 @@ class AnswerHead:
         return {**self._json, "object": kind or self._json["object"]}
 
 
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, for which JSON has no number."""
-
-
-def check_prompt_logprobs(asked: int | None, limits: Limits, *, stream: bool) -> None:
-    """Check the number of candidates; raises ValidationError."""
-    if asked is None:
-        return
-    if not 0 <= asked <= limits.max_top_n_tokens:
-        raise ValidationError(
-            f"`prompt_logprobs` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {asked}"
-        )
-    if stream:
-        raise ValidationError("`prompt_logprobs` is not supported when streaming tokens")
+def response_meta(services: Services, kind: str, id_prefix: str, model: str | None) -> ResponseMeta:
+    """Return the first keys of an answer to a request that names `model`."""
+    return ResponseMeta(
+        kind,
+        id_prefix,
+        model=model_name(services, model),
+        fingerprint=fingerprint(services),
+        anonymous=services.dialect.hides_ids,
+    )
 
 
 def prompt_logprobs_json(
@@ -118,15 +119,11 @@ def _number(logprob: float) -> float:
     return LEAST_LOGPROB if number is None else number
 
 
-CHUNK = "chat.completion.chunk"
-ROLE = "assistant"
-
-
-class ChatAnswers:
+class ChatRenderer:
     """Renders the answer to one request in its dialect."""
 
-    def __init__(self, head: AnswerHead, dialect: Dialect = MILLRACE) -> None:
-        self._head = head
+    def __init__(self, meta: ResponseMeta, dialect: Dialect = MILLRACE) -> None:
+        self._meta = meta
         self._dialect = dialect
 
     def opening(
@@ -142,7 +139,7 @@ class ChatAnswers:
 
     def text_chunk(self, index: int, text: str) -> ChatCompletionChunkJson:
         """Render a chunk with nothing but text."""
-        return self._chunk(index, self._said(text))
+        return self._chunk(index, self._text_delta(text))
 
     def thought_chunk(self, index: int, thought: str) -> ChatCompletionChunkJson:
         """Render a chunk with nothing but thought."""
@@ -158,11 +155,11 @@ class ChatAnswers:
         parts = self._parts(delta)
         if delta.finish_reason is not None and (delta.calls or not parts):
             is_call = delta.finish_reason == TOOL_CALLS and not self._dialect.stops_after_calls
-            parts.append({} if is_call else self._said(""))
+            parts.append({} if is_call else self._text_delta(""))
         if not parts and (
             delta.logprobs is not None or usage is not None or delta.token_id is not None
         ):
-            parts.append(self._said(""))
+            parts.append(self._text_delta(""))
         last = len(parts) - 1
         return [
             self._chunk(
@@ -178,7 +175,7 @@ class ChatAnswers:
 
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunkJson:
         """Render the chunk after the last token."""
-        return {**self._head.json(CHUNK), "choices": [], "usage": usage_json(usage)}
+        return {**self._meta.json(CHUNK), "choices": [], "usage": usage_json(usage)}
 
     def choice(self, index: int, deltas: Sequence[ChatDelta]) -> ChatCompletionCompleteJson:
         """Render a choice in one piece."""
@@ -201,7 +198,7 @@ class ChatAnswers:
     ) -> ChatCompletionJson:
         """Render all choices; with `prompt_ids` also the prompt's tokens."""
         answer: ChatCompletionJson = {
-            **self._head.json(),
+            **self._meta.json(),
             "choices": choices,
             "usage": usage_json(usage),
         }
@@ -228,7 +225,7 @@ class ChatAnswers:
         if token_id is not None:
             choice["token_ids"] = [token_id]
         return {
-            **self._head.json(CHUNK),
+            **self._meta.json(CHUNK),
             "choices": [choice],
             "usage": None if usage is None else usage_json(usage),
         }
@@ -239,7 +236,7 @@ class ChatAnswers:
     def _reason(self, reason: str | None) -> str | None:
         return STOP if reason == TOOL_CALLS and self._dialect.stops_after_calls else reason
 
-    def _said(self, text: str) -> TextDeltaJson:
+    def _text_delta(self, text: str) -> TextDeltaJson:
         return {"role": ROLE, "content": text} if self._dialect.repeats_role else {"content": text}
 
     def _thought(self, text: str) -> ThoughtDeltaJson:
@@ -251,7 +248,7 @@ class ChatAnswers:
         if delta.thought:
             parts.append(self._thought(delta.thought))
         if delta.text:
-            parts.append(self._said(delta.text))
+            parts.append(self._text_delta(delta.text))
         for call in _joined(delta.calls):
             called: ToolCallDeltaJson = {"tool_calls": [self._called(call)]}
             parts.append({"role": ROLE, **called} if self._dialect.repeats_role else called)
@@ -298,7 +295,7 @@ class ChatAnswers:
         }
 
 
-class OldChatAnswers(ChatAnswers):
+class OldChatRenderer(ChatRenderer):
     """Chunks for TGI's old clients, which want a role, and a call or null, in each of them."""
 
     def _delta(self, delta: ChatCompletionDeltaJson) -> ChatCompletionDeltaJson:
@@ -324,3 +321,30 @@ def _function(call: CallDelta) -> FunctionJson:
     if call.name is None:
         return {"arguments": call.arguments}
     return {"name": call.name, "arguments": call.arguments}
+
+
+def chat_renderer(services: Services, body: ChatCompletionRequest) -> ChatRenderer:
+    """Return the renderer of the answer to `body`."""
+    meta = response_meta(services, "chat.completion", "chatcmpl", body.model)
+    kind = OldChatRenderer if body.is_of_old_client else ChatRenderer
+    return kind(meta, services.dialect)
+
+
+async def chat_answer(
+    run: ChatRun, body: ChatCompletionRequest
+) -> tuple[ChatCompletionJson, Usage]:
+    """Read a chat to its end, and render it in one piece; raises RouterError."""
+    renderer = chat_renderer(run.services, body)
+    choices = await run.read()
+    usage = sum((choice.usage for choice in choices), Usage())
+    first = run.generations[0]
+    answer = renderer.answer(
+        [renderer.choice(index, choice.deltas) for index, choice in enumerate(choices)],
+        usage,
+        first.valid.input_ids if body.has_token_ids else None,
+    )
+    if body.prompt_logprobs is not None and first.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs_json(
+            first.prompt_logprobs, body.prompt_logprobs, run.services.tokenizer
+        )
+    return answer, usage

@@ -18,28 +18,51 @@ from millrace_router.api.body.fields import (
     UInt32,
     prompts_of,
 )
-from millrace_router.api.body.grammars import GuidedFields, ResponseFormat
+from millrace_router.api.body.grammars import ResponseFormat
+from millrace_router.api.body.messages import (
+    ChatMessage,
+    ToolChoiceField,
+    ToolDefinition,
+    as_tools,
+    check_exclusive,
+    choose,
+    for_template,
+    without_functions,
+)
 from millrace_router.api.body.sampling import (
     TOP_LOGPROBS,
+    GuidedFields,
     SamplingFields,
     biases_from,
     openai_generation,
 )
-from millrace_router.api.body.tools import (
-    ToolChoiceField,
-    ToolDefinition,
-    choose,
-    without_functions,
-)
-from millrace_router.api.chat.chat import Chat, check_exclusive
-from millrace_router.api.chat.messages import ChatMessage
-from millrace_router.api.openai.render import check_prompt_logprobs
+from millrace_router.api.chat.chat import Chat
 from millrace_router.errors import SuffixNotSupported, ValidationError
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
 from millrace_router.server.services import Services
+
+LORAX_FIELDS = frozenset({"adapter_source", "api_token"})
+"""Fields that LoRAX has and OpenAI lacks."""
+OLD_CLIENTS_FIELDS = frozenset(
+    {"model", "messages", "repetition_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs"}
+    | {"max_tokens", "n", "presence_penalty", "stream", "seed", "temperature", "top_p", "tools", "tool_choice"}
+)  # fmt: skip
+"""What TGI's old clients, `text-generation` and `tgi`, send with every chat, as null if need be."""
+
+
+def check_prompt_logprobs(asked: int | None, limits: Limits, *, stream: bool) -> None:
+    """Check the number of candidates; raises ValidationError."""
+    if asked is None:
+        return
+    if not 0 <= asked <= limits.max_top_n_tokens:
+        raise ValidationError(
+            f"`prompt_logprobs` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {asked}"
+        )
+    if stream:
+        raise ValidationError("`prompt_logprobs` is not supported when streaming tokens")
 
 
 class Reasoning(RequestModel):
@@ -92,10 +115,6 @@ class ReasoningFields(RequestModel):
         """Whether the answer has the thought."""
         excluded = self.reasoning is not None and self.reasoning.exclude
         return not excluded and self.include_reasoning is not False
-
-
-LORAX_FIELDS = frozenset({"adapter_source", "api_token"})
-"""Fields that LoRAX has and OpenAI lacks."""
 
 
 class StreamOptions(RequestModel):
@@ -209,13 +228,6 @@ class CommonRequest(SamplingFields, GuidedFields):
         return openai_generation(request, dialect)
 
 
-OLD_CLIENTS_FIELDS = frozenset(
-    {"model", "messages", "repetition_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs"}
-    | {"max_tokens", "n", "presence_penalty", "stream", "seed", "temperature", "top_p", "tools", "tool_choice"}
-)  # fmt: skip
-"""What TGI's old clients, `text-generation` and `tgi`, send with every chat, as null if need be."""
-
-
 class ChatCompletionRequest(ReasoningFields, CommonRequest):
     """Body of `/v1/chat/completions` and `/chat_tokenize`."""
 
@@ -293,22 +305,22 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
         """Check, and translate; raises RouterError."""
         self.check(limits)
         dialect = limits.dialect
-        request = self.generation(dialect)
+        request, output_options = self.generation(dialect), self.output_options
         check_exclusive(self.tools, request, dialect)
-        tools = tuple(tool.as_tool() for tool in self.tools or ())
         parallel = self.parallel_tool_calls is not False
-        tools, choice = choose(tools, self.tool_choice, parallel=parallel)
+        tools, choice = choose(as_tools(self.tools), self.tool_choice, parallel=parallel)
         return Chat(
             request=request,
-            messages=[message.for_template(dialect) for message in self.messages],
+            messages=for_template(self.messages, dialect),
             tools=tools,
             choice=choice,
             tool_prompt=self.tool_prompt,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
+            num_choices=self.num_choices,
             template_variables=self._variables(),
             adds_special_tokens=bool(self.add_special_tokens),
-            shown=self.shown,
+            output_options=output_options,
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             logprobs_name_ids=bool(self.return_tokens_as_token_ids),
             keeps_stops=dialect.keeps_stops,

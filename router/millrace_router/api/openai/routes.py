@@ -1,90 +1,31 @@
 """OpenAI's chat and model list, in TGI's shapes."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import PurePath
-
 import orjson
 from aiohttp import web
-
 from millrace_router.adapters.names import Registration
 from millrace_router.api.body.adapters import token_of
 from millrace_router.api.body.reading import read_request
-from millrace_router.api.chat.choice import deltas_of
-from millrace_router.api.chat.route import (
-    counted_again,
-    fingerprint,
-    model_name,
-    openai_errors,
-    openai_route,
-    stream_errors,
-)
-from millrace_router.api.chat.start import PreparedChat, prepare_chat
-from millrace_router.api.chat.stream import OpenChoices
-from millrace_router.api.openai.protocol import ChatCompletionCompleteJson, ModelInfoJson, ModelJson
-from millrace_router.api.openai.render import (
-    AnswerHead,
-    ChatAnswers,
-    OldChatAnswers,
-    prompt_logprobs_json,
-)
+from millrace_router.api.chat.route import counted_again
+from millrace_router.api.chat.route import openai_errors
+from millrace_router.api.chat.route import openai_route
+from millrace_router.api.chat.route import stream_errors
+from millrace_router.api.chat.start import prepare_chat
+from millrace_router.api.openai.protocol import ModelInfoJson
+from millrace_router.api.openai.protocol import ModelJson
 from millrace_router.api.openai.request import ChatCompletionRequest
-from millrace_router.api.openai.stream import ChatStream
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.usage import Usage
 from millrace_router.errors import UnknownModel
 from millrace_router.request.adapter import AdapterSource
-from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
-from millrace_router.server.headers import answer_headers, sse_options
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
-from millrace_router.server.sse import DONE, respond
-
-
-def adapters_json(request: web.Request) -> list[ModelJson]:
-    """List the adapters that the client may use: registered ones, and ids that its token for the hub opened.
-
-    The list of models needs no key, but names of adapters may be names of customers: without the key there are none.
-    """
-    services = request.app[SERVICES]
-    resolver = services.adapters
-    if resolver is None or not services.keys.admit(request.headers):
-        return []
-    token = token_of(request, None)
-    opened = [] if token is None else resolver.named_by(token)
-    return [
-        *(_registered(services, one) for one in resolver.registry),
-        *(_model(services, name, root=name) for name in opened),
-    ]
-
-
-def adapter_json(request: web.Request, name: str) -> ModelJson | None:
-    """Describe one adapter that the client may use; None if it is not one."""
-    return next((one for one in adapters_json(request) if one["id"] == name), None)
-
-
-def _registered(services: Services, registration: Registration) -> ModelJson:
-    source = registration.source
-    is_folder = source.kind is AdapterSource.LOCAL
-    root = PurePath(source.location).name if is_folder else source.location
-    return _model(services, registration.name, root=root)
-
-
-def _model(services: Services, name: str, *, root: str) -> ModelJson:
-    served = services.config.served_names[0]
-    return {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": served,
-        "root": root,
-        "parent": served,
-    }
-
+from millrace_router.server.headers import answer_headers
+from millrace_router.server.headers import sse_options
+from millrace_router.server.services import SERVICES
+from millrace_router.server.services import Services
+from millrace_router.server.sse import respond
+from millrace_router.api.chat.start import start_chat
+from millrace_router.api.openai.render import chat_answer
+from millrace_router.api.openai.stream import chat_streams
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
@@ -135,80 +76,53 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`."""
     services = request.app[SERVICES]
     body = await read_request(request, ChatCompletionRequest)
-    with counting_refusals(services.metrics):
-        chat = await prepare_chat(services, body.chat(services.limits))
-        scheduling = scheduling_of(request, body.priority)
-        adapter = body.adapter(request)
-    answers, headers = _answers(services, body), body.lorax_headers(services, adapter)
-    with ExitStack() as cleanup:
-        generations = await services.infer.start_samples(
-            replace(chat.request, scheduling=scheduling, adapter=adapter), body.num_choices
-        )
-        for generation in generations:
-            cleanup.callback(generation.close)
-        watch(request, *generations)
-        if not body.stream:
-            asked = body.prompt_logprobs
-            return await _answer(services, chat, generations, answers, headers, asked=asked)
-        options = sse_options(services, generations, stream_errors(services), headers)
-        choices = OpenChoices(
-            len(generations),
-            answers.usage_chunk if body.includes_usage else None,
-            # TGI's old clients read the end of a stream as JSON.
-            end=() if body.is_of_old_client else (DONE,),
-        )
-        streams = [
-            ChatStream(
-                index,
-                generation,
-                chat.text(),
-                answers,
-                choices,
-                is_plain=chat.is_plain,
-                continuous_usage=body.continuous_usage,
-            )
-            for index, generation in enumerate(generations)
-        ]
-        return await respond(request, streams, options)
+    chat, adapter = body.chat(services.limits), body.adapter(request)
+    async with start_chat(request, chat, body.priority, adapter) as run:
+        headers = body.lorax_headers(services, adapter)
+        if body.stream:
+            options = sse_options(services, run.generations, stream_errors(services), headers)
+            return await respond(request, chat_streams(run, body), options)
+        answer, usage = await chat_answer(run, body)
+        headers = {**answer_headers(services, run.generations, usage), **headers}
+        return json_response(answer, headers=headers)
 
 
-def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
-    dialect = services.dialect
-    head = AnswerHead(
-        "chat.completion",
-        "chatcmpl",
-        model=model_name(services, body.model),
-        fingerprint=fingerprint(services),
-        anonymous=dialect.hides_ids,
-    )
-    kind = OldChatAnswers if body.is_of_old_client else ChatAnswers
-    return kind(head, dialect)
+def adapters_json(request: web.Request) -> list[ModelJson]:
+    """List the adapters that the client may use: registered ones, and ids that its token for the hub opened.
 
-
-async def _answer(
-    services: Services,
-    chat: PreparedChat,
-    generations: Sequence[Generation],
-    answers: ChatAnswers,
-    headers: Mapping[str, str],
-    *,
-    asked: int | None,
-) -> web.Response:
-    """Read one generation after the other: tokens of the others wait in their streams.
-
-    `asked` is the number of candidates beside each token of the prompt, if the answer has them.
+    The list of models needs no key, but names of adapters may be names of customers: without the key there are none.
     """
-    choices: list[ChatCompletionCompleteJson] = []
-    usage = Usage()
-    for index, generation in enumerate(generations):
-        text = chat.text()
-        pieces = await deltas_of(generation, text)
-        choices.append(answers.choice(index, pieces))
-        usage += generation.usage(pieces[-1].num_tokens, text.reasoning_tokens)
-    headers = {**answer_headers(services, generations, usage), **headers}
-    ids = generations[0].valid.input_ids if chat.shown.token_ids else None
-    answer = answers.answer(choices, usage, ids)
-    prompt = generations[0].prompt_logprobs
-    if asked is not None and prompt is not None:
-        answer["prompt_logprobs"] = prompt_logprobs_json(prompt, asked, services.tokenizer)
-    return json_response(answer, headers=headers)
+    services = request.app[SERVICES]
+    resolver = services.adapters
+    if resolver is None or not services.keys.admit(request.headers):
+        return []
+    token = token_of(request, None)
+    opened = [] if token is None else resolver.named_by(token)
+    return [
+        *(_registered(services, one) for one in resolver.registry),
+        *(_model(services, name, root=name) for name in opened),
+    ]
+
+
+def adapter_json(request: web.Request, name: str) -> ModelJson | None:
+    """Describe one adapter that the client may use; None if it is not one."""
+    return next((one for one in adapters_json(request) if one["id"] == name), None)
+
+
+def _registered(services: Services, registration: Registration) -> ModelJson:
+    source = registration.source
+    is_folder = source.kind is AdapterSource.LOCAL
+    root = PurePath(source.location).name if is_folder else source.location
+    return _model(services, registration.name, root=root)
+
+
+def _model(services: Services, name: str, *, root: str) -> ModelJson:
+    served = services.config.served_names[0]
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": served,
+        "root": root,
+        "parent": served,
+    }

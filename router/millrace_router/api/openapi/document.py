@@ -18,7 +18,7 @@ from typing_extensions import TypeAliasType, TypeForm
 
 from millrace_router.api.anthropic.protocol import MessagesErrorResponseJson
 from millrace_router.api.body.adapters import MAX_TOKEN_LENGTH
-from millrace_router.api.chat.messages import MessageBody
+from millrace_router.api.body.messages import MessageBody
 from millrace_router.api.chat.route import OpenAIErrorResponseJson, StreamErrorJson
 from millrace_router.api.openapi.operation import Operation
 from millrace_router.api.openapi.operations import OPERATIONS

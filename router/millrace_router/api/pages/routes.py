@@ -23,6 +23,8 @@ _POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
+PATHS = ("/docs", "/docs/")
+"""Paths of the documentation, which needs no API key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,6 @@ def _read(name: str) -> str:
 def _hashes(texts: list[str]) -> str:
     digests = (b64encode(sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-
-PATHS = ("/docs", "/docs/")
-"""Paths of the documentation, which needs no API key."""
 
 
 def register(app: web.Application) -> None:

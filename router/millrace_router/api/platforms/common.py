@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from millrace_router.errors import BatchSizeExceeded, RouterError
 from millrace_router.request.limits import Limits
 
+Result = TypeVar("Result")
+
 
 class NotUtf8(RouterError):
     """The bytes of a tensor are not UTF-8."""
@@ -54,9 +56,6 @@ class IncompletePrediction(RouterError):
 
     def __init__(self) -> None:
         super().__init__("Incomplete generation")
-
-
-Result = TypeVar("Result")
 
 
 def check_count(count: int, limits: Limits) -> None:

@@ -26,12 +26,15 @@ from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest,
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError
 from millrace_router.server.bodies import json_response
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import SERVICES, Services, counting_refusals, scheduling_of
 from millrace_router.version import VERSION
 
 BYTES = "BYTES"
 Byte = Annotated[int, Field(ge=0, le=255)]
+SERVER = "/v2"
+MODEL = "/v2/models/{model_name}"
+MODEL_VERSION = MODEL + "/versions/{model_version}"
+PLATFORM = "text-generation-inference"
 
 
 class KserveInput(RequestModel):
@@ -145,12 +148,6 @@ class KserveModelJson(TypedDict):
     outputs: list[KserveTensorJson]
 
 
-SERVER = "/v2"
-MODEL = "/v2/models/{model_name}"
-MODEL_VERSION = MODEL + "/versions/{model_version}"
-PLATFORM = "text-generation-inference"
-
-
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
     app.router.add_get(SERVER, server)
@@ -230,10 +227,14 @@ def _texts(body: KserveRequest, services: Services) -> list[list[str]]:
 
 
 async def _answer(request: web.Request, text: str, parameters: GenerateParameters) -> str:
+    services = request.app[SERVICES]
     try:
-        answer, _ = await generated(request, GenerateRequest(inputs=text, parameters=parameters))
+        with counting_refusals(services.metrics):
+            answer, _ = await generated(
+                request, GenerateRequest(inputs=text, parameters=parameters)
+            )
     except RouterError as error:
-        if request.app[SERVICES].dialect.hides_platform_errors:
+        if services.dialect.hides_platform_errors:
             raise IncompletePrediction from error
         raise
     return answer["generated_text"]

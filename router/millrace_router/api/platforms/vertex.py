@@ -13,10 +13,9 @@ from typing_extensions import TypedDict
 
 from millrace_router.api.body.fields import NullIs, Place, RequestModel
 from millrace_router.api.body.reading import read_request
-from millrace_router.api.chat.choice import deltas_of
-from millrace_router.api.chat.route import counted_again, fingerprint, model_name
-from millrace_router.api.chat.start import PreparedChat, prepare_chat
-from millrace_router.api.openai.render import AnswerHead, ChatAnswers
+from millrace_router.api.chat.route import counted_again
+from millrace_router.api.chat.start import start_chat
+from millrace_router.api.openai.render import chat_renderer
 from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.api.platforms.common import (
     IncompletePrediction,
@@ -28,10 +27,10 @@ from millrace_router.api.tgi.probes import health
 from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest, sampling_parameters
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError, ValidationError
-from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import SERVICES, Services, count_refusal, counting_refusals
+
+PATH = "/vertex"
 
 
 class GenerateVertexInstance(RequestModel):
@@ -75,9 +74,6 @@ class VertexResponse(TypedDict):
     predictions: list[str]
 
 
-PATH = "/vertex"
-
-
 def register(app: web.Application) -> None:
     """Add the routes to `app`, after all others: the paths of the platform may be those of other routes."""
     config = app[SERVICES].config
@@ -119,19 +115,15 @@ def _check(body: VertexRequest, services: Services) -> None:
 async def _predict(request: web.Request, instance: VertexInstance) -> str:
     """Answer one instance; raises RouterError."""
     services = request.app[SERVICES]
-    if isinstance(instance, ChatCompletionRequest):
-        with counting_refusals(services.metrics):
-            chat = await prepare_chat(services, instance.chat(services.limits))
-            scheduling = scheduling_of(request, instance.priority)
-            adapter = instance.adapter(request)
-        asked = replace(chat.request, scheduling=scheduling, adapter=adapter)
-        predicting = _chat(request, instance, replace(chat, request=asked))
-    else:
-        predicting = _text(request, instance)
     try:
-        return await predicting
+        if isinstance(instance, ChatCompletionRequest):
+            return await _chat(request, instance)
+        return await _text(request, instance)
     except RouterError as error:
-        if services.dialect.hides_platform_errors:
+        # TGI tells what is wrong with a chat before its generation starts.
+        is_shown = isinstance(instance, ChatCompletionRequest) and not error.is_counted
+        count_refusal(services.metrics, error)
+        if services.dialect.hides_platform_errors and not is_shown:
             raise IncompletePrediction from error
         raise
 
@@ -148,20 +140,14 @@ async def _text(request: web.Request, instance: GenerateVertexInstance) -> str:
     return answer["generated_text"]
 
 
-async def _chat(request: web.Request, body: ChatCompletionRequest, chat: PreparedChat) -> str:
+async def _chat(request: web.Request, body: ChatCompletionRequest) -> str:
     """Return the assistant's text; a message with tool calls becomes JSON, because the calls are not text."""
     services = request.app[SERVICES]
-    async with await services.infer.start(chat.request) as generation:
-        watch(request, generation)
-        pieces = await deltas_of(generation, chat.text())
-    head = AnswerHead(
-        "chat.completion",
-        "chatcmpl",
-        model=model_name(services, body.model),
-        fingerprint=fingerprint(services),
-    )
-    answers = ChatAnswers(head, services.dialect)
-    message = answers.choice(0, pieces)["message"]
-    if any(piece.calls for piece in pieces):
+    # An instance has one prediction, whatever its `n`.
+    chat, adapter = replace(body.chat(services.limits), num_choices=1), body.adapter(request)
+    async with start_chat(request, chat, body.priority, adapter) as run:
+        (choice,) = await run.read()
+    message = chat_renderer(services, body).choice(0, choice.deltas)["message"]
+    if any(delta.calls for delta in choice.deltas):
         return orjson.dumps(message).decode()
     return message["content"] or ""

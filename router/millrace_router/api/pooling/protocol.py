@@ -15,6 +15,7 @@ from millrace_router.pooling.truncation import Side, Truncation
 MOST_PROMPTS = 2048
 """OpenAI's limit of inputs."""
 Dimensions = Annotated[int, Field(ge=1)] | None
+Side1 = str | Annotated[Items[str], Field(min_length=1, max_length=MOST_PROMPTS)]
 
 
 class PoolingFields(RequestModel):
@@ -129,9 +130,6 @@ class RerankRequest(PoolingFields):
             raise ValidationError("either `documents` or `texts` must be given")
         found = self.texts if self.texts is not None else self.documents
         return [one.text if isinstance(one, Document) else one for one in found or []]
-
-
-Side1 = str | Annotated[Items[str], Field(min_length=1, max_length=MOST_PROMPTS)]
 
 
 class ScoreRequest(PoolingFields):

@@ -27,9 +27,9 @@ from millrace_router.api.pooling.protocol import (
     ScoreRequest,
 )
 from millrace_router.api.pooling.run import (
-    Given,
     Pair,
     Pooled,
+    PoolingInput,
     embedding_run,
     score_run,
     sigmoid,
@@ -40,8 +40,7 @@ from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers
 from millrace_router.server.idempotent_route import idempotent
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES
+from millrace_router.server.services import SERVICES, scheduling_of
 from millrace_router.validation.rules import check_task
 
 
@@ -49,20 +48,26 @@ def register(app: web.Application) -> None:
     """Add the routes to `app`; a server that only embeds or only scores has TEI's at `/`, too."""
     app.router.add_post("/v1/embeddings", openai_route(embeddings))
     app.router.add_post("/embed", idempotent(embed))
-    if app[SERVICES].limits.tasks == {Task.EMBED}:
+    app.router.add_post("/rerank", idempotent(rerank))
+    app.router.add_post("/v1/rerank", openai_route(rerank))
+    app.router.add_post("/v2/rerank", openai_errors(idempotent(rerank)))
+    app.router.add_post("/score", idempotent(score))
+    app.router.add_post("/v1/score", openai_route(score))
+    tasks = app[SERVICES].limits.tasks
+    if tasks == {Task.EMBED}:
         app.router.add_post("/", idempotent(embed))
-    _register_scores(app)
+    elif tasks == {Task.SCORE}:
+        app.router.add_post("/", idempotent(rerank))
 
 
 async def embeddings(request: web.Request) -> web.StreamResponse:
     """`POST /v1/embeddings`."""
     services = request.app[SERVICES]
     body = await read_request(request, EmbeddingsRequest)
-    with counting_refusals(services.metrics):
-        given = Given(body.input, "input", adapter_of_model(request, body.model))
+    source = PoolingInput(body.input, "input", adapter_of_model(request, body.model))
     is_base64 = body.encoding_format == "base64"
     specials = body.add_special_tokens is not False
-    pooled = await _embedded(request, body, given, is_base64=is_base64, specials=specials)
+    pooled = await _embedded(request, body, source, is_base64=is_base64, specials=specials)
     answer = {
         "object": "list",
         "data": [
@@ -81,14 +86,13 @@ async def embed(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_request(request, EmbedRequest)
     parameters = body.parameters or EmbedParameters()
-    with counting_refusals(services.metrics):
-        adapter = adapter_of_fields(
-            request,
-            adapter_id=parameters.adapter_id,
-            source=parameters.adapter_source,
-            token=parameters.api_token,
-        )
-    pooled = await _embedded(request, body, Given(body.inputs, "inputs", adapter))
+    adapter = adapter_of_fields(
+        request,
+        adapter_id=parameters.adapter_id,
+        source=parameters.adapter_source,
+        token=parameters.api_token,
+    )
+    pooled = await _embedded(request, body, PoolingInput(body.inputs, "inputs", adapter))
     headers = answer_headers(services, pooled.generations, pooled.usage)
     if body.parameters is None:
         return json_response(pooled.results, headers=headers)
@@ -98,44 +102,32 @@ async def embed(request: web.Request) -> web.StreamResponse:
 async def _embedded(
     request: web.Request,
     body: EmbeddingFields,
-    given: Given,
+    source: PoolingInput,
     *,
     is_base64: bool = False,
     specials: bool = True,
 ) -> Pooled[orjson.Fragment]:
     """Embed all prompts of a body; raises RouterError."""
     services = request.app[SERVICES]
-    with counting_refusals(services.metrics):
-        check_task(Task.EMBED, services.limits)
-        run = embedding_run(
-            services,
-            body,
-            given,
-            lambda form: replace(form, is_base64=is_base64).render,
-            specials=specials,
-            scheduling=scheduling_of(request, body.priority),
-            on_start=partial(watch, request),
-        )
+    check_task(Task.EMBED, services.limits)
+    run = embedding_run(
+        services,
+        body,
+        source,
+        lambda form: replace(form, is_base64=is_base64).render,
+        specials=specials,
+        scheduling=scheduling_of(request, body.priority),
+        on_start=partial(watch, request),
+    )
     return await run.finish()
-
-
-def _register_scores(app: web.Application) -> None:
-    app.router.add_post("/rerank", idempotent(rerank))
-    app.router.add_post("/v1/rerank", openai_route(rerank))
-    app.router.add_post("/v2/rerank", openai_errors(idempotent(rerank)))
-    app.router.add_post("/score", idempotent(score))
-    app.router.add_post("/v1/score", openai_route(score))
-    if app[SERVICES].limits.tasks == {Task.SCORE}:
-        app.router.add_post("/", idempotent(rerank))
 
 
 async def rerank(request: web.Request) -> web.StreamResponse:
     """`POST /rerank`, `/v1/rerank` and `/v2/rerank`."""
     services = request.app[SERVICES]
     body = await read_request(request, RerankRequest)
-    with counting_refusals(services.metrics):
-        check_task(Task.SCORE, services.limits)
-        texts = body.all_texts
+    check_task(Task.SCORE, services.limits)
+    texts = body.all_texts
     pooled = await _scored(request, body, [(body.query, text) for text in texts])
     headers = answer_headers(services, pooled.generations, pooled.usage)
     raw = pooled.results
@@ -178,9 +170,8 @@ async def score(request: web.Request) -> web.StreamResponse:
     """`POST /score` and `/v1/score`."""
     services = request.app[SERVICES]
     body = await read_request(request, ScoreRequest)
-    with counting_refusals(services.metrics):
-        check_task(Task.SCORE, services.limits)
-        pairs = body.pairs
+    check_task(Task.SCORE, services.limits)
+    pairs = body.pairs
     pooled = await _scored(request, body, pairs)
     answer: ScoreJson = {
         "id": f"score-{uuid.uuid4().hex}",
@@ -202,13 +193,12 @@ async def _scored(
 ) -> Pooled[float]:
     """Score all pairs: the log-odds of each; raises RouterError."""
     services = request.app[SERVICES]
-    with counting_refusals(services.metrics):
-        run = await score_run(
-            services,
-            body,
-            pairs,
-            adapter=adapter_of_model(request, body.model),
-            scheduling=scheduling_of(request, body.priority),
-            on_start=partial(watch, request),
-        )
+    run = await score_run(
+        services,
+        body,
+        pairs,
+        adapter=adapter_of_model(request, body.model),
+        scheduling=scheduling_of(request, body.priority),
+        on_start=partial(watch, request),
+    )
     return await run.finish()

@@ -40,6 +40,10 @@ from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import TokenizerError
 
+Result = TypeVar("Result")
+Pair = tuple[str, str]
+"""A query and a document."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingForm:
@@ -77,9 +81,6 @@ def sigmoid(value: float) -> float:
         return 1 / (1 + math.exp(-value))
     odds = math.exp(value)
     return odds / (1 + odds)
-
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def longest_prompt(limits: Limits) -> int:
     return min(limits.max_input_tokens, limits.max_total_tokens - 1)
 
 
-def asked_of(
+def pooling_request(
     body: PoolingFields,
     pooling: Pooling,
     *,
@@ -192,7 +193,7 @@ def usage_json(usage: Usage) -> PoolingUsageJson:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class PoolingInput:
     """The parts of a body that have other names on the other route."""
 
     prompt: Prompt
@@ -204,7 +205,7 @@ class Given:
 def embedding_run(
     services: Services,
     body: EmbeddingFields,
-    given: Given,
+    source: PoolingInput,
     render: Callable[[EmbeddingForm], Callable[[Sequence[float]], Result]],
     *,
     specials: bool = True,
@@ -215,10 +216,10 @@ def embedding_run(
 
     `render` makes the function that writes a hidden state in a form.
     """
-    prompts = _prompts(services, body, given)
+    prompts = _prompts(services, body, source)
     truncation = body.truncation(longest_prompt(services.limits))
-    asked = asked_of(
-        body, Pooling(), prompt_name=given.name, adapter=given.adapter, scheduling=scheduling
+    asked = pooling_request(
+        body, Pooling(), prompt_name=source.name, adapter=source.adapter, scheduling=scheduling
     )
     tokenize = partial(tokens_of, services.tokenizer, truncation=truncation, specials=specials)
     return PoolingRun(
@@ -231,16 +232,16 @@ def embedding_run(
 
 
 def _prompts(
-    services: Services, body: EmbeddingFields, given: Given
+    services: Services, body: EmbeddingFields, source: PoolingInput
 ) -> list[str | tuple[int, ...]]:
     """Return the prompts, with the text that belongs before texts; raises ValidationError."""
-    prompts = prompts_of(given.prompt)
+    prompts = prompts_of(source.prompt)
     if len(prompts) > MOST_PROMPTS:
         raise ValidationError(
-            f"`{given.name}` must have at most {MOST_PROMPTS} prompts. Given: {len(prompts)}"
+            f"`{source.name}` must have at most {MOST_PROMPTS} prompts. Given: {len(prompts)}"
         )
     if "" in prompts:
-        raise ValidationError(f"`{given.name}` cannot be empty")
+        raise ValidationError(f"`{source.name}` cannot be empty")
     files = services.pooling.files
     before = files.default_prompt
     if body.prompt_name is not None:
@@ -264,10 +265,6 @@ def _form(services: Services, body: EmbeddingFields) -> EmbeddingForm:
     return EmbeddingForm(normalizes=normalizes, dimensions=body.dimensions)
 
 
-Pair = tuple[str, str]
-"""A query and a document."""
-
-
 async def score_run(
     services: Services,
     body: RerankRequest | ScoreRequest,
@@ -281,7 +278,7 @@ async def score_run(
     if not all(all(pair) for pair in pairs):
         raise ValidationError("queries and documents cannot be empty")
     truncation = body.truncation(longest_prompt(services.limits))
-    asked = asked_of(
+    asked = pooling_request(
         body,
         services.pooling.score_pooling,
         prompt_name="documents",

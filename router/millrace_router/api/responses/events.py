@@ -12,6 +12,7 @@ from millrace_router.api.chat.choice import (
     ChatCompletionLogprobJson,
     ChatDelta,
     ChoiceText,
+    ReadChoice,
     Thought,
     parts_of,
 )
@@ -39,6 +40,9 @@ from millrace_router.request.float32 import shortest
 from millrace_router.server.sse import named_event
 from millrace_router.tool_calls.tool import CallDelta
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+
+ResponseEvent = dict[str, Any]
+"""A `ResponseEventJson`."""
 
 
 class ResponseHead:
@@ -159,10 +163,6 @@ def _choice(body: ResponsesRequest) -> str | dict[str, Any]:
         return "auto"
     given = body.tool_choice
     return given if isinstance(given, str) else given.model_dump(exclude_none=True)
-
-
-ResponseEvent = dict[str, Any]
-"""A `ResponseEventJson`."""
 
 
 class ResponseEvents:
@@ -345,3 +345,13 @@ class ResponseStream(EventStream):
 
 def _framed(events: Iterable[ResponseEvent]) -> Iterator[bytes]:
     return (named_event(event["type"], orjson.dumps(event)) for event in events)
+
+
+def response_json(events: ResponseEvents, choice: ReadChoice) -> ResponseJson:
+    """Render a whole response in one piece; `events` are new."""
+    for delta in choice.deltas:
+        for _ in events.push(delta):
+            pass
+    *_, end = events.end(choice.usage, choice.finish_reason)
+    response: ResponseJson = end["response"]
+    return response

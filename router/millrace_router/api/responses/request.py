@@ -17,8 +17,8 @@ from millrace_router.api.body.grammars import (
     TextFormat,
     raw_schema,
 )
+from millrace_router.api.body.messages import ContentPart
 from millrace_router.api.body.sampling import SamplingFields
-from millrace_router.api.chat.messages import ContentPart
 from millrace_router.api.responses.tools import (
     LeftOutTool,
     OfferedTool,
@@ -28,6 +28,17 @@ from millrace_router.api.responses.tools import (
 )
 from millrace_router.errors import ValidationError
 from millrace_router.request.grammar import RawGrammar
+
+LEFT_OUT = frozenset(
+    (
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+        *("tool_search_call", "tool_search_output", "mcp_list_tools", "mcp_approval_request"),
+        *("mcp_approval_response", "program", "program_output"),
+    )
+)
+"""Types of `LeftOutItem`."""
+LOGPROBS = "message.output_text.logprobs"
+"""The name in `include` that asks for log probabilities."""
 
 
 class MessageItem(RequestModel):
@@ -176,16 +187,6 @@ class ForeignItem(RequestModel):
     type: str
 
 
-LEFT_OUT = frozenset(
-    (
-        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
-        *("tool_search_call", "tool_search_output", "mcp_list_tools", "mcp_approval_request"),
-        *("mcp_approval_response", "program", "program_output"),
-    )
-)
-"""Types of `LeftOutItem`."""
-
-
 def _kind_of(item: object) -> str:
     """Return the tag of an item's model: its `type`, which two kinds may leave out."""
     if not isinstance(item, dict):
@@ -235,10 +236,6 @@ InputItem = Annotated[
     | Annotated[ForeignItem, Tag("foreign")],
     Discriminator(_kind_of),
 ]
-
-
-LOGPROBS = "message.output_text.logprobs"
-"""The name in `include` that asks for log probabilities."""
 
 
 class ResponsesNamedTool(RequestModel):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import partial
 
 import orjson
 from aiohttp import web
 
 from millrace_router.api.body.adapters import adapter_of_model
-from millrace_router.api.chat.choice import deltas_of
+from millrace_router.api.chat.choice import reader
 from millrace_router.api.chat.route import model_name, openai_errors
-from millrace_router.api.chat.start import PreparedChat, prepare_chat
-from millrace_router.api.responses.events import ResponseEvents, ResponseHead, ResponseStream
+from millrace_router.api.chat.start import prepare_chat, start_chat
+from millrace_router.api.responses.events import (
+    ResponseEvents,
+    ResponseHead,
+    ResponseStream,
+    response_json,
+)
 from millrace_router.api.responses.protocol import (
     DeletedResponseJson,
     InputItemsJson,
@@ -24,21 +28,20 @@ from millrace_router.api.responses.store import (
     Json,
     ResponseStore,
     StoredResponse,
-    read_asked,
+    read_stored,
     tenant_of,
 )
 from millrace_router.api.responses.to_chat import chat_of
-from millrace_router.engine.generation import Generation
 from millrace_router.errors import NotStored, ValidationError
-from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import SERVICES
 from millrace_router.server.sse import respond
 
-RESPONSE = "/v1/responses/{id}"
+RESPONSES = "/v1/responses"
+INPUT_TOKENS = RESPONSES + "/input_tokens"
+RESPONSE = RESPONSES + "/{id}"
 INPUT_ITEMS = RESPONSE + "/input_items"
 MAX_ITEMS = 100
 USUAL_ITEMS = 20
@@ -47,14 +50,52 @@ MIB = 2**20
 _NUMBER = re.compile(r"[0-9]{1,4}")
 
 
-def _register_store(app: web.Application) -> None:
+def register(app: web.Application) -> None:
     """Add the routes and the store to `app`."""
     config = app[SERVICES].config
     app[STORE] = ResponseStore(config.responses_store * MIB, config.responses_store_seconds)
     wrapped = partial(openai_errors, is_in_tgi=False)
+    app.router.add_post(RESPONSES, wrapped(idempotent(responses)))
+    app.router.add_post(INPUT_TOKENS, wrapped(input_tokens))
     app.router.add_get(RESPONSE, wrapped(get_response))
     app.router.add_delete(RESPONSE, wrapped(delete_response))
     app.router.add_get(INPUT_ITEMS, wrapped(get_input_items))
+
+
+async def input_tokens(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/responses/input_tokens`: count the tokens of the prompt that a response would have."""
+    services = request.app[SERVICES]
+    stored = await read_stored(request)
+    with services.infer.permit():
+        chat = await prepare_chat(services, chat_of(stored.body, services.dialect))
+        count = await services.validator.count(chat.request)
+    answer: InputTokensJson = {"object": "response.input_tokens", "input_tokens": count}
+    return json_response(answer)
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/responses`."""
+    services = request.app[SERVICES]
+    stored = await read_stored(request)
+    body = stored.body
+    chat, adapter = chat_of(body, services.dialect), adapter_of_model(request, body.model)
+    async with start_chat(request, chat, body.priority, adapter) as run:
+        head = ResponseHead(
+            body,
+            model=model_name(services, body.model),
+            defaults=services.validator.defaults,
+            is_stored=stored.is_stored,
+        )
+        events = ResponseEvents(head, stored.keep)
+        if body.stream:
+            (generation,) = run.generations
+            stream = ResponseStream(generation, reader(run.chat), events)
+            return await respond(
+                request, [stream], sse_options(services, run.generations, stream.failure)
+            )
+        (choice,) = await run.read()
+        headers = answer_headers(services, run.generations, choice.usage)
+        return json_response(response_json(events, choice), headers=headers)
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:
@@ -115,67 +156,3 @@ def _limit(given: str | None) -> int:
     if _NUMBER.fullmatch(given) is None or not 1 <= int(given) <= MAX_ITEMS:
         raise ValidationError(f"`limit` must be from 1 to {MAX_ITEMS}")
     return int(given)
-
-
-RESPONSES = "/v1/responses"
-INPUT_TOKENS = RESPONSES + "/input_tokens"
-
-
-def register(app: web.Application) -> None:
-    """Add the routes to `app`."""
-    wrapped = partial(openai_errors, is_in_tgi=False)
-    app.router.add_post(RESPONSES, wrapped(idempotent(responses)))
-    app.router.add_post(INPUT_TOKENS, wrapped(input_tokens))
-    _register_store(app)
-
-
-async def input_tokens(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/responses/input_tokens`: count the tokens of the prompt that a response would have."""
-    services = request.app[SERVICES]
-    asked = await read_asked(request)
-    with services.infer.permit():
-        chat = await prepare_chat(services, chat_of(asked.body, services.dialect))
-        count = await services.validator.count(chat.request)
-    answer: InputTokensJson = {"object": "response.input_tokens", "input_tokens": count}
-    return json_response(answer)
-
-
-async def responses(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/responses`."""
-    services = request.app[SERVICES]
-    asked = await read_asked(request)
-    body = asked.body
-    with counting_refusals(services.metrics):
-        chat = await prepare_chat(services, chat_of(body, services.dialect))
-        scheduling = scheduling_of(request, body.priority)
-        adapter = adapter_of_model(request, body.model)
-    head = ResponseHead(
-        body,
-        model=model_name(services, body.model),
-        defaults=services.validator.defaults,
-        is_stored=asked.is_stored,
-    )
-    events = ResponseEvents(head, asked.keep)
-    async with await services.infer.start(
-        replace(chat.request, scheduling=scheduling, adapter=adapter)
-    ) as generation:
-        watch(request, generation)
-        if not body.stream:
-            return await _answer(services, generation, chat, events)
-        stream = ResponseStream(generation, chat.text(), events)
-        options = sse_options(services, [generation], stream.failure)
-        return await respond(request, [stream], options)
-
-
-async def _answer(
-    services: Services, generation: Generation, chat: PreparedChat, events: ResponseEvents
-) -> web.Response:
-    text = chat.text()
-    for last in await deltas_of(generation, text):
-        for _ in events.push(last):
-            pass
-    assert last.finish_reason is not None
-    usage = generation.usage(last.num_tokens, text.reasoning_tokens)
-    *_, end = events.end(usage, last.finish_reason)
-    headers = answer_headers(services, [generation], usage)
-    return json_response(end["response"], headers=headers)

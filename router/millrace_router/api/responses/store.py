@@ -12,15 +12,14 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from millrace_router.access.keys import KEY_NAME
 from millrace_router.api.body.reading import request_of
 from millrace_router.api.responses.items import new_id
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.errors import BodySizeError, StoreNeeded, quoted
 from millrace_router.server.bodies import check_structure, read_json
-from millrace_router.server.ignored import note_ignored
-from millrace_router.server.keys import KEY_NAME
-from millrace_router.server.request_start import counting_refusals
-from millrace_router.server.services import SERVICES
+from millrace_router.server.headers import note_ignored
+from millrace_router.server.services import SERVICES, counting_refusals
 
 Json = dict[str, Any]
 OVERHEAD_BYTES = 200
@@ -149,7 +148,7 @@ STORE: web.AppKey[ResponseStore] = web.AppKey("response_store", ResponseStore)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class StoredRequest:
     """A request and the conversation that its response belongs to."""
 
     body: ResponsesRequest
@@ -181,7 +180,7 @@ def tenant_of(request: web.Request) -> str:
     return name
 
 
-async def read_asked(request: web.Request) -> Asked:
+async def read_stored(request: web.Request) -> StoredRequest:
     """Read the body, and name in the answer what is left out of the prompt.
 
     Raises:
@@ -196,7 +195,7 @@ async def read_asked(request: web.Request) -> Asked:
         parsed = _with_stored(store, tenant, parsed, limit=request.client_max_size)
     body = request_of(request, parsed, ResponsesRequest)
     note_ignored(request, body.left_out())
-    return Asked(body=body, items=_items_of(parsed), tenant=tenant, store=store)
+    return StoredRequest(body=body, items=_items_of(parsed), tenant=tenant, store=store)
 
 
 def _with_stored(store: ResponseStore, tenant: str, parsed: Any, *, limit: int) -> Any:  # noqa: ANN401

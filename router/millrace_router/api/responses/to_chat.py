@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from millrace_router.api.body.messages import (
+    called,
+    check_exclusive,
+    choose_by_word,
+    choose_named,
+    only,
+    template_content,
+)
 from millrace_router.api.body.sampling import TOP_LOGPROBS, openai_generation
-from millrace_router.api.body.tools import choose_by_word, choose_named, only
-from millrace_router.api.chat.chat import Chat, check_exclusive
-from millrace_router.api.chat.messages import called, template_content
+from millrace_router.api.chat.chat import Chat
 from millrace_router.api.responses.request import (
     CallOutputItem,
     ClientCallItem,
@@ -61,7 +67,7 @@ def chat_of(body: ResponsesRequest, dialect: Dialect) -> Chat:
         template_variables=body.chat_template_kwargs,
         thinking_budget=body.thinking_token_budget,
         effort=None if body.reasoning is None else body.reasoning.effort,
-        shown=body.shown,
+        output_options=body.output_options,
         num_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
     )
 

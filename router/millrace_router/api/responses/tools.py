@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from millrace_router.api.body.fields import Items, RequestModel
-from millrace_router.api.body.tools import new_tool
+from millrace_router.api.body.messages import new_tool
 from millrace_router.api.responses.protocol import (
     ResponseCustomToolJson,
     ResponseFunctionToolJson,

@@ -17,8 +17,9 @@ from millrace_router.prediction.estimate import Appraisal
 from millrace_router.prediction.forecast import Prediction
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.server.bodies import json_response, read_json
-from millrace_router.server.request_start import scheduling_of
-from millrace_router.server.services import SERVICES
+from millrace_router.server.services import SERVICES, scheduling_of
+
+KEYS = ("inputs", "messages", "prompt")
 
 
 class PredictedJson(TypedDict):
@@ -69,9 +70,6 @@ def _predicted(prediction: Prediction) -> PredictedJson:
     }
 
 
-KEYS = ("inputs", "messages", "prompt")
-
-
 def register(app: web.Application) -> None:
     """Add the route to `app`."""
     app.router.add_post("/v1/estimate", estimate)
@@ -96,9 +94,9 @@ async def _read(request: web.Request, body: object) -> tuple[GenerationRequest, 
         return replace(native.generation(), adapter=adapter), native.parameters.priority
     if keys == ["messages"]:
         conversation = request_of(request, body, ChatCompletionRequest)
-        chat = await prepare_chat(services, conversation.chat(services.limits))
-        adapter = conversation.adapter(request)
-        return replace(chat.request, adapter=adapter), conversation.priority
+        chat, adapter = conversation.chat(services.limits), conversation.adapter(request)
+        prepared = await prepare_chat(services, chat, adapter=adapter)
+        return prepared.request, conversation.priority
     if keys == ["prompt"]:
         completion = request_of(request, body, CompletionRequest)
         completion.check(services.limits)

@@ -38,13 +38,12 @@ from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import Task
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_json
-from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import SERVICES, Services, scheduling_of
 from millrace_router.server.sse import error_event, respond
 from millrace_router.server.sse import event as framed
+from millrace_router.server.stream_writer import GenerationStream
 
 
 def register(app: web.Application) -> None:
@@ -102,7 +101,7 @@ async def generated(
 ) -> tuple[GenerateResponse, Collected]:
     """Generate to the end, as `/generate` does; raises RouterError."""
     services = request.app[SERVICES]
-    collected = await services.infer.generate(await _asked(request, body))
+    collected = await services.infer.generate(await _request_of(request, body))
     watch(request, collected)
     answer: GenerateResponse = {"generated_text": _full_text(body, collected)}
     if body.parameters.details or body.parameters.decoder_input_details:
@@ -110,14 +109,13 @@ async def generated(
     return answer, collected
 
 
-async def _asked(request: web.Request, body: GenerateRequest) -> GenerationRequest:
-    """Return what a body and its headers ask for; raises RouterError."""
+async def _request_of(request: web.Request, body: GenerateRequest) -> GenerationRequest:
+    """Return the request that a body and its headers make; raises RouterError."""
     parameters = body.parameters
-    with counting_refusals(request.app[SERVICES].metrics):
-        scheduling = scheduling_of(request, parameters.priority)
-        adapter = adapter_of(request, parameters)
-        asked = await rendered(request, body.generation(), parameters)
-    return replace(asked, scheduling=scheduling, adapter=adapter)
+    scheduling = scheduling_of(request, parameters.priority)
+    adapter = adapter_of(request, parameters)
+    generation = await rendered(request, body.generation(), parameters)
+    return replace(generation, scheduling=scheduling, adapter=adapter)
 
 
 def _full_text(body: GenerateRequest, collected: Collected) -> str:
@@ -162,7 +160,7 @@ def _headers(request: web.Request, body: GenerateRequest, collected: Collected) 
 
 async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResponse:
     services = request.app[SERVICES]
-    async with await services.infer.start(await _asked(request, body)) as generation:
+    async with await services.infer.start(await _request_of(request, body)) as generation:
         watch(request, generation)
         headers = headers_of(request, body.parameters)
         options = sse_options(services, [generation], error_event, headers)

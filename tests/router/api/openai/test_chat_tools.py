@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from millrace_router.api.chat.choice import ChatDelta, ChoiceText
-from millrace_router.api.openai.render import AnswerHead, ChatAnswers
+from millrace_router.api.openai.render import ChatRenderer, ResponseMeta
 from millrace_router.request.events import Finished, Token, TokenEvent
 from millrace_router.request.request import FinishReason, Grammar, GrammarKind
 from millrace_router.tool_calls.formats import format_of
@@ -301,12 +301,12 @@ async def test_an_answer_beside_tools_is_text() -> None:
 
 def test_a_piece_of_several_calls_is_a_chunk_each_and_the_end_after_them() -> None:
     """Clients take a finish reason for the end of the call before it."""
-    head = AnswerHead("chat.completion", "chatcmpl", model="m", fingerprint="1")
+    head = ResponseMeta("chat.completion", "chatcmpl", model="m", fingerprint="1")
     first, rest = CallDelta(0, "call_a", "weather", "{"), CallDelta(0, None, None, "}")
     piece = ChatDelta(
         "So.", "tool_calls", 9, None, (first, rest, CallDelta(1, "call_b", "clock", "{}"))
     )
-    chunks = ChatAnswers(head).chunks(2, piece)
+    chunks = ChatRenderer(head).chunks(2, piece)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [choice["delta"] for choice in choices] == [
         {"content": "So."},

@@ -10,7 +10,7 @@ from millrace_router.api.chat.choice import ChatDelta
 from millrace_router.api.chat.stream import ChunkTemplate
 from millrace_router.api.openai.completion_stream import CompletionChunks
 from millrace_router.api.openai.completion_text import CompletionDelta
-from millrace_router.api.openai.render import AnswerHead, ChatAnswers
+from millrace_router.api.openai.render import ChatRenderer, ResponseMeta
 from millrace_router.api.tgi.answers import plain_frame, stream_json
 from millrace_router.engine.usage import Usage
 from millrace_router.request.dialect import dialect_of
@@ -32,8 +32,8 @@ def test_a_token(index: int, id_: int, text: str, logprob: float, special: bool)
 
 @given(TEXTS.filter(bool), TEXTS, st.integers(0, 3), st.booleans())
 def test_a_chunk_of_a_chat(text: str, model: str, index: int, strict_tgi: bool) -> None:
-    head = AnswerHead("chat.completion", "chatcmpl", model=model, fingerprint="1-native")
-    answers = ChatAnswers(head, dialect_of(strict_tgi=strict_tgi))
+    head = ResponseMeta("chat.completion", "chatcmpl", model=model, fingerprint="1-native")
+    answers = ChatRenderer(head, dialect_of(strict_tgi=strict_tgi))
     template = ChunkTemplate(lambda text: answers.text_chunk(index, text))
     (chunk,) = answers.chunks(index, ChatDelta(text, None, 1, None))
     assert template.fill(text) == orjson.dumps(chunk)
@@ -43,7 +43,7 @@ def test_a_chunk_of_a_chat(text: str, model: str, index: int, strict_tgi: bool) 
 
 @given(TEXTS, TEXTS, st.integers(0, 3), st.booleans())
 def test_a_chunk_of_a_completion(text: str, model: str, index: int, strict_tgi: bool) -> None:
-    head = AnswerHead("text_completion", "cmpl", model=model, fingerprint="1-native")
+    head = ResponseMeta("text_completion", "cmpl", model=model, fingerprint="1-native")
     chunks = CompletionChunks(
         head,
         includes_usage=False,

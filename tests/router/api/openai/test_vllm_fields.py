@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from millrace_router.api.body.grammars import one_of
+from millrace_router.api.body.sampling import one_of
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_testing.router.edge import Edge, echo, limits_with, serving
 from millrace_testing.text.texts import Generations, tokenizer

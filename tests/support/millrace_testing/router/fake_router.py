@@ -20,7 +20,6 @@ from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
 from millrace_router.engine.in_flight import InFlight
 from millrace_router.engine.predictor import LatencyPredictor
-from millrace_router.engine_factory import entries_of
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
@@ -50,6 +49,7 @@ from millrace_router.shards.errors import (
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.step_result import StepResult, result_from_pb
 from millrace_router.shards.wire import open_to_pb, plan_to_pb
+from millrace_router.start.engine import entries_of
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing.adapters.fake_adapters import MODULE, AdapterLoadError, FakeAdapters

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import structlog
 
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.journal.rotation import JournalFolder
-from millrace_router.journal_start import journal_folder
 from millrace_router.pooling.model import PoolingModel, pooling_of
+from millrace_router.start.journal import journal_folder
+from millrace_router.start.shards import StartupError
 from millrace_router.telemetry.request_file import RequestFile
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.hub_cache import find_snapshot

@@ -1,18 +1,15 @@
 """The flags of KV-cache events."""
 
 from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
-
 import pytest
-
-from millrace_router import kv_events_start
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
-from millrace_router.kv_events_start import check_kv_events, open_kv_events
-
+from millrace_router.start import traces
+from millrace_router.start.shards import StartupError
+from millrace_router.start.traces import check_kv_events
+from millrace_router.start.traces import open_kv_events
 
 def config(**flags: Any) -> RouterConfig:
     return RouterConfig(model_folder=Path("model"), **flags)
@@ -26,17 +23,17 @@ def refusal(**flags: Any) -> str:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events_start, "find_spec", lambda _: object())
+    monkeypatch.setattr(traces, "find_spec", lambda _: object())
 
 
 def test_without_the_flag_nothing_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events_start, "find_spec", lambda _: None)
+    monkeypatch.setattr(traces, "find_spec", lambda _: None)
     check_kv_events(config())
     assert open_kv_events(config(), block_size=16) is None
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events_start, "find_spec", lambda _: None)
+    monkeypatch.setattr(traces, "find_spec", lambda _: None)
     assert refusal(kv_events="tcp://127.0.0.1:5557") == (
         "--kv-events needs pyzmq and msgpack: pip install pyzmq msgpack, or start without it"
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
-from millrace_router.trace_start import MODULES, PACKAGES, check_traces
+from millrace_router.start.shards import StartupError
+from millrace_router.start.traces import MODULES, PACKAGES, check_traces
 from millrace_testing.project import ROOT
 
 

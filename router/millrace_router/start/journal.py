@@ -43,9 +43,14 @@ def journal_folder(config: RouterConfig) -> JournalFolder | None:
     return JournalFolder(config.journal, max_bytes=config.journal_max_bytes)
 
 
-def open_journal(folder: JournalFolder, services: Services, warmup: dict[str, int]) -> Journal:
-    """The journal of this run of the router; `warmup` has the fields of the WarmupRequest."""
+def record_steps(
+    folder: JournalFolder | None, services: Services, channel: StepChannel
+) -> Journal | None:
+    """Let the journal of this run of the router observe the steps, if there is a folder for it."""
+    if folder is None:
+        return None
     config = services.config
+    settings: dict[str, Setting] = {name: getattr(config, name) for name in SETTINGS}
     header = Header(
         life=secrets.token_hex(8),
         version=VERSION,
@@ -53,24 +58,10 @@ def open_journal(folder: JournalFolder, services: Services, warmup: dict[str, in
         model_sha=config.revision,
         keeps_tokens=config.journal_tokens,
         shard=services.shard,
-        warmup=warmup,
+        warmup=channel.group.warmup_fields,
         capacity=services.capacity,
-        settings=_settings(services),
+        settings=settings | {"max_batch_prefill_tokens": services.max_batch_prefill_tokens},
     )
-    return Journal(JournalWriter(folder, header), services.metrics.journal_dropped_records)
-
-
-def _settings(services: Services) -> dict[str, Setting]:
-    settings: dict[str, Setting] = {name: getattr(services.config, name) for name in SETTINGS}
-    return settings | {"max_batch_prefill_tokens": services.max_batch_prefill_tokens}
-
-
-def record_steps(
-    folder: JournalFolder | None, services: Services, channel: StepChannel
-) -> Journal | None:
-    """Let a journal observe the steps, if there is a folder for it."""
-    if folder is None:
-        return None
-    journal = open_journal(folder, services, channel.group.warmup_fields)
+    journal = Journal(JournalWriter(folder, header), services.metrics.journal_dropped_records)
     channel.observer = journal
     return journal

@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from millrace_router.server.keys import ApiKeys
+from millrace_router.access.keys import ApiKeys
 from millrace_testing.router.edge import logging_to, serving
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
@@ -76,7 +76,7 @@ async def test_every_key_is_compared_whole(file: Path, monkeypatch: pytest.Monke
         return compare_digest(given, expected)
 
     keys = ApiKeys("key-0", file)
-    monkeypatch.setattr("millrace_router.server.keys.compare_digest", watching)
+    monkeypatch.setattr("millrace_router.access.keys.compare_digest", watching)
     for given in ("key-0", "key-1", "key-3", "", "k"):
         compared.clear()
         keys.name_of(bearer(given))

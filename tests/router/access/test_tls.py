@@ -15,9 +15,9 @@ import trustme
 from aiohttp import web
 
 from millrace_launcher.supervision.readiness import router_ready
+from millrace_router.access.tls import ListenerTlsError, listener_tls
 from millrace_router.app import create_runner
 from millrace_router.config import RouterConfig
-from millrace_router.server.tls import ListenerTlsError, listener_tls
 from millrace_testing.launcher.certificates import certificate
 from millrace_testing.router.edge import FakeBatcher, echo, services_over
 

@@ -1,22 +1,72 @@
-"""Starts the publication of KV-cache events, if the flags ask for it."""
+"""Starts the export of traces and the publication of KV-cache events, if the flags ask for them."""
 
 from __future__ import annotations
-
 import asyncio
 import ipaddress
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
-
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.kv_events.recorder import EventRecorder
+from millrace_router.recovery.shard_status import ShardStatus
+from millrace_router.server.traces import RequestTraces
+from millrace_router.start.shards import StartupError
+from millrace_router.telemetry.span_sender import SpanSender
 
 if TYPE_CHECKING:
     from millrace_router.kv_events.publisher import EventPublisher
 
+
+MODULES = {
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+}
+"""The exporter of each protocol."""
+PACKAGES = {
+    "grpc": "opentelemetry-exporter-otlp-proto-grpc",
+    "http/protobuf": "opentelemetry-exporter-otlp-proto-http",
+}
+"""What brings it; the extra `otel` has all of them."""
 _TCP = re.compile(r"tcp://(?P<host>\*|\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
+
+
+def check_traces(config: RouterConfig) -> None:
+    """Check that traces could be exported if they are asked for; raises StartupError."""
+    target = config.trace_target
+    if target is None:
+        return
+    if target.protocol not in MODULES:
+        raise StartupError(f"--otlp-protocol {target.protocol} is not one of {', '.join(MODULES)}")
+    if not _is_installed("opentelemetry.sdk.trace") or not _is_installed(MODULES[target.protocol]):
+        raise StartupError(
+            f"traces over {target.protocol} need OpenTelemetry: pip install opentelemetry-sdk"
+            f" {PACKAGES[target.protocol]}, or start without --otlp-endpoint and OTEL_EXPORTER_OTLP_ENDPOINT"
+        )
+
+
+def open_traces(config: RouterConfig, status: ShardStatus) -> RequestTraces | None:
+    """Start the process that exports traces; None if none are asked for."""
+    target = config.trace_target
+    if target is None:
+        return None
+    sender = SpanSender(
+        {
+            "endpoint": target.endpoint,
+            "protocol": target.protocol,
+            "service_name": target.service_name,
+            "json_output": config.json_output,
+            "log_level": config.log_level,
+        }
+    )
+    return RequestTraces(sender, status, model=config.served_names[0])
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

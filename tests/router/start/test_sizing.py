@@ -9,7 +9,7 @@ import pytest
 
 from millrace_router.config import RouterConfig
 from millrace_router.shards.wire import Capacity
-from millrace_router.sizing import Deployment
+from millrace_router.start.shards import Deployment
 from millrace_testing.router.edge import FakeBatcher, services_over
 
 INFO = services_over(FakeBatcher()).shard

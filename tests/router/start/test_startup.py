@@ -11,22 +11,27 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from millrace_router.checks import StartupError, check_arguments, check_capacity
+from millrace_router.access.keys import ApiKeys
 from millrace_router.config import RouterConfig
-from millrace_router.engine_factory import new_engine
-from millrace_router.model_start import sampling_defaults, tool_format
 from millrace_router.prediction.cost import CostModel
 from millrace_router.recovery.launcher_channel import LauncherChannel
-from millrace_router.server.keys import ApiKeys
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity
-from millrace_router.sizing import Deployment, prefill_tokens
-from millrace_router.startup import measure_steps, metrics_of, services_of, start
+from millrace_router.start.engine import new_engine
+from millrace_router.start.files import sampling_defaults, tool_format
+from millrace_router.start.running import measure_steps, metrics_of, services_of, start
+from millrace_router.start.shards import (
+    Deployment,
+    StartupError,
+    check_arguments,
+    check_capacity,
+    prefill_tokens,
+    warm_up,
+)
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.model_files import ModelFiles, ModelFilesError
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from millrace_router.warm_up import warm_up
 from millrace_testing.router.edge import FakeBatcher, services_over, word_tokenizer
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard

@@ -35,7 +35,7 @@ from millrace_router.scheduler.factory import (
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.sizing import Deployment
+from millrace_router.start.shards import Deployment
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
 

@@ -1,48 +1,61 @@
 """Starts the router, except for its HTTP port: model files, shards, engine, services."""
 
 from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass, replace
-
+from dataclasses import dataclass
+from dataclasses import replace
 import structlog
-
-from millrace_router.adapter_start import OpenAdapters, open_adapters
 from millrace_router.adapters.resolver import Resolver
-from millrace_router.checks import StartupError, check_arguments, check_head
 from millrace_router.config import RouterConfig
 from millrace_router.engine.calibration import calibrate
 from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
-from millrace_router.engine_factory import Engine, new_engine
 from millrace_router.journal.errors import JournalError
 from millrace_router.journal.journal import Journal
-from millrace_router.journal_start import record_steps
-from millrace_router.kv_events_start import KvEvents, check_kv_events, open_kv_events
-from millrace_router.model_start import open_files, tool_format, with_model_folder
-from millrace_router.pooling.model import GENERATES, PoolingModel
+from millrace_router.pooling.model import GENERATES
+from millrace_router.pooling.model import PoolingModel
 from millrace_router.prediction.cost import CostModel
 from millrace_router.reasoning.formats import reasoning_of_model
 from millrace_router.recovery.launcher_channel import LauncherChannel
-from millrace_router.server.key_file import KeyFileError
-from millrace_router.server.keys import ApiKeys
 from millrace_router.server.services import Services
-from millrace_router.shards.channels import TlsError, is_exposed, tls_from
+from millrace_router.shards.channels import TlsError
+from millrace_router.shards.channels import is_exposed
+from millrace_router.shards.channels import tls_from
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.sizing import Deployment, batch_size
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_file import RequestFile
 from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.model_files import ModelFilesError
-from millrace_router.text.tokenizer import Tokenizer, TokenizerError
-from millrace_router.trace_start import check_traces, open_traces
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.text.tokenizer import TokenizerError
 from millrace_router.validation.grammar_admission import GrammarAdmission
-from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS
+from millrace_router.validation.sampling_defaults import SamplingDefaults
 from millrace_router.validation.validator import Validator
-from millrace_router.warm_up import warm_up
+from millrace_router.access.keys import ApiKeys
+from millrace_router.access.keys import KeyFileError
+from millrace_router.start.adapters import OpenAdapters
+from millrace_router.start.adapters import open_adapters
+from millrace_router.start.engine import Engine
+from millrace_router.start.engine import new_engine
+from millrace_router.start.files import open_files
+from millrace_router.start.files import tool_format
+from millrace_router.start.files import with_model_folder
+from millrace_router.start.journal import record_steps
+from millrace_router.start.shards import Deployment
+from millrace_router.start.shards import StartupError
+from millrace_router.start.shards import batch_size
+from millrace_router.start.shards import check_arguments
+from millrace_router.start.shards import check_head
+from millrace_router.start.shards import warm_up
+from millrace_router.start.traces import KvEvents
+from millrace_router.start.traces import check_kv_events
+from millrace_router.start.traces import check_traces
+from millrace_router.start.traces import open_kv_events
+from millrace_router.start.traces import open_traces
 
 log = structlog.get_logger(__name__)
 
@@ -249,17 +262,15 @@ def services_of(  # noqa: PLR0913
         quarantine=engine.quarantine,
         keys=keys,
         adapters=adapters,
-        request_log=_request_log(request_file, metrics),
+        request_log=None
+        if request_file is None
+        else RequestLog(request_file, metrics.request_log_dropped_lines),
         traces=open_traces(config, engine.status),
         cost=engine.cost,
         late=engine.late,
         loading=engine.adapters,
         compute_type=deployment.compute_type,
     )
-
-
-def _request_log(file: RequestFile | None, metrics: Metrics) -> RequestLog | None:
-    return None if file is None else RequestLog(file, metrics.request_log_dropped_lines)
 
 
 def _infer_of(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_router.server.key_file import MAX_BYTES, KeyFileError, read_keys
+from millrace_router.access.keys import MAX_BYTES, KeyFileError, read_keys
 from millrace_testing.router.edge import logging_to
 
 
