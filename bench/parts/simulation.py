@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bench.parts.client import Request
 from bench.parts.outcome import Outcome
-from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import Row
 from millrace_router.simulator.config import plan_from_args
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from millrace_router.prediction.cost import COEFFICIENTS
 from millrace_router.prediction.forecast import Prediction
-from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import Row
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine
 from millrace_router.simulator.simulated_request import Arrival, SimulatedRequest

@@ -33,7 +33,7 @@ from millrace_router.scheduler.factory import (
     queue_from,
 )
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue.tenants import RequestQueue
+from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.sizing import Deployment
 from millrace_router.telemetry.metrics import Metrics

@@ -16,11 +16,7 @@ from millrace_router.version import VERSION
 SETTINGS = (
     "max_concurrent_requests",
     "max_batch_size",
-    "waiting_served_ratio",
-    "max_waiting_tokens",
-    "prefill_chunking",
     "prefill_order",
-    "batching_policy",
     "prefix_caching",
     "kv_reservation",
     "target_inter_token_latency",

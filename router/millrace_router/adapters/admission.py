@@ -11,7 +11,7 @@ from millrace_router.adapters.residency import Changes, Residency
 from millrace_router.adapters.waiting import AdapterWaiting
 from millrace_router.request.adapter import PAGE_BYTES, AdapterVersion
 from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.queue.tenants import RequestQueue
+from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.scheduler.step_plan import StepPlan
 
 

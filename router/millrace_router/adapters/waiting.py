@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.queue.deadlines import Deadlines
+from millrace_router.scheduler.queue import Deadlines
 
 
 class AdapterWaiting:

@@ -12,8 +12,7 @@ from millrace_proto import generate_pb2 as pb
 from millrace_router.request.adapter import AdapterModule
 from millrace_router.request.entry import entry_of
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Row, StepPlan
 from millrace_router.shards.parameters import parameters_to_pb
 
 GRAMMAR_KINDS = {

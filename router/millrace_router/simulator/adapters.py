@@ -11,7 +11,7 @@ from millrace_router.adapters.residency import Residency
 from millrace_router.request.adapter import PAGE_BYTES, AdapterVersion
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.queue.tenants import RequestQueue
+from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.simulated_request import ADAPTER_MODULE

@@ -7,7 +7,7 @@ import math
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.queue.tenants import RequestQueue
+from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.simulator.adapters import SimulatedAdapters
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.pipeline import Pipeline

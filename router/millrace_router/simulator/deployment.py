@@ -10,7 +10,6 @@ from millrace_router.config import OnOff, RouterConfig
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import MOST, LatePlanning
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.factory import (
     DEFAULT_PREFILL_TOKENS,
     budgets_from,
@@ -19,7 +18,8 @@ from millrace_router.scheduler.factory import (
     queue_from,
 )
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.queue.tenants import RequestQueue
+from millrace_router.scheduler.queue import RequestQueue
+from millrace_router.scheduler.step_plan import Budgets
 from millrace_router.simulator.simulated_request import Arrival, PrefixNames, SimulatedRequest
 
 

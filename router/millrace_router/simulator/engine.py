@@ -8,8 +8,7 @@ from itertools import count
 from millrace_router.prediction.cost import CostModel
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.factory import late_planning_from
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Row, StepPlan
 from millrace_router.simulator.adapters import SimulatedAdapters
 from millrace_router.simulator.admission import AdmissionControl
 from millrace_router.simulator.deployment import Deployment

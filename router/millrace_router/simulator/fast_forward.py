@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.preemption import LOOKAHEAD
-from millrace_router.scheduler.queue.tenants import RequestQueue
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.queue import RequestQueue
+from millrace_router.scheduler.step_plan import Row, StepPlan
 from millrace_router.simulator.metrics import SimulationMetrics
 from millrace_router.simulator.pipeline import Flight
 from millrace_router.simulator.simulated_request import request_of

@@ -10,8 +10,7 @@ from itertools import cycle
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Row, StepPlan
 from millrace_router.simulator.deployment import Deployment
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import Row
 
 ADAPTER_MODULE = "adapter"
 """The only layer of simulated adapters; a slice of it is a page."""

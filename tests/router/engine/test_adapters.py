@@ -23,7 +23,7 @@ from millrace_router.errors import (
 from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_router.scheduler.queue.waiting import WaitingQueue
+from millrace_router.scheduler.queue import WaitingQueue
 from millrace_testing.adapters.fake_adapters import FakeAdapters, version_of
 from millrace_testing.router.fake_router import (
     DirectShards,

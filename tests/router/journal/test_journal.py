@@ -153,11 +153,10 @@ def test_the_state_is_that_of_the_shard(data: st.DataObject, budgets: Any, seed:
     )
     tap = Tap(shard)
     shard.step = tap.step  # type: ignore[method-assign]
-    longest = 24 if budgets.prefill_chunking else min(24, budgets.max_batch_prefill_tokens)
     most = budgets.max_draft_tokens
     driver = ScheduleDriver(budgets, shard, drafts=RandomLengths(seed, most) if most else None)
     for _ in range(data.draw(st.integers(1, 6))):
-        driver.submit(data.draw(valid_requests(longest=longest, capacity=76, eos_every=0)))
+        driver.submit(data.draw(valid_requests(longest=24, capacity=76, eos_every=0)))
         driver.turn()
     if data.draw(st.booleans()):
         shard.corrupt.add(0)

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from millrace_router.config import RouterConfig
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.scheduler.factory import budgets_from
-from millrace_router.scheduler.queue.tenants import TenantQueue
+from millrace_router.scheduler.tenants import TenantQueue
 from millrace_router.simulator.deployment import Deployment
 
 COST = dict.fromkeys(COEFFICIENTS, 0.001)

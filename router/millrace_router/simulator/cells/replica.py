@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import Row
 from millrace_router.simulator.cells.cache_index import CacheIndex, IndexedCache
 from millrace_router.simulator.cells.ticket import Ticket
 from millrace_router.simulator.deployment import Deployment

@@ -34,12 +34,10 @@ from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue.tenants import RequestQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets, StepPlan
 from millrace_router.shards.errors import (
     AdapterNotLoaded,
     ShardBusy,

@@ -17,8 +17,7 @@ from millrace_router.journal.replay.player import Outcome, Player
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.request.request import SamplingParameters, ValidRequest
-from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Budgets, StepPlan
 from millrace_router.shards.errors import StepFailed
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity, ShardInfo, open_to_pb

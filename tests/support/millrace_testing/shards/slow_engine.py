@@ -12,8 +12,7 @@ from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LEAD_SECONDS, MOST
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Row, StepPlan
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.simulated_request import Arrival
 

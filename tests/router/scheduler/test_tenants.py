@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.queue.tenants import TenantQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
+from millrace_router.scheduler.queue import WaitingQueue
+from millrace_router.scheduler.tenants import TenantQueue
 
 
 @dataclass(eq=False, kw_only=True)

@@ -6,10 +6,11 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 
+from typing_extensions import override
+
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.queue.deadlines import Deadlines
-from millrace_router.scheduler.queue.waiting import WaitingQueue
+from millrace_router.scheduler.queue import Deadlines, RequestQueue, WaitingQueue
 
 _MOST_COUNTED = 64
 """Tenants that an estimate reads; it takes the others to be like them."""
@@ -37,7 +38,7 @@ class _Tenant:
         """The sorted list that contains its turn."""
 
 
-class TenantQueue:
+class TenantQueue(RequestQueue):
     """Deficit round robin over tenants (Shreedhar and Varghese 1995); each tenant's requests are a `WaitingQueue`.
 
     In each round a tenant gets `quantum` tokens and is served while it has tokens left. A prompt is charged at
@@ -85,14 +86,17 @@ class TenantQueue:
         self.num_prompt_tokens = 0
         """Prompt tokens of all waiting requests."""
 
+    @override
     def __len__(self) -> int:
         return self._length
 
+    @override
     def __iter__(self) -> Iterator[SchedulableRequest]:
         """Tenant by tenant; the queue must not change meanwhile."""
         for tenant in self._tenants.values():
             yield from tenant.queue
 
+    @override
     def append(self, request: SchedulableRequest) -> None:
         """Queue `request` for its tenant.
 
@@ -113,11 +117,12 @@ class TenantQueue:
         if tenant.queue.head() is request:
             self._arrange(tenant)
 
+    @override
     def head(self) -> SchedulableRequest | None:
-        """The request to admit next; the same until the queue changes or its tenant is charged."""
         tenant = self._visit()
         return None if tenant is None else tenant.queue.head()
 
+    @override
     def pop(self) -> SchedulableRequest:
         """Take the head out and charge its prompt.
 
@@ -133,11 +138,13 @@ class TenantQueue:
         self._removed(tenant, request)
         return request
 
+    @override
     def shortest(self) -> SchedulableRequest | None:
         """The shortest of the prompts that each of the next tenants would have computed out of turn."""
         found = [request for tenant in self._next_tenants() if (request := tenant.queue.shortest())]
         return min(found, key=lambda request: request.num_prompt_tokens, default=None)
 
+    @override
     def take(self, request: SchedulableRequest) -> None:
         """Take out `request`, which waits, ahead of its turn, and charge its prompt."""
         tenant = self._tenants[request.scheduling.tenant]
@@ -146,14 +153,15 @@ class TenantQueue:
         tenant.deficit -= _cost(request)
         self._removed(tenant, request)
 
+    @override
     def discard(self, request: SchedulableRequest) -> bool:
-        """Take `request` out, at no charge; whether it was in the queue."""
         tenant = self._tenants.get(request.scheduling.tenant)
         if tenant is None or not tenant.queue.discard(request):
             return False
         self._removed(tenant, request)
         return True
 
+    @override
     def ahead(self, scheduling: SchedulingParameters, now: float) -> tuple[int, int]:
         """Number and prompt tokens of the requests that are served before one with `scheduling` that comes `now`.
 
@@ -177,15 +185,15 @@ class TenantQueue:
         scale = (len(self._turns) - own) / len(others)
         return number + round(more_number * scale), tokens + round(more_tokens * scale)
 
+    @override
     def expired(self, now: float) -> list[SchedulableRequest]:
-        """Take out the requests that have waited for too long, the most overdue first."""
         expired = self._deadlines.take_expired(now)
         for request in expired:
             self.discard(request)
         return expired
 
+    @override
     def served(self, request: SchedulableRequest, num_tokens: int) -> None:
-        """Charge `num_tokens`, generated for `request`, to its tenant; the request was popped."""
         if self._length and num_tokens:
             tenant = self._tenant(request.scheduling.tenant)
             self._credit(tenant)
@@ -283,7 +291,3 @@ class TenantQueue:
 def _cost(request: SchedulableRequest) -> int:
     """Tokens to charge at admission: the prompt, but none for a preempted request, which has paid."""
     return 0 if request.num_preemptions else request.num_prompt_tokens
-
-
-RequestQueue = WaitingQueue | TenantQueue
-"""Either order of service."""

@@ -12,11 +12,10 @@ from millrace_router.prediction.cost import CostModel
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.queue.tenants import RequestQueue, TenantQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets, StepPlan
+from millrace_router.scheduler.tenants import TenantQueue
 
 BUDGET = 16
 BLOCK_SIZE = 4
