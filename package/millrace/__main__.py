@@ -29,9 +29,7 @@ COMMANDS: Mapping[str, Command] = {
     "verify": Command(
         "millrace_launcher.verify.__main__", "check that answers do not depend on the batch"
     ),
-    "simulate": Command(
-        "millrace_router.simulator.__main__", "size a deployment with the scheduler alone"
-    ),
+    "simulate": Command("millrace.simulate.__main__", "size a server with only its scheduler"),
     "download": Command("millrace.commands.download", "bring the files of a model to the cache"),
     "env": Command("millrace.commands.env", "print what a bug report needs"),
 }

@@ -6,22 +6,23 @@ import argparse
 from pathlib import Path
 
 import pytest
+from bench.scale.cache_index import CacheIndex
 from bench.scale.compare import Point, fleet, plot, table
+from bench.scale.fleet_metrics import FleetMetrics
 from bench.scale.kv_follower import Follower, block_names
 from bench.scale.load import prompt_ids, shifted, shortened
+from bench.scale.simulated_replica import Routing
 from bench.scale.timed_shards import TimedShard
+from bench.scale.traces import TraceWorkload
 from bench.scale.validate import Compared, errors, parse_arguments, text
 
+from millrace.simulate.simulated_request import Arrival
 from millrace_proto import generate_pb2 as pb
 from millrace_router.kv_events.recorder import EventRecorder
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.simulator.cells.cache_index import CacheIndex
-from millrace_router.simulator.cells.wiring import Routing
-from millrace_router.simulator.metrics import SimulationMetrics
-from millrace_router.simulator.simulated_request import Arrival
 
 COSTS = {
     "step": 0.02,
@@ -160,6 +161,8 @@ def options(**changes: object) -> argparse.Namespace:
 
 def test_more_replicas_have_more_copies_and_some_cells_of_them_are_simulated() -> None:
     small, large = (fleet(options(), "kv", count) for count in (16, 10_000))
+    assert isinstance(small.workload, TraceWorkload)
+    assert isinstance(large.workload, TraceWorkload)
     assert (small.workload.copies, small.sample, small.num_simulated_cells) == (4, 16, 1)
     assert (large.workload.copies, large.sample, large.num_simulated_cells) == (2500, 250, 1)
     assert large.gateways == 2
@@ -170,7 +173,7 @@ def test_more_replicas_have_more_copies_and_some_cells_of_them_are_simulated() -
 
 def test_a_table_has_a_row_and_a_plot_a_mark_for_each_point() -> None:
     points = [
-        Point(routing, count, SimulationMetrics(replicas=count, finished=count))
+        Point(routing, count, FleetMetrics(replicas=count, finished=count))
         for count in (4, 16)
         for routing in ("round-robin", "kv")
     ]

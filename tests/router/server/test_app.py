@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
+from millrace.simulate.deployment import Deployment
 from millrace_router.prediction.cost import COEFFICIENTS, EXTRA_COEFFICIENTS, CostModel
-from millrace_router.simulator.deployment import Deployment
 from millrace_router.validation.sampling_defaults import SamplingDefaults
 from millrace_testing.router.edge import logging_to, play, serving
 
