@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
+from bench.scale import simulate
 from bench.scale.cache_index import CacheIndex
 from bench.scale.compare import Point, fleet, plot, table
-from bench.scale.fleet_metrics import FleetMetrics
+from bench.scale.fleet_metrics import FLEET_FIGURES, FleetMetrics
 from bench.scale.kv_follower import Follower, block_names
 from bench.scale.load import prompt_ids, shifted, shortened
 from bench.scale.simulated_replica import Routing
@@ -179,3 +181,20 @@ def test_a_table_has_a_row_and_a_plot_a_mark_for_each_point() -> None:
     ]
     assert len(table(points).splitlines()) == 2 + 4
     assert plot(points, "x").count("<circle") == 6 * 4
+
+
+def test_a_fleet_has_the_flags_of_one_server_beside_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost = tmp_path / "cost.json"
+    cost.write_text(json.dumps(COSTS), encoding="utf-8")
+    flags = ["--cost", str(cost), "--num-blocks", "101", "--block-size", "16"]
+    flags += ["--max-total-tokens", "900", "--rate", "9", "--requests", "30", "--processes", "1"]
+    flags += ["--replicas", "4", "--cell-size", "2", "--fail", "1:1:1"]
+    assert simulate.main([*flags, "--routing", "prefix", "kv"]) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert "4 replicas, prefix" in header
+    assert "4 replicas, kv" in header
+    assert len(rows) == len(FLEET_FIGURES)
+    assert simulate.main([*flags, "--fail", "1:5:1"]) == 1
+    assert simulate.main([*flags, "--colour", "red"]) == 1
