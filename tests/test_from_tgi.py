@@ -34,7 +34,6 @@ def test_what_has_no_effect_is_what_the_launcher_says_has_none() -> None:
         option_name(name)
         for name in (
             *checks.WITHOUT_EFFECT,
-            *checks.WITHOUT_EFFECT_WITH_CHUNKS,
             *checks.WITHOUT_EFFECT_ON_CPU,
         )
     }

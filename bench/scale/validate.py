@@ -29,21 +29,20 @@ from bench.harness.server import ServerError
 from bench.harness.tables import markdown
 from bench.parts.simulation import deployment_of
 from bench.router.blank_shard import BLOCK_SIZE
+from bench.scale.cache_index import CacheIndex
+from bench.scale.cell import Cell
+from bench.scale.gateway import HASHED_TOKENS, Gateway, KvAware
 from bench.scale.kv_follower import block_names, following
 from bench.scale.load import load, num_output_tokens, prompt_ids, shifted
 from bench.scale.replay import Figures, Replay, ReplayError
 from bench.scale.replicas import Replica, replicas, vocab_size_of
+from bench.scale.simulated_replica import CellParts, Routing
 from bench.scale.timed_shards import MAX_TOKENS
 from bench.scale.warm_up import warm_up
-from millrace_router.simulator.cells.cache_index import CacheIndex
-from millrace_router.simulator.cells.cell import Cell
-from millrace_router.simulator.cells.gateway import Gateway, KvAware
-from millrace_router.simulator.cells.sources import OpenLoop
-from millrace_router.simulator.cells.ticket import HASHED_TOKENS
-from millrace_router.simulator.cells.wiring import CellParts, Routing
-from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.simulated_request import Arrival
-from millrace_router.simulator.traces.lines import TraceError
+from millrace.simulate.deployment import Deployment
+from millrace.simulate.simulated_request import Arrival
+from millrace.simulate.trace import TraceError
+from millrace.simulate.workload import OpenLoop
 
 COSTS = {
     "step": 0.02,

@@ -9,7 +9,7 @@ from statistics import median
 from bench.parts.fixture import Fixture
 from bench.parts.part import Case, Figures, Part
 from bench.scheduling.watched_engine import watched
-from millrace_router.simulator.simulated_request import Arrival
+from millrace.simulate.simulated_request import Arrival
 
 PIPELINES: Mapping[str, Mapping[str, object]] = {
     "chunks": {},

@@ -15,12 +15,11 @@ from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue.tenants import RequestQueue, TenantQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets, StepPlan
+from millrace_router.scheduler.tenants import TenantQueue
 
 NUM_RUNNING, PROMPT_TOKENS, BLOCK_SIZE = 256, 200, 16
 LEAST_ANSWER, MOST_ANSWER = 100, 400

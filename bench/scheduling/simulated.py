@@ -32,7 +32,7 @@ def simulate(url: str, requests: Sequence[Request], *, folder: Path) -> Mapping[
     """Figures of the simulator by its own names, for the server at `url`; raises SimulationFailed."""
     trace, results = folder / "trace.csv", folder / "simulated.json"
     write_trace(requests, trace)
-    command = [sys.executable, "-m", "millrace_router.simulator", f"--server={url}"]
+    command = [sys.executable, "-m", "millrace.simulate", f"--server={url}"]
     command += [f"--trace={trace}", f"--json={results}", "--processes=1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -6,9 +6,9 @@ import time
 
 from bench.parts.fixture import Fixture
 from bench.parts.part import Case, Figures, Part, Table
-from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.fleet import Fleet, simulate
-from millrace_router.simulator.workload import Lengths, Workload
+from millrace.simulate.deployment import Deployment
+from millrace.simulate.simulation import Simulation, simulate
+from millrace.simulate.workload import Lengths, Workload
 
 COSTS = {
     "step": 0.012,
@@ -24,7 +24,7 @@ RATE, MILLION = "simulated requests a second", "minutes for a million"
 
 def run(fixture: Fixture, case: Case) -> Figures:
     """Simulate one load; the time is CPU time, so that other processes hardly change it."""
-    fleet = Fleet(
+    simulation = Simulation(
         deployment=Deployment(
             cost_model=COSTS, num_blocks=1500, block_size=16, max_total_tokens=4096
         ),
@@ -36,7 +36,7 @@ def run(fixture: Fixture, case: Case) -> Figures:
         ),
     )
     began = time.process_time()
-    (metrics,) = simulate([fleet])
+    (metrics,) = simulate([simulation])
     seconds = time.process_time() - began
     return {
         "batch size, mean": metrics.row_seconds / metrics.busy_seconds,

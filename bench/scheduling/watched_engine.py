@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from millrace.simulate.deployment import Deployment
+from millrace.simulate.engine import Engine
+from millrace.simulate.simulated_request import Arrival, SimulatedRequest
 from millrace_router.prediction.cost import COEFFICIENTS
 from millrace_router.prediction.forecast import Prediction
-from millrace_router.scheduler.row import Row
-from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.engine import Engine
-from millrace_router.simulator.simulated_request import Arrival, SimulatedRequest
+from millrace_router.scheduler.step_plan import Row
 
 COSTS = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
 """Approximate costs of a 135M model on two cores."""

@@ -1,12 +1,11 @@
 """The command `millrace`: one program whose first word names what it does."""
 
 from __future__ import annotations
-
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-
 from millrace_proto.version import VERSION
 
 INTERRUPTED = 130
@@ -27,9 +26,7 @@ COMMANDS: Mapping[str, Command] = {
     "bench": Command("millrace.commands.bench", "measure any OpenAI or TGI server under load"),
     "run-batch": Command("millrace.commands.run_batch", "answer a file of requests"),
     "verify": Command("millrace.verify.__main__", "check that answers do not depend on the batch"),
-    "simulate": Command(
-        "millrace_router.simulator.__main__", "size a deployment with the scheduler alone"
-    ),
+    "simulate": Command("millrace.simulate.__main__", "size a server with only its scheduler"),
     "download": Command("millrace.commands.download", "bring the files of a model to the cache"),
     "env": Command("millrace.commands.env", "print what a bug report needs"),
 }

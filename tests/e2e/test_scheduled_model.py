@@ -31,11 +31,8 @@ from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue.tenants import TenantQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
 from millrace_shard.device.process_group import ProcessGroup
@@ -47,6 +44,9 @@ from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.router.fake_router import collect
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_router.start.engine import entries_of
+from millrace_router.scheduler.queue import WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets
+from millrace_router.scheduler.tenants import TenantQueue
 
 VOCAB_SIZE = 97
 NUM_NEW, FEW_NEW = 40, 12
@@ -317,11 +317,6 @@ def test_yielding_to_another_tenant_changes_no_bit(model: Model, alone: list[Fou
     assert served.num_preemptions > 0
 
 
-@pytest.mark.parametrize("reserve_all", [True, False])
-def test_whole_prompts_while_decodes_pause_change_no_bit(
-    model: Model, few_alone: list[Found], reserve_all: bool
-) -> None:
-    budgets = replace(
-        BUDGETS, prefill_chunking=False, reserve_all=reserve_all, max_waiting_tokens=3
-    )
+def test_full_reservation_changes_no_bit(model: Model, few_alone: list[Found]) -> None:
+    budgets = replace(BUDGETS, reserve_all=True)
     assert serve(model, Schedule(budgets=budgets, num_blocks=100), FEW).found == few_alone

@@ -22,13 +22,9 @@ WITHOUT_EFFECT = {
     "max_image_fetch_size": "no images are fetched; requests with one are refused",
     "max_cpu_loras": "--adapter-cache-size bounds the copies of adapters that are kept",
     "trust_remote_code": "code from a model repository is never run; a model that needs it is refused",
-}
-WITHOUT_EFFECT_WITH_CHUNKS = {
-    "waiting_served_ratio": "prompts are chunked, so running answers never wait for them",
-    "max_waiting_tokens": "prompts are chunked, so they never wait for running answers",
-}
-WITHOUT_EFFECT_WITHOUT_CHUNKS = {
-    "target_inter_token_latency": "prompts are not chunked, so a step is as long as they are",
+    "waiting_served_ratio": "prompts are computed in chunks, so running answers never wait for them",
+    "max_waiting_tokens": "prompts are computed in chunks, so they never wait for running answers",
+    "prefill_chunking": "prompts are always computed in chunks beside running answers",
 }
 WITHOUT_EFFECT_ON_CPU = {
     "cuda_graphs": "the model runs on CPU; there is nothing to capture",
@@ -97,16 +93,6 @@ def check(settings: Settings) -> None:
     if router.max_batch_size is not None and router.max_batch_size < 1:
         raise ArgumentValidation("`max_batch_size` must be > 0")
     prefill = router.max_batch_prefill_tokens
-    if (
-        router.prefill_chunking == "off"
-        and prefill is not None
-        and longest_input is not None
-        and prefill < longest_input
-    ):
-        raise ArgumentValidation(
-            "`max_batch_prefill_tokens` must be >= `max_input_tokens`."
-            f" Given: {prefill} and {longest_input}"
-        )
     capacity = router.max_batch_total_tokens
     if capacity is not None:
         if total is not None and total > capacity:
@@ -128,10 +114,8 @@ def notices(
 ) -> Iterator[str]:
     """A line for each flag, and for each variable of TGI or vLLM in `os.environ`, that is set but has no effect."""
     environ = os.environ if environ is None else environ
-    chunked = settings.router.prefill_chunking == "on"
     reasons = (
         WITHOUT_EFFECT
-        | (WITHOUT_EFFECT_WITH_CHUNKS if chunked else WITHOUT_EFFECT_WITHOUT_CHUNKS)
         | (WITHOUT_EFFECT_ON_CPU if on_cpu else {})
         | (WITHOUT_EFFECT_ELSEWHERE if settings.launcher.remote_shards else {})
     )

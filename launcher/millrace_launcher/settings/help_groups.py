@@ -21,10 +21,10 @@ NAMES: dict[str, str] = {
     "Limits": "max_input_tokens max_total_tokens default_max_new_tokens max_new_tokens_limit max_concurrent_requests"
     " max_queue_size max_queue_wait max_best_of max_n max_stop_sequences max_top_n_tokens max_client_batch_size"
     " payload_limit grammar_timeout max_grammar_bytes",
-    "Scheduling": "max_batch_size max_batch_prefill_tokens max_batch_total_tokens prefill_chunking prefill_order"
+    "Scheduling": "max_batch_size max_batch_prefill_tokens max_batch_total_tokens prefill_order"
     " prefix_caching kv_events kv_events_replay kv_events_topic"
-    " kv_events_any_host kv_reservation target_inter_token_latency fairness priority_ageing waiting_served_ratio"
-    " max_waiting_tokens batching_policy steps_in_flight late_planning",
+    " kv_events_any_host kv_reservation target_inter_token_latency fairness priority_ageing steps_in_flight"
+    " late_planning",
     "API": "hostname port root_path served_model_name tool_call_parser reasoning_parser generation_config strict_fields"
     " strict_tgi disable_grammar_support enable_prefill_logprobs watermark_gamma watermark_delta responses_store"
     " responses_store_seconds cors_allow_origin"

@@ -31,8 +31,7 @@ from millrace_router.request.request import ValidRequest
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.queue.tenants import RequestQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import ShardError
 from millrace_router.shards.step_result import StepResult

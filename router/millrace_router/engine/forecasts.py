@@ -11,7 +11,7 @@ from millrace_router.prediction.estimate import Estimate
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.request.entry import Entry
 from millrace_router.request.request import SchedulingParameters
-from millrace_router.scheduler.queue.tenants import RequestQueue
+from millrace_router.scheduler.queue import RequestQueue
 
 
 class Forecasts:

@@ -12,7 +12,7 @@ from millrace_router.prediction.forecast import Forecaster, Prediction
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.entry import Entry
 from millrace_router.scheduler.multi_token import Progress
-from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import Row
 from millrace_router.telemetry.metrics import Metrics
 
 _QUEUE_RATE = 1 / 16

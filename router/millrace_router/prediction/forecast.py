@@ -11,10 +11,10 @@ from itertools import islice
 from millrace_router.prediction.batch import Batch, Newcomer, RunningRow
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
-from millrace_router.prediction.prefill_order import longest_overtaking, max_step_seconds
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.prediction.traffic import TrafficStatistics
 from millrace_router.prediction.typical_step import TypicalStep
+from millrace_router.scheduler.prefill_order import longest_overtaking, max_step_seconds
 
 _MOST_ENDS = 128
 """Ends of rows that are simulated one by one; further requests ahead are counted at the mean rate."""

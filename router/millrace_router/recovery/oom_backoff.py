@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from millrace_router.scheduler.budgets import Budgets
+from millrace_router.scheduler.step_plan import Budgets
 
 STEPS_BEFORE_RELIEF = 256
 """Successful steps before the limits double again."""

@@ -10,10 +10,8 @@ from millrace_router.recovery.poison_search import PoisonSearch
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 
 PlannerFactory = Callable[[], Planner]
 """Makes the planner of a new epoch, without rows."""

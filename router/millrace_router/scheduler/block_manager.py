@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace_router.scheduler.prefix_cache import CachedBlock, PrefixCache
-from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import Row
 
 
 @dataclass(slots=True, eq=False)

@@ -9,12 +9,12 @@ from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import MOST, LatePlanning
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import DraftPolicy
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue.tenants import RequestQueue, TenantQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets
+from millrace_router.scheduler.tenants import TenantQueue
 
 DEFAULT_PREFILL_TOKENS = 4096
 """Prefill tokens of one step, by default and if they fit."""
@@ -37,13 +37,9 @@ def budgets_from(
         max_batch_size=batch_size,
         spare_slots=spare_slots(batch_size),
         reserve_all=flags.kv_reservation == "full",
-        prefill_chunking=flags.prefill_chunking == "on",
         shortest_first=flags.prefill_order == "shortest",
         target_inter_token_latency=None if target is None else target / 1000,
-        waiting_served_ratio=flags.waiting_served_ratio,
-        max_waiting_tokens=flags.max_waiting_tokens,
-        batching_policy=flags.batching_policy,
-        share_slots=flags.fairness != "none" and flags.batching_policy == "continuous",
+        share_slots=flags.fairness != "none",
         max_draft_tokens=max_draft_tokens,
     )
 
@@ -97,7 +93,6 @@ def forecaster_from(
         block_size=block_size,
         num_blocks=num_blocks,
         reserve_all=budgets.reserve_all,
-        predicts=budgets.prefill_chunking and budgets.batching_policy == "continuous",
         shortest_first=budgets.shortest_first,
         target_inter_token_latency=budgets.target_inter_token_latency,
         steps_in_flight=flags.steps_in_flight,

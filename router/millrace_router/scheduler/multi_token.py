@@ -9,8 +9,7 @@ from millrace_router.prediction.step_load import StepLoad
 from millrace_router.scheduler.block_manager import BlockManager, grow
 from millrace_router.scheduler.draft_length import DraftPolicy
 from millrace_router.scheduler.preemption import LOOKAHEAD
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Row, StepPlan
 
 _SHARE_RATE = 1 / 16
 """Weight of one step in the mean share of allowed positions that are computed."""

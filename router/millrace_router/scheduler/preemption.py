@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Iterable
 
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.queue.tenants import RequestQueue
-from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.queue import RequestQueue
+from millrace_router.scheduler.step_plan import Row
 
 LOOKAHEAD = 2
 """Steps for which blocks are counted in advance; a preempted row returns its blocks once its steps are answered."""
@@ -71,18 +71,16 @@ class Expulsion:
         """Whether a request has to leave."""
         return request.adapter is not None and request.adapter.digest in self.digests
 
-    def take_rows(self, rows: Iterable[Row], padding: Container[int]) -> list[Row]:
+    def take_rows(self, rows: Iterable[Row]) -> list[Row]:
         """Return the rows to preempt. A row first yields a token, so that its request gets on in every admission."""
-        found = [
+        leaving = [
             row
             for row in rows
-            if 0 < row.num_tokens_planned < row.max_tokens
-            and row.slot not in padding
-            and self.names(row.entry)
+            if 0 < row.num_tokens_planned < row.max_tokens and self.names(row.entry)
         ]
-        for row in found:
+        for row in leaving:
             row.has_yielded = True
-        return found
+        return leaving
 
     def requeue(self, yielded: list[Row], waiting: RequestQueue) -> None:
         """Put the requests of preempted rows back into the queue, or among those that have left."""

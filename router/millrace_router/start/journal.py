@@ -1,11 +1,10 @@
 """Opens the journal of the flags."""
 
 from __future__ import annotations
-
 import secrets
-
 from millrace_router.config import RouterConfig
-from millrace_router.journal.header import Header, Setting
+from millrace_router.journal.header import Header
+from millrace_router.journal.header import Setting
 from millrace_router.journal.journal import Journal
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.writer import JournalWriter
@@ -16,11 +15,7 @@ from millrace_router.version import VERSION
 SETTINGS = (
     "max_concurrent_requests",
     "max_batch_size",
-    "waiting_served_ratio",
-    "max_waiting_tokens",
-    "prefill_chunking",
     "prefill_order",
-    "batching_policy",
     "prefix_caching",
     "kv_reservation",
     "target_inter_token_latency",

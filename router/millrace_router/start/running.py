@@ -168,11 +168,6 @@ def _check(config: RouterConfig) -> None:
     check_arguments(config)
     check_traces(config)
     check_kv_events(config)
-    if config.batching_policy != "continuous":
-        log.warning(
-            "--batching-policy is an experiment: requests wait for whole batches",
-            policy=config.batching_policy,
-        )
 
 
 def _group(config: RouterConfig) -> ShardGroup:
@@ -196,7 +191,6 @@ async def measure_steps(
     # An outage must not delay the port: clients should see the state of the server.
     quiet = {
         "fairness": "none",
-        "batching_policy": "continuous",
         "max_queue_size": None,
         "max_queue_wait": None,
         "recovery_grace": 0.0,

@@ -55,10 +55,6 @@ def check_capacity(config: RouterConfig, capacity: Capacity) -> None:
             "`max_total_tokens` must be <= `max_batch_total_tokens`. "
             f"Given: {capacity.max_total_tokens} and {available}"
         )
-    if config.prefill_chunking == "off":
-        _check_prompts_fit(
-            prefill or min(DEFAULT_PREFILL_TOKENS, available), capacity.max_input_tokens
-        )
 
 
 def check_head(tasks: frozenset[Task], shard: ShardInfo) -> None:
@@ -66,14 +62,6 @@ def check_head(tasks: frozenset[Task], shard: ShardInfo) -> None:
     if shard.headless and tasks != {Task.EMBED}:
         raise _argument_error(
             "the checkpoint has no output head (lm_head), so that `task` must be embed"
-        )
-
-
-def _check_prompts_fit(prefill: int, max_input_tokens: int) -> None:
-    if prefill < max_input_tokens:
-        raise _argument_error(
-            "`max_batch_prefill_tokens` must be >= `max_input_tokens`. "
-            f"Given: {prefill} and {max_input_tokens}"
         )
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from bench.parts.client import Request
-from bench.parts.simulation import SimulationFailed, simulate
+from bench.parts.simulation import SimulationFailed, TimedEngine, simulate
+from bench.policies.static_planner import NaiveEngine, StaticEngine
 
-from millrace_router.simulator.deployment import Deployment
+from millrace.simulate.deployment import Deployment
 
 LENGTHS = (2, 4, 3)
 
@@ -35,18 +36,20 @@ def requests(*, due: float = 0.0) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "seconds"),
+    ("engine", "batch_size", "seconds"),
     [
         # The third request takes the slot of the first.
-        ("continuous", [2.0, 4.0, 5.0]),
+        (TimedEngine, 2, [2.0, 4.0, 5.0]),
         # It waits until both have ended.
-        ("static", [2.0, 4.0, 7.0]),
-        ("static-naive", [2.0, 4.0, 7.0]),
-        ("none", [2.0, 6.0, 9.0]),
+        (StaticEngine, 2, [2.0, 4.0, 7.0]),
+        (NaiveEngine, 2, [2.0, 4.0, 7.0]),
+        (TimedEngine, 1, [2.0, 6.0, 9.0]),
     ],
 )
-def test_requests_end_when_their_policy_lets_them(policy: str, seconds: list[float]) -> None:
-    outcomes = simulate(deployment(batching_policy=policy), requests())
+def test_requests_end_when_their_policy_lets_them(
+    engine: type[TimedEngine], batch_size: int, seconds: list[float]
+) -> None:
+    outcomes = simulate(deployment(max_batch_size=batch_size), requests(), engine)
     assert [outcome.seconds for outcome in outcomes] == pytest.approx(seconds)
 
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
+from bench.scale import simulate
+from bench.scale.cache_index import CacheIndex
 from bench.scale.compare import Point, fleet, plot, table
+from bench.scale.fleet_metrics import FLEET_FIGURES, FleetMetrics
 from bench.scale.kv_follower import Follower, block_names
 from bench.scale.load import prompt_ids, shifted, shortened
+from bench.scale.simulated_replica import Routing
 from bench.scale.timed_shards import TimedShard
+from bench.scale.traces import TraceWorkload
 from bench.scale.validate import Compared, errors, parse_arguments, text
 
+from millrace.simulate.simulated_request import Arrival
 from millrace_proto import generate_pb2 as pb
 from millrace_router.kv_events.recorder import EventRecorder
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.simulator.cells.cache_index import CacheIndex
-from millrace_router.simulator.cells.wiring import Routing
-from millrace_router.simulator.metrics import SimulationMetrics
-from millrace_router.simulator.simulated_request import Arrival
 
 COSTS = {
     "step": 0.02,
@@ -160,6 +163,8 @@ def options(**changes: object) -> argparse.Namespace:
 
 def test_more_replicas_have_more_copies_and_some_cells_of_them_are_simulated() -> None:
     small, large = (fleet(options(), "kv", count) for count in (16, 10_000))
+    assert isinstance(small.workload, TraceWorkload)
+    assert isinstance(large.workload, TraceWorkload)
     assert (small.workload.copies, small.sample, small.num_simulated_cells) == (4, 16, 1)
     assert (large.workload.copies, large.sample, large.num_simulated_cells) == (2500, 250, 1)
     assert large.gateways == 2
@@ -170,9 +175,26 @@ def test_more_replicas_have_more_copies_and_some_cells_of_them_are_simulated() -
 
 def test_a_table_has_a_row_and_a_plot_a_mark_for_each_point() -> None:
     points = [
-        Point(routing, count, SimulationMetrics(replicas=count, finished=count))
+        Point(routing, count, FleetMetrics(replicas=count, finished=count))
         for count in (4, 16)
         for routing in ("round-robin", "kv")
     ]
     assert len(table(points).splitlines()) == 2 + 4
     assert plot(points, "x").count("<circle") == 6 * 4
+
+
+def test_a_fleet_has_the_flags_of_one_server_beside_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost = tmp_path / "cost.json"
+    cost.write_text(json.dumps(COSTS), encoding="utf-8")
+    flags = ["--cost", str(cost), "--num-blocks", "101", "--block-size", "16"]
+    flags += ["--max-total-tokens", "900", "--rate", "9", "--requests", "30", "--processes", "1"]
+    flags += ["--replicas", "4", "--cell-size", "2", "--fail", "1:1:1"]
+    assert simulate.main([*flags, "--routing", "prefix", "kv"]) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert "4 replicas, prefix" in header
+    assert "4 replicas, kv" in header
+    assert len(rows) == len(FLEET_FIGURES)
+    assert simulate.main([*flags, "--fail", "1:5:1"]) == 1
+    assert simulate.main([*flags, "--colour", "red"]) == 1

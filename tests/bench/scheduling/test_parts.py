@@ -30,9 +30,9 @@ from bench.scheduling import (
 from bench.scheduling.__main__ import PARTS, parse_arguments
 from bench.scheduling.simulated import write_trace
 
-from millrace_router.scheduler.queue.tenants import RequestQueue, TenantQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
-from millrace_router.simulator.traces.reader import read_trace
+from millrace.simulate.trace import read_trace
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.tenants import TenantQueue
 
 MANY = 8192
 

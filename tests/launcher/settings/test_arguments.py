@@ -117,7 +117,6 @@ OURS = [
     ("--kv-reservation", "full", "router", "full"),
     ("--late-planning", "off", "router", "off"),
     ("--prefill-order", "arrival", "router", "arrival"),
-    ("--batching-policy", "static-naive", "router", "static-naive"),
     ("--target-inter-token-latency", "12.5", "router", 12.5),
     ("--fairness", "tenant", "router", "tenant"),
     ("--fairness", "adapter", "router", "adapter"),

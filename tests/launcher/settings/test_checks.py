@@ -50,14 +50,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--ngrok --ngrok-authtoken=a --ngrok-edge=b", "--ngrok is not supported"),
         ("--quantize=exl2", "--quantize exl2 is not supported yet"),
         ("--port=0", "`port` must be > 0"),
-        (
-            "--prefill-chunking=off --max-batch-prefill-tokens=7 --max-input-tokens=8",
-            "`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: 7 and 8",
-        ),
-        (
-            "--prefill-chunking=off --max-batch-prefill-tokens=7 --max-input-length=8",
-            "`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: 7 and 8",
-        ),
     ],
 )
 def test_refused(argv: str, message: str) -> None:
@@ -82,8 +74,7 @@ def test_refused(argv: str, message: str) -> None:
         "--kv-cache-dtype=fp8_e5m2",
         "--kv-cache-dtype=int8",
         "--max-batch-prefill-tokens=7 --max-input-tokens=8",
-        "--prefill-chunking=off --max-batch-prefill-tokens=8 --max-input-tokens=8",
-        "--prefill-chunking=off --max-batch-prefill-tokens=7",
+        "--prefill-chunking=off --max-batch-prefill-tokens=7 --max-input-tokens=8",
     ],
 )
 def test_accepted(argv: str) -> None:
@@ -101,6 +92,7 @@ WITHOUT_EFFECT = {
     "--max-waiting-tokens": "3",
     "--ngrok-authtoken": "t",
     "--ngrok-edge": "e",
+    "--prefill-chunking": "off",
     "--prometheus-port": "9001",
     "--trust-remote-code": "",
     "--usage-stats": "off",
@@ -117,24 +109,6 @@ def test_every_flag_without_effect_is_reported_once(on_cpu: bool) -> None:
     settings = read_settings(EVERY_ONE)
     told = [line.split(" has no effect: ")[0] for line in notices(settings, on_cpu=on_cpu)]
     assert told == sorted([*WITHOUT_EFFECT, *(WITHOUT_EFFECT_ON_CPU if on_cpu else [])])
-
-
-@pytest.mark.parametrize(
-    ("chunking", "expected"),
-    [
-        ("on", ["--max-waiting-tokens", "--waiting-served-ratio"]),
-        ("off", ["--target-inter-token-latency"]),
-    ],
-)
-def test_what_has_an_effect_depends_on_chunking(chunking: str, expected: list[str]) -> None:
-    argv = [
-        "--max-waiting-tokens=3",
-        "--waiting-served-ratio=1.5",
-        "--target-inter-token-latency=20",
-        f"--prefill-chunking={chunking}",
-    ]
-    lines = notices(read_settings(argv), on_cpu=False)
-    assert [line.split(" has no effect: ")[0] for line in lines] == expected
 
 
 def test_flags_without_effect_are_reported_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +151,7 @@ def test_what_is_said_to_be_without_effect_is_no_flag_and_what_is_named_instead_
     assert named <= flags
 
 
-@pytest.mark.parametrize(
-    "option", sorted(WITHOUT_EFFECT.keys() - {"--max-waiting-tokens", "--waiting-served-ratio"})
-)
+@pytest.mark.parametrize("option", sorted(WITHOUT_EFFECT))
 def test_help_says_what_never_has_an_effect(option: str) -> None:
     (flag,) = [flag for flag in all_flags() if flag.option == option]
     assert str(flag.field.description).startswith("No effect")

@@ -22,7 +22,7 @@ from millrace_router.journal.replay.rebuild import Rebuild, sequences_of
 from millrace_router.journal.replay.synthetic import token_at
 from millrace_router.journal.rotation import JournalFolder, journal_files
 from millrace_router.journal.writer import JournalWriter
-from millrace_router.scheduler.budgets import Budgets
+from millrace_router.scheduler.step_plan import Budgets
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import open_to_pb

@@ -9,11 +9,11 @@ from statistics import median
 import pytest
 from bench.scheduling.watched_engine import COSTS, WatchedEngine, watched
 
+from millrace.simulate.deployment import Deployment
+from millrace.simulate.pipeline import Flight
+from millrace.simulate.simulated_request import Arrival
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.pipeline import Flight
-from millrace_router.simulator.simulated_request import Arrival
 
 COST = dict(zip(COEFFICIENTS, COSTS, strict=True))
 LIMIT = 4096

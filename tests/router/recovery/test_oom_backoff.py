@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace_router.recovery.oom_backoff import STEPS_BEFORE_RELIEF, OomBackoff
-from millrace_router.scheduler.budgets import Budgets
+from millrace_router.scheduler.step_plan import Budgets
 
 
 def backoff(prefill: int = 4096, rows: int = 32, block_size: int = 64) -> OomBackoff:

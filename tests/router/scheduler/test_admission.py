@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace_router.request.request import ValidRequest
-from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import Budgets, Row
 from millrace_testing.schedules.client import Client
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.shards.hash_shard import HashShard

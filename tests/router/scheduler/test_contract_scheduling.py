@@ -3,9 +3,9 @@
 Where we differ by design:
 
 * Growing reservation is the default; TGI's whole reservation is `reserve_all`, which these cases use.
-* A batch that turns out too small is not assembled and put back: it is counted first, so nothing has to be undone.
+* Prompts never pause decodes, so `waiting_served_ratio` and `max_waiting_tokens` have nothing to decide.
 * Who leaves the queue is taken out at once, not when its turn comes.
-* With chunking, decodes take part of the budget and of the same step, and several prompts may be unfinished.
+* Decodes take part of the budget and of the same step, and several prompts may be unfinished.
 * A budget of 0 tokens and padded batches do not exist.
 """
 
@@ -14,8 +14,7 @@ from __future__ import annotations
 import pytest
 
 from millrace_router.request.request import ValidRequest
-from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Budgets, StepPlan
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.shards.hash_shard import HashShard
 
@@ -26,9 +25,6 @@ def new_driver(
     rows: int = 16,
     num_tokens: int = 16,
     block_size: int = 1,
-    prefill_chunking: bool = True,
-    waiting_served_ratio: float = 0.3,
-    max_waiting_tokens: int = 20,
     max_draft_tokens: int = 0,
 ) -> ScheduleDriver:
     """Block size 1, no prefix cache, 16 tokens: the setting of TGI's queue tests."""
@@ -36,9 +32,6 @@ def new_driver(
         max_batch_prefill_tokens=prefill,
         max_batch_size=rows,
         reserve_all=True,
-        prefill_chunking=prefill_chunking,
-        waiting_served_ratio=waiting_served_ratio,
-        max_waiting_tokens=max_waiting_tokens,
         max_draft_tokens=max_draft_tokens,
     )
     shard = HashShard(
@@ -92,20 +85,6 @@ class TestQueue:
         append(driver)
         assert next_batch(driver) == [0, 1]
 
-    def test_too_few_for_the_minimum_stay_in_order(self) -> None:
-        """`min_size` comes from waiting_served_ratio; nothing is taken, and so nothing has to be given back."""
-        driver = new_driver(prefill=3, prefill_chunking=False, waiting_served_ratio=1.2)
-        for _ in range(3):
-            append(driver, new=4)
-        assert next_batch(driver) == [0, 1, 2]
-        append(driver)
-        append(driver)
-        assert next_batch(driver) == []
-        assert [entry.request_id for entry in driver.waiting] == [3, 4]
-        assert driver.planner.blocks.num_reserved == 12
-        append(driver)
-        assert next_batch(driver) == [3, 4, 5]
-
     def test_no_more_than_max_size(self) -> None:
         driver = new_driver(rows=1)
         append(driver)
@@ -123,20 +102,11 @@ class TestQueue:
             append(driver)
         assert next_batch(driver) == [0, 1, 2]
 
-    @pytest.mark.parametrize("prefill", [5, 6, 7, 8])
-    def test_without_chunking_the_budget_is_rounded_up_to_blocks(self, prefill: int) -> None:
-        driver = new_driver(prefill=prefill, block_size=4, num_tokens=64, prefill_chunking=False)
-        append(driver, prompt=4)
-        append(driver, prompt=4)
-        append(driver, prompt=1)
+    def test_the_last_prompt_of_a_batch_is_cut(self) -> None:
+        driver = new_driver(prefill=4)
+        append(driver, prompt=3)
+        append(driver, prompt=3)
         assert next_batch(driver) == [0, 1]
-
-    def test_with_chunking_the_last_prompt_is_cut_without_it_left(self) -> None:
-        for prefill_chunking, admitted in ((True, [0, 1]), (False, [0])):
-            driver = new_driver(prefill=4, prefill_chunking=prefill_chunking)
-            append(driver, prompt=3)
-            append(driver, prompt=3)
-            assert next_batch(driver) == admitted
 
     def test_blocks_end_a_batch_and_the_head_is_not_overtaken(self) -> None:
         """input_length + max_new_tokens - 1 positions each; the token budget is not compared."""
@@ -176,7 +146,7 @@ class TestQueue:
 
 
 class TestLoop:
-    """2.2: when prompts interrupt decodes."""
+    """2.2: prompts and decodes of a step."""
 
     def test_with_chunking_prompts_are_computed_beside_the_decodes(self) -> None:
         driver = new_driver(num_tokens=64)
@@ -198,40 +168,3 @@ class TestLoop:
         assert kinds(driver).startswith("PMM")
         plan = driver.plans[1]
         assert (plan.decode_tokens, plan.chunks[0][1]) == ([3], 9)
-
-    def test_without_it_enough_prompts_pause_the_decodes_for_one_step(self) -> None:
-        driver = new_driver(num_tokens=64, prefill_chunking=False, waiting_served_ratio=1.0)
-        append(driver, new=6)
-        append(driver, new=6)
-        driver.turn()
-        append(driver)
-        driver.turn()
-        append(driver)
-        driver.run()
-        assert kinds(driver) == "PDPDDDD"
-        assert driver.plans[2].concat_reason == "backpressure"
-
-    def test_between_two_pauses_there_is_a_decode(self) -> None:
-        """TGI tries to admit once before each decode, so prompts that keep coming cannot stop the running ones."""
-        driver = new_driver(
-            prefill=1, num_tokens=64, prefill_chunking=False, waiting_served_ratio=0.0
-        )
-        for _ in range(4):
-            append(driver, new=4)
-        driver.run()
-        assert kinds(driver).startswith("PPDPDPD")
-
-    def test_too_few_wait_until_max_waiting_tokens_have_been_decoded(self) -> None:
-        """The count begins at 1 with each prefill, so max_waiting_tokens - 1 steps of decodes come between."""
-        driver = new_driver(
-            num_tokens=64,
-            prefill_chunking=False,
-            waiting_served_ratio=5.0,
-            max_waiting_tokens=4,
-        )
-        append(driver, new=12)
-        driver.turn()
-        append(driver, new=2)
-        driver.run()
-        assert kinds(driver).startswith("PDDDPD")
-        assert driver.plans[4].concat_reason == "wait_exceeded"

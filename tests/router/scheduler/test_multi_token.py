@@ -12,9 +12,7 @@ from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.entry import MAX_JUMP_FORWARD_TOKENS
 from millrace_router.request.request import Grammar, GrammarKind, ValidRequest
 from millrace_router.request.schedulable import Acceptance
-from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 from millrace_router.shards.wire import plan_to_pb
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.shards.hash_choices import Choices

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace_router.request.request import SchedulingParameters, ValidRequest
-from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.shards.hash_shard import HashShard
 
@@ -222,14 +220,7 @@ def test_an_entry_that_left_while_it_was_paused_is_never_admitted_again() -> Non
 
 
 def test_a_replay_that_went_back_to_the_queue_may_be_longer_than_a_whole_step() -> None:
-    """Prompts are computed whole here, but this one has to be in parts."""
-    budgets = Budgets(
-        max_batch_prefill_tokens=4,
-        max_batch_size=2,
-        prefill_chunking=False,
-        waiting_served_ratio=0.0,
-        share_slots=True,
-    )
+    budgets = Budgets(max_batch_prefill_tokens=4, max_batch_size=2, share_slots=True)
     shard = HashShard(num_blocks=20, block_size=4, max_batch_size=2)
     driver = ScheduleDriver(budgets, shard, prefix_caching=False)
     for _ in range(2):

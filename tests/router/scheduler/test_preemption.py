@@ -7,14 +7,12 @@ from dataclasses import replace
 from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.preemption import row_to_yield
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue.tenants import TenantQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.queue import WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
+from millrace_router.scheduler.tenants import TenantQueue
 from millrace_testing.router.fake_router import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

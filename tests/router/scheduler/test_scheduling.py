@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
-from millrace_router.scheduler.budgets import Budgets
+from millrace_router.scheduler.step_plan import Budgets
 from millrace_testing.adapters.fake_adapters import adapters_for
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.schedules.requests import (
@@ -80,8 +80,6 @@ class SchedulingMachine(RuleBasedStateMachine):
         )
         self.capacity = (shard.num_blocks - 1) * block_size
         self.longest = min(MAX_PROMPT, self.capacity)
-        if not budgets.prefill_chunking:
-            self.longest = min(self.longest, budgets.max_batch_prefill_tokens)
 
     @rule(data=st.data(), copies=st.integers(1, 4))
     def submit(self, data: st.DataObject, copies: int) -> None:

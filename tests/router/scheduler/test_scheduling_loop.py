@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from millrace_router.errors import Quarantined
 from millrace_router.request.entry import entry_of
-from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.queue.tenants import RequestQueue, TenantQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets
+from millrace_router.scheduler.tenants import TenantQueue
 from millrace_testing.adapters.fake_adapters import adapters_for
 from millrace_testing.router.fake_router import (
     DirectShards,
@@ -93,8 +93,6 @@ class LoopMachine(RuleBasedStateMachine):
         self.task = self.loop.create_task(self.batcher.run())
         self.capacity = (self.shard.num_blocks - 1) * block_size
         self.longest = min(MAX_PROMPT, self.capacity)
-        if not budgets.prefill_chunking:
-            self.longest = min(self.longest, budgets.max_batch_prefill_tokens)
 
     def count_failures(self) -> None:
         """Clients do not learn of the first failed step that was to compute their tokens."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
+from millrace.simulate.deployment import Deployment
 from millrace_router.prediction.cost import COEFFICIENTS, EXTRA_COEFFICIENTS, CostModel
-from millrace_router.simulator.deployment import Deployment
 from millrace_router.validation.sampling_defaults import SamplingDefaults
 from millrace_testing.router.edge import logging_to, play, serving
 
@@ -106,7 +106,6 @@ async def test_info_tells_how_requests_are_scheduled() -> None:
 async def test_info_is_what_a_simulated_deployment_is_made_of() -> None:
     costs = dict.fromkeys((*COEFFICIENTS, *EXTRA_COEFFICIENTS), 0.5)
     flags: dict[str, Any] = {
-        "prefill_chunking": "off",
         "prefix_caching": "off",
         "kv_reservation": "full",
         "target_inter_token_latency": 25.0,

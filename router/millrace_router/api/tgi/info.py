@@ -78,7 +78,6 @@ class SchedulerJson(TypedDict):
 
     prefill_chunking: str
     prefill_order: str
-    batching_policy: str
     prefix_caching: str
     kv_reservation: str
     target_inter_token_latency: float | None
@@ -194,9 +193,8 @@ def _pipeline_tag(tasks: frozenset[Task]) -> str:
 def _scheduler(services: Services) -> SchedulerJson:
     config, loading = services.config, services.loading
     return {
-        "prefill_chunking": config.prefill_chunking,
+        "prefill_chunking": "on",
         "prefill_order": config.prefill_order,
-        "batching_policy": config.batching_policy,
         "prefix_caching": config.prefix_caching,
         "kv_reservation": config.kv_reservation,
         "target_inter_token_latency": config.target_inter_token_latency,

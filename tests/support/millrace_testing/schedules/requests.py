@@ -1,16 +1,17 @@
 """Hypothesis strategies for schedules: policies, and requests that share beginnings."""
 
 from __future__ import annotations
-
 from itertools import pairwise
-
 from hypothesis import strategies as st
-
 from millrace_proto.sampling import Sampling
-from millrace_router.request.request import Grammar, GrammarKind, SchedulingParameters, ValidRequest
-from millrace_router.scheduler.budgets import Budgets
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.request import ValidRequest
 from millrace_testing.adapters.fake_adapters import version_of
-from millrace_testing.shards.hash_tokens import POISON_TOKEN_ID, expected_tokens
+from millrace_testing.shards.hash_tokens import POISON_TOKEN_ID
+from millrace_testing.shards.hash_tokens import expected_tokens
+from millrace_router.scheduler.step_plan import Budgets
 
 MAX_PROMPT = 24
 MAX_NEW = 20
@@ -25,13 +26,9 @@ policies = st.builds(
     max_batch_size=st.integers(2, 6),
     spare_slots=st.integers(0, 2),
     reserve_all=st.sampled_from([False, False, False, True]),
-    prefill_chunking=st.sampled_from([True, True, False]),
-    waiting_served_ratio=st.sampled_from([0.0, 0.3, 1.2]),
-    max_waiting_tokens=st.integers(0, 6),
     max_preemptions=st.integers(0, 3),
     share_slots=st.sampled_from([False, False, True]),
     shortest_first=st.booleans(),
-    batching_policy=st.sampled_from([*["continuous"] * 4, "static", "static-naive", "none"]),
     max_draft_tokens=st.sampled_from([0, 0, 1, 4]),
 )
 
