@@ -8,7 +8,6 @@ from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.server.traces.request_traces import RequestTraces
-from millrace_router.telemetry.span_sender import SpanSender
 
 MODULES = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
@@ -37,20 +36,15 @@ def check_traces(config: RouterConfig) -> None:
 
 
 def open_traces(config: RouterConfig, status: ShardStatus) -> RequestTraces | None:
-    """Start the process that exports traces; None if none are asked for."""
+    """Start the export of traces; None if none are asked for."""
     target = config.trace_target
     if target is None:
         return None
-    sender = SpanSender(
-        {
-            "endpoint": target.endpoint,
-            "protocol": target.protocol,
-            "service_name": target.service_name,
-            "json_output": config.json_output,
-            "log_level": config.log_level,
-        }
-    )
-    return RequestTraces(sender, status, model=config.served_names[0])
+    # Only a router that exports traces loads OpenTelemetry.
+    from millrace_router.telemetry.span_export import SpanExport  # noqa: PLC0415
+
+    export = SpanExport(target.endpoint, target.protocol, service_name=target.service_name)
+    return RequestTraces(export, status, model=config.served_names[0])
 
 
 def _is_installed(module: str) -> bool:
