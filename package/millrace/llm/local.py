@@ -44,6 +44,7 @@ from millrace_router.api.chat.start import run_chat
 from millrace_router.api.openai.render import chat_answer
 from millrace_router.api.openai.render import chat_renderer
 from millrace_router.api.pooling.run import PoolingInput
+from millrace_router.engine.generation import Usage
 
 WITHOUT_PLACE = ("echo", "best_of", "prompt_logprobs")
 """Fields of text completions whose answers pieces cannot have."""

@@ -1,36 +1,38 @@
 """From a request's parameters to generations: permits, validation, and one or several samples of one prompt."""
 
 from __future__ import annotations
-
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
-
 from millrace_router.adapters.resolver import Resolver
-from millrace_router.engine.generation import Collected, Generation
-from millrace_router.engine.permits import Permits
-from millrace_router.engine.request_record import RequestRecord
-from millrace_router.errors import (
-    AdapterNotFound,
-    AdapterRemoved,
-    RouterError,
-    ShuttingDown,
-    SizeError,
-)
-from millrace_router.prediction.estimate import Appraisal, Estimate
+from millrace_router.engine.generation import Collected
+from millrace_router.engine.generation import Generation
+from millrace_router.errors import AdapterNotFound
+from millrace_router.errors import AdapterRemoved
+from millrace_router.errors import RouterError
+from millrace_router.errors import ShuttingDown
+from millrace_router.errors import SizeError
 from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.seeds import seed_of_sample
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.validation.rules import check_best_of, check_stream
-from millrace_router.validation.validator import Validated, Validator
-
+from millrace_router.validation.rules import check_best_of
+from millrace_router.validation.rules import check_stream
+from millrace_router.validation.validator import Validated
+from millrace_router.validation.validator import Validator
+from millrace_router.engine.generation import RequestRecord
+from millrace_router.errors import Overloaded
+from millrace_router.prediction.forecast import Appraisal
+from millrace_router.prediction.forecast import Estimate
 
 class Batcher(Protocol):
     """Queues valid requests."""
@@ -43,6 +45,41 @@ class Batcher(Protocol):
 
     def drain_seconds(self) -> float:
         """Predicted seconds until one more request fits; 0 while nothing is known."""
+
+
+class Permits:
+    """Counts the permits for generations; a request without one is refused at once."""
+
+    def __init__(self, total: int, drain_seconds: Callable[[], float]) -> None:
+        """`drain_seconds` predicts the seconds after which a refused client may retry."""
+        self.free = total
+        self._total = total
+        self._drain_seconds = drain_seconds
+        self._all_free = asyncio.Event()
+        self._all_free.set()
+
+    def take(self, count: int = 1) -> None:
+        """Take `count` permits, or none and raise Overloaded."""
+        if self.free < count:
+            raise Overloaded(retry_after_seconds=self._drain_seconds())
+        self.free -= count
+        self._all_free.clear()
+
+    def give(self, count: int = 1) -> None:
+        """Release `count` permits."""
+        self.free += count
+        assert self.free <= self._total
+        if self.free == self._total:
+            self._all_free.set()
+
+    @property
+    def taken(self) -> int:
+        """Number of permits taken."""
+        return self._total - self.free
+
+    async def all_free(self) -> None:
+        """Wait until no permit is taken."""
+        await self._all_free.wait()
 
 
 SHORTEST = ValidRequest(input_ids=(0,), max_new_tokens=1)

@@ -25,7 +25,6 @@ from millrace_router.shards.channels import tls_from
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.telemetry.request_file import RequestFile
 from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.model_files import ModelFilesError
@@ -56,6 +55,7 @@ from millrace_router.start.traces import check_kv_events
 from millrace_router.start.traces import check_traces
 from millrace_router.start.traces import open_kv_events
 from millrace_router.start.traces import open_traces
+from millrace_router.telemetry.request_log import RequestFile
 
 log = structlog.get_logger(__name__)
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace_router.prediction.cost import COEFFICIENTS, CostModel
-from millrace_router.prediction.jitter import NUM_RATIOS, StepJitter
+from millrace_router.prediction.cost import COEFFICIENTS, NUM_RATIOS, CostModel, StepJitter
 from millrace_router.prediction.step_load import StepLoad
 
 

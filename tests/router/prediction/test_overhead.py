@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_router.prediction.overhead import RouterOverhead
+from millrace_router.prediction.cost import RouterOverhead
 
 
 def test_one_slow_answer_moves_little() -> None:

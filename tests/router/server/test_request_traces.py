@@ -35,7 +35,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 @dataclass
 class Sink:
-    """Keeps what is sent, as the exporting process reads it."""
+    """Keeps what is sent."""
 
     spans: list[dict[str, Any]] = field(default_factory=list)
 

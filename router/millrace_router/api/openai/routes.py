@@ -26,6 +26,7 @@ from millrace_router.server.sse import respond
 from millrace_router.api.chat.start import start_chat
 from millrace_router.api.openai.render import chat_answer
 from millrace_router.api.openai.stream import chat_streams
+from millrace_router.engine.generation import Usage
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""

@@ -1,13 +1,14 @@
 """The parts of a pause, from arrivals and logs written by hand."""
 
 from __future__ import annotations
-
 import json
-
 import pytest
-from bench.faults.kills.recovery import PARTS, all_moving_at, parts, pause_end
-from bench.faults.log_lines import Line, parse_lines
-
+from bench.faults.kills.recovery import PARTS
+from bench.faults.kills.recovery import all_moving_at
+from bench.faults.kills.recovery import parts
+from bench.faults.kills.recovery import pause_end
+from bench.faults.log_lines import Line
+from bench.faults.log_lines import parse_lines
 
 def test_tokens_under_way_do_not_end_a_pause() -> None:
     arrivals = [0.9, 1.01, 1.02, 4.0, 4.1, 4.2]
@@ -77,7 +78,7 @@ def test_of_several_attempts_and_ranks_the_last_counts() -> None:
 
 
 def test_the_router_may_be_the_first_to_notice() -> None:
-    failed = Line(100.05, "millrace_router.engine.batcher", "epoch failed")
+    failed = Line(100.05, "millrace_router.engine.batcher", "shards failed; replaying")
     access = Line(100.01, "millrace_router.server.access_log", "request")
     found = parts([access, failed, *lines()], since=100.0, until=104.5)
     assert found["noticed"] == pytest.approx(0.05)

@@ -34,7 +34,6 @@ from millrace_router.pooling.score_template import ScoreTemplate
 from millrace_router.pooling.sentence_transformers import LogitScore
 from millrace_router.pooling.sentence_transformers import SentenceTransformersFiles
 from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.estimate import Estimate
 from millrace_router.reasoning.formats import reasoning_of_model
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.shard_status import ShardStatus
@@ -66,6 +65,7 @@ from millrace_router.validation.validator import Validator
 from millrace_router.access.keys import ApiKeys
 from millrace_router.server.traces import RequestTraces
 from millrace_router.server.traces import SpanSink
+from millrace_router.prediction.forecast import Estimate
 
 WORDS = ("hello", "world", "wörld", "日本", "a", "b")
 GRACE_SECONDS = 300.0
