@@ -2,7 +2,7 @@
 
 The folder is $MILLRACE_CACHE, or millrace below $XDG_CACHE_HOME or ~/.cache. A lock serialises concurrent builds, and a
 library is published atomically. Its name ends with an identity of the compiler: a process with a compiler uses only the
-libraries of that compiler, a process without one those of any compiler.
+libraries of that compiler, a process without one those of any compiler. Triton's kernels are kept there too.
 """
 
 from __future__ import annotations
@@ -275,3 +275,27 @@ def _find_compiler() -> tuple[str, ...] | None:
 def _openmp(libraries: Path) -> str:
     """The OpenMP runtime of the torch package, if any, so that the process has one thread pool."""
     return next((str(file) for file in sorted(libraries.glob("libgomp*.so*"))), "-lgomp")
+
+
+VARIABLE = "TRITON_CACHE_DIR"
+
+
+def use_triton_cache() -> None:
+    """Let Triton use TRITON_CACHE_DIR, or else the folder triton in Millrace's cache; call this before Triton compiles.
+
+    Raises BuildError if the folder cannot be written, or if other users can write to Millrace's.
+    """
+    named = Variables().triton_cache_dir
+    folder = named or cache_folder("triton")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if named is None:
+            check_owners(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        changed = "MILLRACE_CACHE" if named is None else VARIABLE
+        raise BuildError(
+            f"Triton cannot keep compiled kernels: {error}; {changed} names another folder"
+        ) from error
+    os.environ[VARIABLE] = str(folder)

@@ -1,7 +1,7 @@
 """Operators on rows of scores: masks of grammars, the likeliest tokens, and what a device offers for sampling.
 
-torch's softmax on CUDA adds up a row in an order that depends on the place of its first element within 16 bytes. If V
-is no multiple of 4, that place depends on the row's number, and so would the bits of the sum.
+Rows are aligned: torch's softmax on CUDA adds up a row in an order that depends on the place of its first element
+within 16 bytes. If V is not a multiple of 4, that place depends on the row's number, and so would the bits of the sum.
 """
 
 from __future__ import annotations

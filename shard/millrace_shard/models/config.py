@@ -3,8 +3,8 @@
 The import of transformers' config classes would add 1.5 s and 150 MB to every start of a shard. A family states the
 defaults of its class in transformers, since fields with default values may be absent from the file.
 
-Version 5 writes `rope_parameters`, perhaps one object for each kind of layer; earlier ones write `rope_theta`,
-`rope_scaling` and `partial_rotary_factor`.
+Rotary embeddings come in the forms that versions of transformers write. Version 5 writes `rope_parameters`, perhaps one
+object for each kind of layer; earlier ones write `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """From logits to tokens: processors, warpers and choice, in TGI's order, vectorised over the rows of a step.
 
-The number of tokens that tie at the last place is on the device, and the host must not wait for it. The device
-therefore returns a few tokens more than requested; the host reads the whole row in the rare case that all of these tie.
-
 The operations on a row depend on its own parameters and scores alone, and each operation treats rows independently, so
 the bits of a row's token, log probability and top tokens do not depend on the composition of the batch.
+
+The number of top tokens that tie at the last place is on the device, and the host must not wait for it. The device
+therefore returns a few tokens more than requested; the host reads the whole row in the rare case that all of these tie.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace_proto.sampling import NO_RULES, SequenceRules
+from millrace_proto.sampling import NEUTRAL, NO_RULES, SequenceRules
 from millrace_shard.arrays import Floats, Ints
 from millrace_shard.device import transfers
 from millrace_shard.device.transfers import download_on_side_stream, upload
@@ -37,11 +37,9 @@ from millrace_shard.sampling.warpers import (
     exclude_top_choices,
     find_candidates,
     join_candidates,
-    keep_min_p,
     keep_top_k,
     keep_top_n_sigma,
-    keep_top_p,
-    keep_typical,
+    shares,
 )
 from millrace_shard.sampling.watermark import Watermark
 
@@ -270,13 +268,8 @@ class Sampler:
             scores = self._change_rows(
                 scores, chosen, lambda some: keep_top_k(some, ks, largest, self._find_threshold)
             )
-        find = self._find_threshold or find_threshold
-        for name, off, keep_part in (
-            ("top_p", 1.0, partial(keep_top_p, find=find)),
-            ("typical_p", 1.0, partial(keep_typical, find=find)),
-            ("min_p", 0.0, keep_min_p),
-        ):
-            if len(chosen := np.flatnonzero(p[name] != off)):
+        for name, keep_part in shares(self._find_threshold or find_threshold):
+            if len(chosen := np.flatnonzero(p[name] != NEUTRAL[name])):
                 keep = partial(_keep, keep_part, self._column(rows, name, chosen))
                 scores = self._change_rows(scores, chosen, keep)
         if len(chosen := np.flatnonzero(p["xtc_probability"] > 0)):

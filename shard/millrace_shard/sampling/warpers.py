@@ -3,14 +3,17 @@
 Dropped tokens get minus infinity. Each filter is a threshold that keeps all ties, so no result depends on how a library
 orders equal values.
 
-A row is complete if the least score that it keeps is above the last candidate's, so that no token past the candidates
+Rows that keep few tokens are sampled from their best candidates, with the same tokens as from the whole vocabulary. A
+row is complete if the least score that it keeps is above the last candidate's, so that no token past the candidates
 is kept, ties included. Incomplete rows are sampled from the whole vocabulary. All rows have the same number of
 candidates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,6 +90,15 @@ def keep_min_p(scores: Tensor, share: Tensor) -> Tensor:
     probabilities = scores.softmax(-1)
     least = share * probabilities.amax(-1, keepdim=True)
     return scores.masked_fill(probabilities < least, NEGATIVE_INFINITY)
+
+
+def shares(find: FindThreshold) -> tuple[tuple[str, Callable[[Tensor, Tensor], Tensor]], ...]:
+    """The filters by a share of the probability, by their parameters' names, in the order in which they apply."""
+    return (
+        ("top_p", partial(keep_top_p, find=find)),
+        ("typical_p", partial(keep_typical, find=find)),
+        ("min_p", keep_min_p),
+    )
 
 
 def keep_top_n_sigma(scores: Tensor, n: Tensor) -> Tensor:

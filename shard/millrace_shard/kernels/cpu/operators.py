@@ -1,7 +1,8 @@
 """Kernels for x86 CPUs: compiled operators over pages of 64 positions, in bfloat16 or float32.
 
-With the blocked form, and with oneDNN in float32, a row's bits do not depend on other rows. With oneDNN in bfloat16
-they do; it is up to a fifth faster from about 100 rows on, and slower below.
+Linears are packed in blocks for our operator, or reordered by oneDNN. With the blocked form, and with oneDNN in
+float32, a row's bits do not depend on other rows. With oneDNN in bfloat16 they do; it is up to a fifth faster from
+about 100 rows on, and slower below.
 
 bfloat16 weights use operators over tiles, for half a layer or for all layers. A row's bits depend neither on the
 composition of the batch, nor on the prefill chunks, nor on the number of threads. Heads whose width is not a multiple

@@ -1,6 +1,7 @@
 """Runs the code of transformers' classes on our paged KV cache; their attention must be pluggable.
 
-Linears and attention use our kernels already. What remains are activations and other elementwise functions (see
+Some modules are replaced, whose rounding on CPU depends on the whole step. Linears and attention use our kernels
+already. What remains are activations and other elementwise functions (see
 kernels/elementwise.py). Norms, softmax and top-k work row by row; sums, products and casts of single elements follow
 IEEE 754.
 """

@@ -1,7 +1,7 @@
 """The tokenizer in the metadata of a GGUF file, as the tokenizer.json and tokenizer_config.json of a model folder.
 
-Each pattern splits the pieces that the patterns before it leave; matches and what lies between them become pieces. The
-patterns are those of the models' tokenizer.json files, in Oniguruma's syntax.
+Of the patterns that split text into words, each splits the pieces that the patterns before it leave; matches and what
+lies between them become pieces. The patterns are those of the models' tokenizer.json files, in Oniguruma's syntax.
 """
 
 from __future__ import annotations

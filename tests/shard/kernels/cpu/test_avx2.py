@@ -17,8 +17,8 @@ from millrace_shard.kernels.build import BuildError, load_operators
 
 ROOT = Path(__file__).parents[4]
 TESTS = (
-    "kernels/cpu/test_coded_layers.py",
-    "kernels/cpu/test_coded_weights.py",
+    "kernels/cpu/test_quantized_layers.py",
+    "kernels/cpu/test_quantized_weights.py",
     "kernels/cpu/test_cpu_kernels.py",
     "kernels/cpu/test_int8_linear.py",
     "kernels/cpu/test_lora_tiles.py",
