@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from millrace_launcher.settings import checks
-from millrace_launcher.settings.flags import all_flags, option_name
+from millrace_launcher.settings.flags import all_flags
+from millrace_proto.flags import option_name
 from millrace_router.telemetry.instruments import Family
 from millrace_router.telemetry.metrics import Metrics
 

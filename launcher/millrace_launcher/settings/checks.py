@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import Settings
-from millrace_launcher.settings.flags import WIRING, option_name
+from millrace_launcher.settings.flags import WIRING
 from millrace_launcher.settings.remote import check_elsewhere
+from millrace_proto.flags import option_name
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from millrace_launcher.settings.flags import Flag
+from millrace_proto.flags import Flag
 
 NO_EFFECT = ("No effect", "Refused:", "Old name of")
 """Beginnings of the descriptions of flags that are accepted for TGI's sake."""

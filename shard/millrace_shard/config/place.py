@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, Field, model_validator
-from pydantic_settings import CliPositionalArg
 
 
 class PlaceFlags(BaseModel):
     """The model, the address to serve on, and the tensor-parallel group."""
 
-    model_folder: CliPositionalArg[Path] = Field(
+    model_folder: Path = Field(
         description="Local folder with config.json and weights, GGUF file, or name of a model on the Hugging Face hub."
     )
     revision: str | None = Field(
