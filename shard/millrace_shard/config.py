@@ -6,16 +6,13 @@ nothing larger than pydantic.
 
 from __future__ import annotations
 
-import io
-import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, SettingsConfigDict
+from millrace_proto.flags import read_arguments, refuse
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 LogLevel = Literal["trace", "debug", "info", "warning", "error"]
 
@@ -64,7 +61,7 @@ def log_level(value: object) -> object:
 class PlaceFlags(BaseModel):
     """The model, the address to serve on, and the tensor-parallel group."""
 
-    model_folder: CliPositionalArg[Path] = Field(
+    model_folder: Path = Field(
         description="Local folder with config.json and weights, GGUF file, or name of a model on the Hugging Face hub."
     )
     revision: str | None = Field(
@@ -315,17 +312,6 @@ class RequestFlags(BaseModel):
     )
 
 
-@contextmanager
-def _printable_help() -> Iterator[None]:
-    """Remove the default None from the help: its placeholder cannot be typed or printed."""
-    shown = io.StringIO()
-    try:
-        with redirect_stdout(shown):
-            yield
-    finally:
-        sys.stdout.write(re.sub(r"\s*\(default:\s*\0\)", "", shown.getvalue()))
-
-
 class ShardConfig(
     # The help shows the flags of the last class first.
     LogFlags,
@@ -341,24 +327,22 @@ class ShardConfig(
         frozen=True,
         extra="ignore",
         env_ignore_empty=True,
-        # No warning about the name of `model_folder`, which is a positional argument.
+        # No warning about the name of `model_folder`.
         protected_namespaces=(),
-        cli_prog_name="millrace-shard serve",
-        cli_kebab_case=True,
-        cli_implicit_flags="toggle",
-        cli_hide_none_type=True,
-        # No word that a user can type means None.
-        cli_parse_none_str="\0",
     )
 
     @classmethod
     def from_args(cls, argv: Sequence[str]) -> Self:
         """Read the command line and the environment; exit 2 with a message when either is wrong."""
+        values = read_arguments(
+            cls.model_fields,
+            argv,
+            program="millrace-shard serve",
+            description=cls.__doc__,
+            positional="model_folder",
+        )
         try:
-            with _printable_help():
-                return cls(_cli_parse_args=list(argv))  # type: ignore[call-arg]
+            # An empty value counts as absent.
+            return cls(**{name: value for name, value in values.items() if value != ""})
         except ValidationError as error:
-            for problem in error.errors():
-                flag = "--" + "-".join(map(str, problem["loc"])).replace("_", "-")
-                sys.stderr.write(f"error: {flag}: {problem['msg']}\n")
-            raise SystemExit(2) from None
+            refuse(error.errors())

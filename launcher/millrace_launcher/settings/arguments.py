@@ -18,9 +18,10 @@ from pydantic_settings import BaseSettings
 from millrace_launcher.config import LauncherConfig
 from millrace_launcher.host.hostname import resolved
 from millrace_launcher.host.runtime import millrace_version
-from millrace_launcher.settings.flags import SECRETS, SHORTS, Flag, all_flags, as_text, option_name
+from millrace_launcher.settings.flags import SECRETS, SHORTS, all_flags
 from millrace_launcher.settings.foreign_flags import tip_for
 from millrace_launcher.settings.help_groups import grouped
+from millrace_proto.flags import Flag, as_text, option_name
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
 

@@ -1,10 +1,9 @@
 """The groups of flags in `--help`, by what a user wants."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-
-from millrace_launcher.settings.flags import Flag
+from collections.abc import Iterator
+from collections.abc import Sequence
+from millrace_proto.flags import Flag
 
 NO_EFFECT = ("No effect", "Refused:", "Old name of")
 """Beginnings of the descriptions of flags that are accepted for TGI's sake."""

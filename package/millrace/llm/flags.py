@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from millrace.errors import StartError
 from millrace_launcher.settings.arguments import Settings, read_settings
-from millrace_launcher.settings.flags import option_name
+from millrace_proto.flags import option_name
 
 PROGRAM = "LLM"
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
-import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import ValidationError
 from pydantic_settings import (
@@ -20,6 +15,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from millrace_proto.flags import read_arguments, refuse
 from millrace_router.config.adapters import AdapterFlags
 from millrace_router.config.limits import LimitFlags
 from millrace_router.config.listening import ListeningFlags
@@ -29,26 +25,14 @@ from millrace_router.config.recovery import RecoveryFlags
 from millrace_router.config.scheduling import SchedulingFlags
 from millrace_router.config.text import TextFlags
 
-COMMANDS = """
-other commands:
+COMMANDS = """other commands:
   millrace-router replay JOURNAL
                         Have shards compute the steps of a journal again.
   millrace-router print-schema
                         Print the description of the API, as /openapi.json has
                         it.
 """
-
-
-@contextmanager
-def _printable_help() -> Iterator[None]:
-    """Show the other commands, and no default where it is None: the stand-in for None cannot be printed."""
-    shown = io.StringIO()
-    try:
-        with redirect_stdout(shown):
-            yield
-    finally:
-        if text := shown.getvalue():
-            sys.stdout.write(re.sub(r"\s*\(default:\s*\0\)", "", text) + COMMANDS)
+KEYS = frozenset({"api_key", "admin_key"})
 
 
 class RouterConfig(
@@ -69,13 +53,6 @@ class RouterConfig(
         frozen=True,
         extra="ignore",
         env_ignore_empty=True,
-        cli_prog_name="millrace-router",
-        cli_kebab_case=True,
-        cli_implicit_flags="toggle",
-        cli_hide_none_type=True,
-        # A stand-in for None that no user can type.
-        cli_parse_none_str="\0",
-        cli_shortcuts={"port": "p"},
     )
 
     @classmethod
@@ -95,20 +72,20 @@ class RouterConfig(
     @classmethod
     def from_args(cls, argv: Sequence[str]) -> Self:
         """Read the command line and the environment; exit 2 with a message when one of them is wrong."""
-        # Empty values count as absent everywhere else.
-        values: dict[str, Any] = {
-            name: ""
-            for name, flag in (("api_key", "--api-key"), ("admin_key", "--admin-key"))
-            if f"{flag}=" in argv or (flag, "") in pairwise(argv)
-        }
+        values = read_arguments(
+            cls.model_fields,
+            argv,
+            program="millrace-router",
+            description=cls.__doc__,
+            epilog=COMMANDS,
+            shorts={"port": "-p"},
+        )
+        # An empty value counts as absent, but an empty key must be refused.
+        chosen = {name: value for name, value in values.items() if value != "" or name in KEYS}
         try:
-            with _printable_help():
-                return cls(_cli_parse_args=list(argv), **values)  # type: ignore[call-arg]
+            return cls(**chosen)
         except ValidationError as error:
-            for problem in error.errors():
-                flag = "--" + "-".join(map(str, problem["loc"])).replace("_", "-")
-                sys.stderr.write(f"error: {flag}: {problem['msg']}\n")
-            raise SystemExit(2) from None
+            refuse(error.errors())
 
     @property
     def compute_type(self) -> str | None:
