@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from tokenizers import Tokenizer
 
 from bench.comparison.plan import Plan, installed
-from bench.comparison.report import level_table
+from bench.comparison.report import level_table, levels_json
 from bench.comparison.served import run_levels
 from bench.harness.command_line import command, run_parser
 from bench.harness.quiet import Quiet
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> Record:
         figures={
             "file": file.name,
             "file_bytes": file.stat().st_size,
-            "measurements": [measurement.as_json() for measurement in measurements],
+            "measurements": levels_json(measurements),
             "notes": notes,
         },
     )

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.charts.flames import Event, Frame, flame_graph, own_times, tree
 from bench.harness.checkpoints import SHAPES, ensure_checkpoint
 from bench.harness.paths import MODELS_FOLDER, OUT
 from bench.harness.repeats import figure
 from bench.harness.tables import markdown
 from bench.peers.engines import launch_environment
+from bench.profile.flames import Event, Frame, flame_graph, own_times, tree
 from millrace.load.measurement import quantile
 from millrace_launcher.host.threads import usable_cores
 from millrace_shard.batch.sequence import Sequence as ShardSequence

@@ -84,7 +84,7 @@ class Model:
     """Random weights of one kind."""
 
     def __init__(self, shape: Shape, kind: Kind) -> None:
-        self._shape = shape
+        self.shape = shape
         self.kernels: Kernels = CpuKernels(deterministic=True, integer=kind.integer)
         rotation = Rotation(table=torch.randn(LONGEST, HEAD_DIM))
         layers = [self._layer(kind, rotation) for _ in range(shape.layers)]
@@ -95,10 +95,8 @@ class Model:
         self._head = self.kernels.head_from(_stored(kind.head(self._embedding)))
 
     def _layer(self, kind: Kind, rotation: Rotation) -> Layer:
-        shape = self._shape
-        linears = {
-            name: _stored(kind.layers(weight(*size))) for name, size in shape.linears().items()
-        }
+        shape = self.shape
+        linears = {name: self.linear(kind, name, size) for name, size in shape.linears().items()}
         norm = NormWeights(weight=torch.ones(shape.hidden, dtype=DTYPE), eps=EPS)
         attention = AttentionWeights(
             norm=norm,
@@ -112,6 +110,11 @@ class Model:
         )
         mlp = MlpWeights(norm=norm, gate_up=linears["gate_up"], down=linears["down"])
         return Layer(self.kernels.attention(attention), self.kernels.mlp(mlp))
+
+    def linear(self, kind: Kind, name: str, size: tuple[int, int]) -> LinearWeights:
+        """Weights [out, in] of the linear `name` of a layer."""
+        del name
+        return _stored(kind.layers(weight(*size)))
 
     def step(
         self, contexts: list[int], queries: list[int], caches: list[LayerCache] | None = None

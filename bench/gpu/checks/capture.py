@@ -8,10 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench.gpu.engine.compare import largest_distance, other_tokens
 from bench.gpu.engine.kernels import RefusingCapture, few_pieces, graphs_for
-from bench.gpu.engine.opened import Opened, opened
-from bench.gpu.engine.session import Session, start
+from bench.gpu.engine.session import Opened, Session, largest_distance, opened, other_tokens, start
 from bench.gpu.figures import Figure, check
 from bench.gpu.setting import Emit, Setting
 from bench.harness.checkpoints import Shape

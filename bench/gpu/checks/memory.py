@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from bench.gpu.engine.opened import opened
 from bench.gpu.engine.scale import Scale
-from bench.gpu.engine.session import Session
+from bench.gpu.engine.session import Session, opened
 from bench.gpu.figures import check
 from bench.gpu.setting import Emit, Setting
 from millrace_shard.batch.sequence import SamplingParameters

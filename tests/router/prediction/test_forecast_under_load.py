@@ -7,13 +7,13 @@ from collections.abc import Callable
 from statistics import median
 
 import pytest
-from bench.scheduling.watched_engine import COSTS, WatchedEngine, watched
 
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.pipeline import Flight
 from millrace_router.simulator.simulated_request import Arrival
+from millrace_testing.router.watched_engine import COSTS, WatchedEngine, watched
 
 COST = dict(zip(COEFFICIENTS, COSTS, strict=True))
 LIMIT = 4096
