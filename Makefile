@@ -29,7 +29,7 @@ PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Where it is set, as in many images, each of the hundreds of processes of a test run compiles the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve test test-long test-ecosystem test-cluster test-residency test-kv-events test-json-schema fuzz-adapters fuzz-checkpoints check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
+.PHONY: help install serve test test-long test-ecosystem test-cluster test-residency test-kv-events test-json-schema fuzz-adapters fuzz-checkpoints check format verify bench bench-quick bench-curves bench-gpu chaos proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -50,7 +50,6 @@ help:
 	@echo "make bench-quick      whether our engine became slower; three minutes"
 	@echo "make bench-curves     throughput over concurrency and context length, to bench/out"
 	@echo "make bench-gpu        a first hour on a GPU: checks and speed in ten minutes; without one, in an interpreter"
-	@echo "make bench-gpu-bundle wheels that such a machine lacks, to run it without a network, to .gpu-bundle"
 	@echo "make chaos            break the server 100 times under load, and audit it; a quarter of an hour"
 	@echo "make format           rewrite the sources in house style"
 	@echo "make proto            regenerate the protobuf code"
@@ -142,18 +141,15 @@ bench-curves: install
 	$(BIN)/python -m bench.curves $(ARGS)
 
 # It changes no installed packages, so that it runs from a plain checkout with torch in $(PYTHON). Protobuf code comes from
-# the compiler or from .gpu-bundle; without both, the stages that need it fail, and the others run.
+# the compiler; without it, the stages that need it fail, and the others run.
 bench-gpu:
 	-@test -e $(GENERATED) || $(PYTHON) proto/compile.py
 	@$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) -m bench.gpu $(ARGS)
-
-bench-gpu-bundle: install
-	$(BIN)/python -m bench.gpu.bundle $(ARGS)
 
 chaos: install
 	$(BIN)/python -m bench.faults.chaos $(ARGS)
 
 clean:
 	find proto router shard launcher package cluster tests bench demo -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
-	rm -rf build dist bench/out bench/models .gpu-bundle .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist bench/out bench/models .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f proto/millrace_proto/*_pb2.py proto/millrace_proto/*_pb2.pyi proto/millrace_proto/*_pb2_grpc.py proto/millrace_proto/*_pb2_grpc.pyi
