@@ -122,12 +122,12 @@ bench-quick: install
 	$(BIN)/python -m bench.quick $(ARGS)
 
 # It changes no installed packages, so that it runs from a plain checkout with torch in $(PYTHON). Protobuf code comes from
-# the compiler or from .gpu-bundle; without both, the stages that need it fail, and the others run.
+# the compiler; without it, the stages that need it fail, and the others run.
 bench-gpu:
 	-@test -e $(GENERATED) || $(PYTHON) proto/compile.py
 	@$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) -m bench.gpu $(ARGS)
 
 clean:
 	find proto router shard launcher package cluster tests bench demo tools -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
-	rm -rf build dist bench/out bench/models .gpu-bundle .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist bench/out bench/models .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f proto/millrace_proto/*_pb2.py proto/millrace_proto/*_pb2.pyi proto/millrace_proto/*_pb2_grpc.py proto/millrace_proto/*_pb2_grpc.pyi

@@ -16,7 +16,7 @@ from bench.comparison import roofline
 from bench.comparison.cases import CASES
 from bench.comparison.offline import run_cases
 from bench.comparison.plan import Plan, installed
-from bench.comparison.results import Results, text
+from bench.comparison.report import Results, text
 from bench.comparison.served import run_levels
 from bench.harness.checkpoints import SHAPES, ensure_checkpoint
 from bench.harness.command_line import command, run_parser, say

@@ -162,7 +162,7 @@ def _record(
                 {
                     "case": row.case.name,
                     "engine": row.engine,
-                    "samples": [[s.value, s.other_cores] for s in row.samples],
+                    **row.repeated.as_json(),
                 }
                 for row in rows
             ],

@@ -1,42 +1,40 @@
 """A forward pass with LoRA adapters, layers and head, on the CPU kernels, as a ratio to the same pass without.
 
 Steps run in turn, and medians of the ratios are printed: of the CPU time of a thread with one thread, which a busy
-machine hardly changes, and of wall time with more. Adapters have rank 16.
+machine hardly changes, and of wall time with more. Adapters have rank 16. Steps are those of
+`bench.quantized.steps`, with bfloat16 weights.
 """
 
 from __future__ import annotations
-
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
-
-from bench.kernels import DTYPE, HEAD_DIM, SHAPES, Shape, new_cache, weight
-from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Layer, Layers
+from bench.kernels import HEAD_DIM
+from bench.kernels import SHAPES
+from bench.kernels import Shape
+from bench.kernels import weight
 from millrace_shard.kernels.build import load_operators
-from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.layer_weights import (
-    AttentionWeights,
-    LinearWeights,
-    MlpWeights,
-    NormWeights,
-    Rotation,
-)
-from millrace_shard.kernels.lora.adapter_table import (
-    AdapterRows,
-    AdapterTable,
-    LoraPart,
-    PackedAdapter,
-    PackedPart,
-    running,
-)
-from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_shard.kernels.layer_weights import AttentionWeights
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.layer_weights import MlpWeights
+from millrace_shard.kernels.layer_weights import NormWeights
+from millrace_shard.kernels.layer_weights import Rotation
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterTable
+from millrace_shard.kernels.lora.adapter_table import LoraPart
+from millrace_shard.kernels.lora.adapter_table import PackedAdapter
+from millrace_shard.kernels.lora.adapter_table import PackedPart
+from millrace_shard.kernels.lora.adapter_table import running
+from bench.quantized.steps import BASE
+from bench.quantized.steps import KINDS
+from bench.quantized.steps import Kind
+from bench.quantized.steps import Model
 
 CPU = torch.device("cpu")
 RANK = 16
@@ -58,77 +56,48 @@ class Case:
     """Slots 1 to 32 have adapters for all modules, and slots 33 to 64 for queries and values; 0 has none."""
 
 
-class Model:
+class AdaptedModel(Model):
     """Random layers, whose linears take adapters."""
 
     def __init__(self, shape: Shape) -> None:
-        self.shape, self.kernels = shape, CpuKernels(deterministic=True)
         self.table = AdapterTable(CPU)
-        norm, rope = torch.ones(shape.hidden, dtype=DTYPE), torch.randn(4096, HEAD_DIM)
-        self.layers = self._layers(norm, rope)
-        self.head = self.kernels.head(weight(shape.vocab, shape.hidden))
-        self.caches = [new_cache(self.kernels, shape, 4 * ROWS) for _ in range(shape.layers)]
+        super().__init__(shape, KINDS[BASE])
         self._load()
 
-    def step(self, case: Case) -> Callable[[], None]:
+    def linear(self, kind: Kind, name: str, size: tuple[int, int]) -> LinearWeights:
+        """As of a model without adapters, with a site for each projection."""
+        outputs, inputs = size
+        heads, kv_heads = self.shape.heads * HEAD_DIM, self.shape.kv_heads * HEAD_DIM
+        counts = {"qkv": (heads, kv_heads, kv_heads), "gate_up": (outputs // 2, outputs // 2)}
+        parts, first = [], 0
+        for count in counts.get(name, (outputs,)):
+            parts.append(
+                LoraPart(
+                    name="",
+                    inputs=inputs,
+                    outputs=count,
+                    input_range=(0, inputs),
+                    output_range=(0, count),
+                    first_output=first,
+                )
+            )
+            first += count
+        plain = super().linear(kind, name, size)
+        return LinearWeights(plain.weight, None, self.table.add_site(parts))
+
+    def adapted_step(self, case: Case) -> Callable[[], Tensor]:
         """A function that runs a decode step or a prompt."""
         rows = len(case.slots)
-        sequences = [1] * rows if rows < PROMPT else [rows]
-        context = [CONTEXT] * rows if rows < PROMPT else [rows]
-        batch = ragged_batch(sequences, context, block_size=self.kernels.block_size)
-        residual = torch.randn(rows, self.shape.hidden).to(DTYPE)
+        queries = [1] * rows if rows < PROMPT else [rows]
+        contexts = [CONTEXT] * rows if rows < PROMPT else [rows]
+        forward = self.step(contexts, queries)
         tokens = AdapterRows.of(np.array(case.slots, dtype=np.int64), CPU)
 
-        def forward() -> None:
+        def adapted() -> Tensor:
             with running(self.table, tokens=tokens):
-                y = self.layers(residual.clone(), batch, self.caches)
-            self.head(y[batch.logit_rows])
+                return forward()
 
-        return forward
-
-    def _layers(self, norm: Tensor, rope: Tensor) -> Layers:
-        shape, sizes = self.shape, self.shape.linears()
-        parts = {
-            "qkv": (shape.heads * HEAD_DIM, shape.kv_heads * HEAD_DIM, shape.kv_heads * HEAD_DIM),
-            "out": (shape.hidden,),
-            "gate_up": (shape.inter, shape.inter),
-            "down": (shape.hidden,),
-        }
-        layers = []
-        for _ in range(shape.layers):
-            linears = {name: self._linear(parts[name], sizes[name][1]) for name in parts}
-            attention = AttentionWeights(
-                norm=NormWeights(weight=norm, eps=1e-5),
-                qkv=linears["qkv"],
-                out=linears["out"],
-                rotation=Rotation(table=rope),
-                scale=HEAD_DIM**-0.5,
-                num_heads=shape.heads,
-                num_kv_heads=shape.kv_heads,
-                head_dim=HEAD_DIM,
-            )
-            mlp = MlpWeights(
-                norm=NormWeights(weight=norm, eps=1e-5),
-                gate_up=linears["gate_up"],
-                down=linears["down"],
-            )
-            layers.append(Layer(self.kernels.attention(attention), self.kernels.mlp(mlp)))
-        return self.kernels.layers(layers, None)
-
-    def _linear(self, outputs: Sequence[int], inputs: int) -> LinearWeights:
-        parts = [
-            LoraPart(
-                name="",
-                inputs=inputs,
-                outputs=count,
-                input_range=(0, inputs),
-                output_range=(0, count),
-                first_output=sum(outputs[:i]),
-            )
-            for i, count in enumerate(outputs)
-        ]
-        stored = StoredWeight.of(weight(sum(outputs), inputs))
-        return LinearWeights(stored, None, self.table.add_site(parts))
+        return adapted
 
     def _load(self) -> None:
         """Put a copy of one adapter into each slot, with memory of its own."""
@@ -164,10 +133,10 @@ def cases() -> list[list[Case]]:
     ]
 
 
-def measure(model: Model, group: Sequence[Case], rounds: int) -> None:
+def measure(model: AdaptedModel, group: Sequence[Case], rounds: int) -> None:
     """Print milliseconds and the ratio to the first case."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    steps = [model.step(case) for case in group]
+    steps = [model.adapted_step(case) for case in group]
     samples: list[list[float]] = [[] for _ in group]
     for round_ in range(rounds + 1):
         for step, times in zip(steps, samples, strict=True):
@@ -192,7 +161,7 @@ def main() -> None:
     load_operators()
     for name in arguments.shapes.split(","):
         print(f"{name}, {torch.get_num_threads()} threads", flush=True)
-        model = Model(SHAPES[name])
+        model = AdaptedModel(SHAPES[name])
         for group in cases():
             measure(model, group, arguments.rounds)
 

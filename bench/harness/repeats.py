@@ -44,6 +44,16 @@ class Repeated:
         clean = [sample.value for sample in self.samples if sample.is_clean]
         return statistics.median(clean or [sample.value for sample in self.samples])
 
+    def as_json(self) -> dict[str, float | int]:
+        """Plain containers: the median, the ends of several, and the most CPU, in cores, of other processes."""
+        values = [sample.value for sample in self.samples]
+        return {
+            "median": self.median,
+            **({"least": min(values), "most": max(values)} if len(values) > 1 else {}),
+            "repeats": len(values),
+            "other_cores": max(sample.other_cores for sample in self.samples),
+        }
+
     @property
     def text(self) -> str:
         """The median, after a `~` where no sample was clean."""

@@ -112,7 +112,7 @@ def main() -> int:
         bench="quantized-offline",
         title=f"Quantised weights without HTTP, {options.model}",
         command=command("quantized.offline"),
-        figures={"rows": [(row.case.name, row.engine, row.repeated.all_text()) for row in rows]},
+        figures={"rows": [(row.case.name, row.engine, row.repeated.as_json()) for row in rows]},
     )
     record.save(options.out / "quantized-offline.json")
     print(record.text(text))

@@ -6,30 +6,32 @@ with more.
 """
 
 from __future__ import annotations
-
 import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-
+from dataclasses import dataclass
+from dataclasses import replace
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-
-from bench.kernels import HEAD_DIM, SHAPES, Shape, new_cache, weight
+from bench.kernels import HEAD_DIM
+from bench.kernels import SHAPES
+from bench.kernels import Shape
+from bench.kernels import new_cache
+from bench.kernels import weight
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Kernels, Layer, LayerCache
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.base import Layer
+from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.int8_linear import int8_weight
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.layer_weights import (
-    AttentionWeights,
-    LinearWeights,
-    MlpWeights,
-    NormWeights,
-    Rotation,
-)
+from millrace_shard.kernels.layer_weights import AttentionWeights
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.layer_weights import MlpWeights
+from millrace_shard.kernels.layer_weights import NormWeights
+from millrace_shard.kernels.layer_weights import Rotation
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 
@@ -88,7 +90,7 @@ class Model:
     """Random weights of one kind."""
 
     def __init__(self, shape: Shape, kind: Kind) -> None:
-        self._shape = shape
+        self.shape = shape
         self.kernels: Kernels = CpuKernels(deterministic=True, integer=kind.integer)
         rotation = Rotation(table=torch.randn(LONGEST, HEAD_DIM))
         layers = [self._layer(kind, rotation) for _ in range(shape.layers)]
@@ -99,10 +101,8 @@ class Model:
         self._head = self.kernels.head_from(_stored(kind.head(self._embedding)))
 
     def _layer(self, kind: Kind, rotation: Rotation) -> Layer:
-        shape = self._shape
-        linears = {
-            name: _stored(kind.layers(weight(*size))) for name, size in shape.linears().items()
-        }
+        shape = self.shape
+        linears = {name: self.linear(kind, name, size) for name, size in shape.linears().items()}
         norm = NormWeights(weight=torch.ones(shape.hidden, dtype=DTYPE), eps=EPS)
         attention = AttentionWeights(
             norm=norm,
@@ -116,6 +116,11 @@ class Model:
         )
         mlp = MlpWeights(norm=norm, gate_up=linears["gate_up"], down=linears["down"])
         return Layer(self.kernels.attention(attention), self.kernels.mlp(mlp))
+
+    def linear(self, kind: Kind, name: str, size: tuple[int, int]) -> LinearWeights:
+        """Weights [out, in] of the linear `name` of a layer."""
+        del name
+        return _stored(kind.layers(weight(*size)))
 
     def step(
         self, contexts: list[int], queries: list[int], caches: list[LayerCache] | None = None

@@ -1,11 +1,11 @@
-"""Random JSON Schemas of all supported keywords from a seed, and the validation of a text."""
+"""Random JSON Schemas of all supported keywords from a seed, requests under them, and the validation of a text."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from decimal import Decimal, localcontext
 from functools import partial
@@ -48,6 +48,7 @@ VALUES: tuple[Any, ...] = (
 EXPONENT_DIGITS = 6
 PRECISION = 4000
 """The most digits of a number in any text here."""
+MAX_NEW_TOKENS = 200
 
 
 class Schemas:
@@ -175,6 +176,22 @@ class Schemas:
         if self._random.random() < 0.5:
             return {"allOf": [maker(), maker()]}
         return {"allOf": [self._object(depth, names) for _ in range(2)]}
+
+
+def bodies(num: int, seed: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Schemas, and requests that sample under them at high temperatures."""
+    schemas, rng = Schemas(seed), random.Random(seed)
+    for number in range(num):
+        schema = schemas.schema()
+        parameters = {
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "details": True,
+            "do_sample": True,
+            "temperature": rng.choice((0.7, 1.0, 3.0)),
+            "seed": number,
+            "grammar": {"type": "json_schema", "value": {"name": "random", "schema": schema}},
+        }
+        yield schema, {"inputs": f"Number {number}:", "parameters": parameters}
 
 
 def _is_date(value: object) -> bool:

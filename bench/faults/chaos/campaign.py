@@ -31,11 +31,17 @@ class Kind(Enum):
     CORRUPT = "corrupt adapters"
     KILL_FETCHING = "kill -9 the process that fetches an adapter"
     KILL_LOADING = "kill -9 a shard that should load an adapter"
+    POISON = "a request that breaks the steps it is in"
 
     @property
     def is_fatal(self) -> bool:
         """Whether it ends a process."""
         return self in _FATAL
+
+    @property
+    def needs_adapters(self) -> bool:
+        """Whether the server has to have the adapters of `bench.faults.adapters`."""
+        return self in _OF_ADAPTERS
 
     @property
     def is_idle(self) -> bool:
@@ -56,6 +62,18 @@ _FATAL = frozenset(
         Kind.KILL_LOADING,
     }
 )
+_OF_ADAPTERS = frozenset(
+    {
+        Kind.LOAD,
+        Kind.REPLACE,
+        Kind.OVERWRITE,
+        Kind.CORRUPT,
+        Kind.KILL_FETCHING,
+        Kind.KILL_LOADING,
+    }
+)
+USUAL = tuple(kind for kind in Kind if kind is not Kind.POISON)
+"""All that need no test shard."""
 WEIGHTS = {
     Kind.KILL: 18,
     Kind.SEGV: 8,
@@ -77,6 +95,7 @@ WEIGHTS = {
     Kind.CORRUPT: 6,
     Kind.KILL_FETCHING: 6,
     Kind.KILL_LOADING: 6,
+    Kind.POISON: 6,
 }
 
 
@@ -94,9 +113,17 @@ class Fault:
 
 
 def campaign(
-    seed: int, *, num_faults: int, num_ranks: int, kinds: Sequence[Kind] = tuple(Kind)
+    seed: int,
+    *,
+    num_faults: int,
+    num_ranks: int,
+    kinds: Sequence[Kind] = USUAL,
+    longest_delay: float = 1.0,
 ) -> list[Fault]:
-    """The faults in order: each of `kinds` by its weight, and at least once if `num_faults` allows."""
+    """The faults in order: each of `kinds` by its weight, and at least once if `num_faults` allows.
+
+    Delays are uniform up to `longest_delay` seconds.
+    """
     drawing = random.Random(f"campaign {seed}")
     drawn = _shares(num_faults, kinds)
     drawing.shuffle(drawn)
@@ -104,7 +131,7 @@ def campaign(
         Fault(
             kind=kind,
             ranks=_ranks(drawing, num_ranks),
-            delay=drawing.uniform(0.05, 1.0),
+            delay=drawing.uniform(0.05, longest_delay),
             seed=drawing.getrandbits(32),
         )
         for kind in drawn

@@ -1,7 +1,6 @@
 """`millrace-verify` on the demo model, or without a GPU on one layer, with deterministic mode on and off."""
 
 from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -9,23 +8,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
 from bench.gpu.engine.checkpoint import temporary_checkpoint
-from bench.gpu.figures import Figure, check, unchecked
-from bench.gpu.setting import Emit, Setting
+from bench.gpu.figures import Figure
+from bench.gpu.figures import check
+from bench.gpu.figures import unchecked
+from bench.gpu.setting import Emit
+from bench.gpu.setting import Setting
 from bench.harness.paths import DEMO
 
 MODES = ("on", "off")
 SHARE = {"on": 0.6, "off": 0.8}
 """The share of the time that is left, by mode; servers need the rest to end."""
 STOP_SECONDS = 10.0
-SERVER_FLAGS = (
-    "--max-total-tokens=48",
-    "--max-input-tokens=32",
-    "--max-batch-prefill-tokens=48",
-    "--max-batch-total-tokens=1024",
-)
-"""Prompts and answers of a few blocks, since the interpreter takes long for each token."""
 
 
 def run(setting: Setting, emit: Emit) -> None:
@@ -46,11 +40,10 @@ def run(setting: Setting, emit: Emit) -> None:
 
 def command(setting: Setting, model: Path, mode: str) -> list[str]:
     """The command line of `millrace-verify`."""
-    module = "millrace.verify" if setting.is_cuda else "bench.gpu.programs.interpreted_verify"
     return [
-        *(sys.executable, "-m", module, str(model), "--json", *setting.scale.verify_flags),
-        *(f"--log-dir={setting.out / f'verify-{mode}'}", "--", *setting.flags),
-        *(f"--deterministic={mode}", *(() if setting.is_cuda else SERVER_FLAGS)),
+        *(sys.executable, "-m", "millrace.verify", str(model), "--json"),
+        *(*setting.scale.verify_flags, f"--log-dir={setting.out / f'verify-{mode}'}"),
+        *("--", *setting.flags, f"--deterministic={mode}"),
     ]
 
 

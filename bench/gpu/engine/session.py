@@ -1,27 +1,33 @@
-"""The shard's engine without its queue: decoder, warm-up, graphs and step runner, driven as by the router."""
+"""The shard's engine without its queue: decoder, warm-up, graphs and step runner, driven as by the router.
+
+Entry point: `opened`, a model of random weights whose sessions are engines; `distance` compares two of them.
+"""
 
 from __future__ import annotations
-
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
-
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 import numpy as np
 import torch
-
 from bench.gpu.engine.clock import Clock
 from bench.gpu.engine.kernels import kernels_for
-from bench.gpu.engine.random_weights import RandomWeights, read_description
+from bench.gpu.engine.random_weights import RandomWeights
+from bench.gpu.engine.random_weights import read_description
 from bench.gpu.engine.scale import Scale
 from bench.harness.checkpoints import Shape
 from millrace_proto.sampling import Sampling
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step import BatchChange, Forward, StepResult
+from millrace_shard.batch.step import BatchChange
+from millrace_shard.batch.step import Forward
+from millrace_shard.batch.step import StepResult
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
-from millrace_shard.engine.warmup import MemoryLimits, warm_up
+from millrace_shard.engine.warmup import MemoryLimits
+from millrace_shard.engine.warmup import warm_up
 from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.runner import StepRunner
@@ -29,6 +35,11 @@ from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.layer_loader import LayerLoader
 from millrace_shard.models.rope import RopeTables
+import tempfile
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from bench.gpu.engine.kernels import graphs_for
 
 STEPS_IN_FLIGHT = 2
 """Steps in flight, as in the router."""
@@ -232,3 +243,49 @@ def _finished(step: LaunchedStep) -> StepResult:
     if len(result.failed_slots):
         raise BadStepError(f"sequences failed in slots {result.failed_slots.tolist()}")
     return result
+
+
+def distance(a: StepResult, b: StepResult) -> float:
+    """The largest difference of a log probability; infinite for other rows and for NaN, 0 without tokens."""
+    if a.slots.tolist() != b.slots.tolist() or len(a.ids) != len(b.ids):
+        return float("inf")
+    if not len(a.ids):
+        return 0.0
+    return float(np.nan_to_num(np.abs(a.logprobs - b.logprobs), nan=np.inf).max())
+
+
+def other_tokens(a: StepResult, b: StepResult) -> int:
+    """The number of tokens that differ or that one run lacks."""
+    if len(a.ids) != len(b.ids):
+        return max(len(a.ids), len(b.ids))
+    return int((a.ids != b.ids).sum())
+
+
+def largest_distance(ours: Items[StepResult], theirs: Items[StepResult]) -> float:
+    """The largest `distance` of any step."""
+    return max(distance(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A loaded model and its config."""
+
+    loaded: LoadedModel
+    config: ShardConfig
+    scale: Scale
+
+    def session(self, *, max_rows: int, fill: bool = False) -> Session:
+        """An engine as it serves: profiled, with the graphs of its flags. On CPU there are no graphs."""
+        device = self.loaded.device
+        graphs = graphs_for(self.config, device) if device.type == "cuda" else None
+        return start(self.loaded, self.scale, max_rows=max_rows, graphs=graphs, fill=fill)
+
+
+@contextmanager
+def opened(shape: Shape, scale: Scale, device: torch.device, flags: Items[str]) -> Iterator[Opened]:
+    """Random weights of `shape` for the length of the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = ShardConfig.from_args([*flags, folder])
+        loaded = load(shape, config, device, scale.max_tokens)
+        print(f"weights made, {loaded.kernels.name} kernels", flush=True)
+        yield Opened(loaded, config, scale)

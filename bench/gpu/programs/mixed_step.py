@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from bench.gpu.engine.opened import opened
 from bench.gpu.engine.scale import SCALES
+from bench.gpu.engine.session import opened
 
 ROWS = 2
 LENGTH = 20

@@ -6,7 +6,7 @@ import random
 from xml.etree import ElementTree as ET
 
 import pytest
-from bench.charts.flames import Event, Frame, flame_graph, own_times, tree
+from bench.profile.flames import Event, Frame, flame_graph, own_times, tree
 
 from millrace.charts.lines import Panel, curves, round_numbers
 

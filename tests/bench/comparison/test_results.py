@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from bench.comparison.cases import BATCH, CASES
 from bench.comparison.offline import Row
-from bench.comparison.results import Results, served_against_offline, text
+from bench.comparison.report import Results, served_against_offline, text
 from bench.comparison.roofline import Machine, decode_step_seconds
 from bench.harness.checkpoints import SHAPES
 from bench.harness.repeats import Sample
@@ -56,7 +56,13 @@ def test_served_against_offline_is_on_the_same_requests(results: Results) -> Non
     assert line.endswith("ratio 0.50.")
 
 
-def test_figures_hold_every_sample(results: Results) -> None:
+def test_figures_are_medians_and_quantiles(results: Results) -> None:
+    results.measurements = [*results.measurements, results.measurements[0]]
     content = json.loads(json.dumps(results.figures()))
-    assert content["offline"][0]["samples"] == [[12.0, 0.0], [11.0, 0.0], [90.0, 1.0]]
-    assert content["measurements"][0]["num_tokens"] == 32 * 128
+    ours = content["offline"][0]
+    assert (ours["median"], ours["least"], ours["most"], ours["repeats"]) == (11.5, 11.0, 90.0, 3)
+    assert ours["other_cores"] == 1.0
+    first, second = content["measurements"]
+    assert (first["server"], first["tokens_per_second"]["repeats"]) == ("millrace", 2)
+    assert (second["server"], second["tokens_per_second"]["median"]) == ("vllm", 100.0)
+    assert first["between_tokens_ms"]["p50"] == pytest.approx(40.0)

@@ -63,3 +63,15 @@ def test_a_row_takes_one_line_and_json_stays_json() -> None:
     shown = formatted(value)
     assert json.loads(shown) == value
     assert '["x", 1.5],' in [line.strip() for line in shown.splitlines()]
+
+
+def test_short_figures_take_one_line() -> None:
+    value = {
+        "a": {"median": 1.5, "repeats": 1},
+        "b": {"name": "x"},
+        "c": dict.fromkeys(range(40), 1),
+    }
+    lines = [line.strip() for line in formatted(value).splitlines()]
+    assert '"a": {"median": 1.5, "repeats": 1},' in lines
+    assert '"name": "x"' in lines
+    assert len(lines) > 40

@@ -6,7 +6,6 @@ import pytest
 from aiohttp import web
 from bench.harness.scrape import grown, mean_above_zero, parse, sampling, scrape
 from bench.parts.client import Client
-from bench.scheduling.predictions import SERIES
 
 from millrace_router.telemetry.exposition import render
 from millrace_router.telemetry.metrics import Metrics
@@ -26,7 +25,8 @@ def test_what_the_router_exposes_is_read_back_by_the_names_that_the_parts_use() 
     samples = parse(exposed())
     assert samples["millrace_prefill_tokens_total"] == 1234
     assert samples["tgi_batch_current_size"] == 7
-    assert samples[SERIES.format("first_token", "90")] == 0.25
+    series = 'millrace_prediction_error_seconds{prediction="first_token",percentile="90"}'
+    assert samples[series] == 0.25
     assert samples["millrace_time_to_first_token_seconds_count"] == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,6 @@ from unittest.mock import Mock
 
 import grpc
 import pytest
-from bench.profile.py_spy import PARTS, Recorded
 from bench.router.blank_shard import BlankShard
 from bench.router.event_counter import (
     Counted,
@@ -26,7 +24,6 @@ from bench.router.rig import request
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
-from millrace_testing.project import ROOT
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, running
 from millrace_testing.router.fake_router import request as valid_request
 from millrace_testing.router.sse import FakeServer, event, served, whole_stream
@@ -88,49 +85,3 @@ async def test_a_refusal_is_an_error() -> None:
         asked = [http_request("/nowhere", b"{}")]
         with pytest.raises(StreamError, match="404"):
             await count_streams(int(url.rpartition(":")[2]), asked, rounds=1)
-
-
-def test_parts_name_functions_that_exist() -> None:
-    foreign = ("RequestHandler.", "gc_collect_main", "")
-    """Prefixes in libraries and in the interpreter, and that of the rest."""
-    prefixes = [name for names in PARTS.values() for name in names if "(libc" not in name]
-    known = set(functions_in(ROOT / "router"))
-    for prefix in prefixes:
-        assert prefix in foreign or any(name.startswith(prefix) for name in known), prefix
-
-
-def functions_in(folder: Path) -> Iterator[str]:
-    """Qualified names of the functions in the Python files below `folder`."""
-    for path in folder.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node.name
-            elif isinstance(node, ast.ClassDef):
-                for each in node.body:
-                    if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-                        yield f"{node.name}.{each.name}"
-
-
-def test_samples_count_for_the_innermost_part(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loop = "thread (1): MainThread;main (x.py:3);run_forever (loop.c:1)"
-    accept = f"{loop};Batcher._deliver (millrace_router/batcher.py:7);Entry.accept (entry.py:9)"
-    recorded = Recorded()
-    for line in (
-        f"{accept} 2",
-        f"{accept};0x7f00 (libc.so.6);write (libc.so.6) 1",
-        f"{loop};epoll_wait (libc.so.6) 50",
-        "thread (2): poll (grpc.py:3) 50",
-        f"{loop} 1",
-    ):
-        recorded.add_line(line)
-    recorded.write(tmp_path / "a.svg", main=8.0, others=1.0, routes=["generate_stream"])
-    printed = capsys.readouterr().out
-    assert "| token, event, end of generation | 4.00 |" in printed
-    assert "| kernel: write to the sockets | 2.00 |" in printed
-    assert "| event loop and the rest | 2.00 |" in printed
-    assert "| together | 9.00 |" in printed
-    deliver = recorded.root.children["Batcher._deliver (batcher.py)"]
-    assert (deliver.total, deliver.own) == (3.0, 0.0)
-    assert "Entry.accept" in (tmp_path / "a.svg").read_text()

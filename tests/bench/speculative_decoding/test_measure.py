@@ -19,12 +19,12 @@ from bench.speculative_decoding.measure import (
     Load,
     Round,
     Row,
+    bodies,
     run_load,
     run_round,
     table,
     verdict,
 )
-from bench.speculative_decoding.texts import bodies
 
 
 def a_round(rate: float, *, cores: float = 0.0, **metrics: float) -> Round:
@@ -85,11 +85,11 @@ def test_the_text_says_how_it_was_measured() -> None:
     assert "Both are started 2 times" in text([a_row([100], [94])], options)
 
 
-def test_figures_keep_every_round_without_its_answers() -> None:
+def test_figures_are_medians_over_the_rounds() -> None:
     content = a_row([100], [180]).as_json()
     assert (content["load"], content["speedup"]) == ("plain, 8 at once", 1.8)
-    assert [each["rate"] for each in content["speculative"]] == [180]
-    assert content["speculative"][0]["metrics"][TOKENS] == 150.0
+    assert (content["rounds"], content["plain"], content["speculative"]) == (1, 100, 180)
+    assert content["accepted"] == 0.6
 
 
 class FakeServer:

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import psutil
 import pytest
 from bench.faults.adapters import MAX_LORAS
-from bench.faults.chaos.allowed_errors import AllowedError, AllowedErrors, Silence
+from bench.faults.chaos.allowed_errors import AllowedError, AllowedErrors
 from bench.faults.chaos.audit import (
     MAX_SHOWN,
     MEMORY_GROWTH,
     SLACK_FDS,
     SLACK_THREADS,
     Ledger,
+    Reading,
     leaks,
     not_idle,
+    read,
     refusal_flaws,
 )
 from bench.faults.chaos.campaign import Fault, Kind
-from bench.faults.chaos.report import text
+from bench.faults.chaos.injection import most_restarts
+from bench.faults.chaos.pauses import Pause
+from bench.faults.chaos.report import as_json, text
 from bench.faults.chaos.run import Outcome
 from bench.faults.members import Members
-from bench.faults.memory import Reading
 
 from millrace_router.adapters.fetcher import MAX_AT_ONCE
 from millrace_shard.structured_output.grammar_compiler import NUM_COMPILES
 
-BASE = Reading(0.0, "router", 1, resident=100 * 2**20, num_fds=20, num_threads=10)
+BASE = Reading(resident=100 * 2**20, num_fds=20, num_threads=10)
 IDLE = {"millrace_kv_blocks": 32.0, "millrace_kv_blocks_cached": 30.0}
 
 
@@ -97,14 +101,18 @@ def test_an_error_is_allowed_while_its_period_lasts_and_not_after() -> None:
     assert not allowed.allow(AllowedError.REFUSALS, 11.0, 11.5)
 
 
-def test_the_longest_silence_begins_with_the_fault() -> None:
-    silence = Silence()
-    silence.start(100.0)
-    for now in (100.5, 107.0, 107.25):
-        silence.token(now)
-    assert silence.longest == 6.5
-    silence.start(200.0)
-    assert (silence.longest, silence.num_tokens) == (0.0, 0)
+def test_a_process_that_is_gone_is_not_read() -> None:
+    ended = psutil.Popen(["true"])
+    ended.wait()
+    found = read({"launcher": psutil.Process(), "shard-0": ended})
+    assert list(found) == ["launcher"]
+    assert found["launcher"].resident > 1e6
+    assert found["launcher"].num_fds > 0
+    assert found["launcher"].num_threads > 0
+
+
+def test_the_search_for_a_poison_request_is_bounded_by_the_contract() -> None:
+    assert most_restarts(64) == 14
 
 
 def members(*commands: str) -> Members:
@@ -150,7 +158,12 @@ def test_two_adapters_are_fetched_at_a_time() -> None:
 
 def test_the_report_shows_faults_and_problems() -> None:
     fault = Fault(kind=Kind.KILL, ranks=(0,), delay=0.1, seed=1)
-    outcome = Outcome(recovered=[(fault, 2.0), (fault, 4.0)], exit_code=0)
+    pauses = [
+        Pause(fault_at=10.0, resumed_at=10.0 + silence + 0.25, silence=silence, all_moving=moving)
+        for silence, moving in ((2.0, 3.0), (4.0, None))
+    ]
+    outcome = Outcome(recovered=[(fault, pause) for pause in pauses], exit_code=0)
+    outcome.ledger.seconds["until a 429"].extend([0.008, 0.01])
     assert "Audit: clean" in text(outcome)
     outcome.not_recovered.append(fault)
     outcome.ledger.wrong("request 3: event 2 is b instead of a")
@@ -159,3 +172,9 @@ def test_the_report_shows_faults_and_problems() -> None:
     assert "request 3: event 2" in shown
     cells = [cell.strip() for cell in shown.splitlines()[2].split("|")]
     assert cells[1:6] == [Kind.KILL.value, "3", "2", "3.00", "4.00"]
+    assert cells[6:10] == ["3.25", "4.25", "3.00", "3.00"]
+    assert "until a 429: p50 9, " in shown
+    content = as_json(outcome)
+    assert content["faults"][0]["silence_max"] == 4.0
+    assert content["faults"][-1]["injected"] == 3
+    assert content["not_recovered"] == ["KILL"]

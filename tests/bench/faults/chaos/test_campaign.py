@@ -6,9 +6,11 @@ from collections import Counter
 
 import pytest
 from bench.faults.adapters import CHANGING, SHELVED, STEADY
-from bench.faults.chaos.campaign import WEIGHTS, Kind, campaign
+from bench.faults.chaos.__main__ import parse_arguments
+from bench.faults.chaos.campaign import USUAL, WEIGHTS, Kind, campaign
 from bench.faults.chaos.malformed import MALFORMED, OVERSIZED
-from bench.faults.chaos.population import greedy_streams, population
+from bench.faults.chaos.population import greedy_streams, mixed_streams, population
+from bench.faults.chaos.scenes import SCENES
 
 
 @pytest.mark.parametrize("num_faults", [1, 5, 14, 15, 100, 333])
@@ -18,10 +20,10 @@ def test_a_campaign_has_as_many_faults_as_asked_for(num_faults: int) -> None:
 
 def test_every_kind_is_there_and_the_weights_hold() -> None:
     counts = Counter(fault.kind for fault in campaign(7, num_faults=1000, num_ranks=1))
-    total = sum(WEIGHTS.values())
-    assert set(counts) == set(Kind)
-    for kind, weight in WEIGHTS.items():
-        assert counts[kind] == pytest.approx(1000 * weight / total, abs=2)
+    total = sum(WEIGHTS[kind] for kind in USUAL)
+    assert set(counts) == set(USUAL) == set(Kind) - {Kind.POISON}
+    for kind in USUAL:
+        assert counts[kind] == pytest.approx(1000 * WEIGHTS[kind] / total, abs=2)
 
 
 def test_the_seed_decides_everything() -> None:
@@ -34,6 +36,28 @@ def test_the_seed_decides_everything() -> None:
 def test_only_the_kinds_asked_for() -> None:
     found = campaign(1, num_faults=9, num_ranks=1, kinds=(Kind.KILL, Kind.BURST))
     assert {fault.kind for fault in found} == {Kind.KILL, Kind.BURST}
+
+
+def test_faults_come_within_the_pace() -> None:
+    delays = [f.delay for f in campaign(1, num_faults=50, num_ranks=1, longest_delay=5.0)]
+    assert all(0.05 <= delay <= 5.0 for delay in delays)
+    assert max(delays) > 2.0
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_every_scene_is_a_command_line_that_further_flags_change(name: str) -> None:
+    options = parse_arguments([f"--scene={name}", "--faults=3", "--seed=5"])
+    assert (options.scene, options.faults, options.seed) == (name, 3, 5)
+    expected = SCENES[name].get("clients", 12)
+    assert options.clients == expected
+    assert options.adapters or not any(kind.needs_adapters for kind in options.kinds)
+
+
+def test_adapters_need_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--model=gemma3"])
+    assert "--no-adapters" in capsys.readouterr().err
+    assert parse_arguments(["--scene=kills", "--model=gemma3"]).model == "gemma3"
 
 
 def test_each_rank_is_hit_alone_and_all_of_them_together() -> None:
@@ -87,6 +111,14 @@ def test_whatever_samples_has_a_seed() -> None:
             parameters = body["parameters"]
             assert "temperature" not in parameters or "seed" in parameters
             assert "top_k" not in parameters or "seed" in parameters
+
+
+def test_streams_of_a_scene_have_distinct_names_and_half_of_the_longest_answer() -> None:
+    requests = mixed_streams(50, longest=200)
+    assert len({request.name for request in requests}) == 50
+    lengths = [request.body["parameters"]["max_new_tokens"] for request in requests]
+    assert 100 <= min(lengths) <= max(lengths) <= 200
+    assert all(request.streams for request in requests)
 
 
 def test_long_streams_are_as_long_as_asked_for() -> None:

@@ -1,13 +1,15 @@
-"""The length of a pause and its parts, from the arrivals at the clients and from the log. Pure."""
+"""The length of a pause and its parts, from the arrivals at the clients and from the log."""
 
 from __future__ import annotations
-
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import pairwise
-
-from bench.faults.log_lines import Line
+import math
+from dataclasses import dataclass
+from itertools import chain
+from bench.faults.deployment import Line
 
 PARTS = ("noticed", "started", "imports", "weights", "listening", "warm-up", "replay")
 """The parts of a pause, in order. Each ends with an event:
@@ -17,6 +19,65 @@ other ranks; it has read its weights; it listens; the router has connected and w
 new token.
 """
 LOADED = re.compile(r"weights loaded in ([\d.]+) s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """What a fault cost the clients; times in seconds of one monotonic clock."""
+
+    fault_at: float
+    resumed_at: float
+    """The first new token of any stream."""
+    silence: float
+    """The longest time without a token over all streams together, in seconds."""
+    all_moving: float | None
+    """From the fault until each stream that ran had a new token, in seconds; None if one got none."""
+
+    @property
+    def first_token(self) -> float:
+        """From the fault to the first new token of any stream, in seconds."""
+        return self.resumed_at - self.fault_at
+
+
+class Arrivals:
+    """The tokens of all streams since the last fault."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._streams: dict[int, list[float]] = {}
+        self._running: set[int] = set()
+        self.num_tokens = 0
+        """Since the last start."""
+
+    def start(self, now: float) -> None:
+        """A fault: measure anew. Of the streams that run only the last token is kept."""
+        self._since, self.num_tokens = now, 0
+        self._streams = {number: self._streams[number][-1:] for number in self._running}
+
+    def token(self, stream: int, now: float) -> None:
+        """A token of a stream, which has a number, arrived."""
+        self._running.add(stream)
+        self._streams.setdefault(stream, []).append(now)
+        self.num_tokens += 1
+
+    def end(self, stream: int) -> None:
+        """A stream ended."""
+        self._running.discard(stream)
+
+    def pause(self) -> Pause | None:
+        """The longest pause since the fault; None without a token since then."""
+        streams = list(self._streams.values())
+        times = sorted(at for at in chain.from_iterable(streams) if at > self._since)
+        resumed = pause_end(times, since=self._since, until=math.inf)
+        if resumed is None:
+            return None
+        moving = all_moving_at(streams, resumed=resumed, until=math.inf)
+        return Pause(
+            fault_at=self._since,
+            resumed_at=resumed,
+            silence=max(after - before for before, after in pairwise([self._since, *times])),
+            all_moving=None if moving is None else moving - self._since,
+        )
 
 
 def pause_end(arrivals: Iterable[float], *, since: float, until: float) -> float | None:
@@ -73,13 +134,3 @@ def parts(lines: Iterable[Line], *, since: float, until: float) -> dict[str, flo
 
 def _notices(line: Line) -> bool:
     return line.target == "millrace_launcher" or line.message == "shards failed; replaying"
-
-
-def recovery_series(metrics: str) -> list[str]:
-    """The lines of `/metrics` that count recoveries and replays."""
-    return [
-        line
-        for line in metrics.splitlines()
-        if line.startswith(("millrace_recover", "millrace_requests_replayed"))
-        and "_bucket" not in line
-    ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 import json
 import pytest
-from bench.faults.kills.recovery import PARTS
-from bench.faults.kills.recovery import all_moving_at
-from bench.faults.kills.recovery import parts
-from bench.faults.kills.recovery import pause_end
-from bench.faults.log_lines import Line
-from bench.faults.log_lines import parse_lines
+from bench.faults.chaos.pauses import PARTS
+from bench.faults.chaos.pauses import Arrivals
+from bench.faults.chaos.pauses import all_moving_at
+from bench.faults.chaos.pauses import parts
+from bench.faults.chaos.pauses import pause_end
+from bench.faults.deployment import Line
+from bench.faults.deployment import parse_lines
 
 def test_tokens_under_way_do_not_end_a_pause() -> None:
     arrivals = [0.9, 1.01, 1.02, 4.0, 4.1, 4.2]
@@ -37,6 +38,22 @@ def test_the_stream_that_moved_first_is_not_waited_for_twice() -> None:
 
 def test_a_stream_that_does_not_move_in_time() -> None:
     assert all_moving_at([[0.1, 5.0], [0.1, 9.5]], resumed=5.0, until=9.0) is None
+
+
+def test_a_pause_is_measured_from_the_fault_and_over_the_streams_that_ran() -> None:
+    arrivals = Arrivals()
+    for stream, now in ((1, 90.0), (2, 90.1), (3, 90.2)):
+        arrivals.token(stream, now)
+    arrivals.end(3)
+    arrivals.start(100.0)
+    for stream, now in ((1, 100.5), (1, 107.0), (4, 107.1), (2, 107.25), (1, 107.5)):
+        arrivals.token(stream, now)
+    pause = arrivals.pause()
+    assert pause is not None
+    assert (pause.silence, pause.first_token, pause.all_moving) == (6.5, 7.0, 7.25)
+    assert arrivals.num_tokens == 5
+    arrivals.start(200.0)
+    assert (arrivals.pause(), arrivals.num_tokens) == (None, 0)
 
 
 def lines() -> list[Line]:
