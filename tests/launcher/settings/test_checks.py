@@ -155,6 +155,8 @@ def test_flags_without_effect_are_reported_only_when_set(monkeypatch: pytest.Mon
         ("HF_MODEL_ID", "a/b"),
         ("SM_NUM_GPUS", "2"),
         ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True"),
+        ("OLLAMA_HOST", "0.0.0.0:11434"),
+        ("OLLAMA_KEEP_ALIVE", "-1"),
     ],
 )
 def test_variables_of_others_without_effect_are_reported(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import orjson
@@ -41,10 +42,14 @@ from millrace_router.server.bodies import json_response, read_json
 from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
+from millrace_router.server.ignored import note_ignored
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import error_event, respond
 from millrace_router.server.sse import event as framed
+
+IMAGE = re.compile(r"!\[[^\]\n]{0,256}\]\((?:https?://|data:)", re.IGNORECASE)
+"""The beginning of a Markdown image, which TGI gives to models that see: here its address is text of the prompt."""
 
 
 def register(app: web.Application) -> None:
@@ -113,6 +118,8 @@ async def generated(
 async def _asked(request: web.Request, body: GenerateRequest) -> GenerationRequest:
     """Return what a body and its headers ask for; raises RouterError."""
     parameters = body.parameters
+    if IMAGE.search(body.inputs):
+        note_ignored(request, ("inputs.image",))
     with counting_refusals(request.app[SERVICES].metrics):
         scheduling = scheduling_of(request, parameters.priority)
         adapter = adapter_of(request, parameters)
