@@ -12,7 +12,7 @@ from tests.test_docs import commands, shell_blocks, unknown_flags
 
 pytestmark = pytest.mark.ecosystem
 
-PAGES = ("operate", "monitoring", "gpu")
+PAGES = ("operate", "monitoring", "kubernetes")
 HELP = {
     "kubectl": ("create secret generic", "apply", "rollout status", "rollout undo", "set image"),
     "docker": ("build", "run"),

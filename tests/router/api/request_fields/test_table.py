@@ -1,4 +1,4 @@
-"""The table of request fields against the models of bodies, and against the page that shows it."""
+"""The table of request fields against the models of bodies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from millrace_router.api.pooling.requests import (
     ScoreRequest,
 )
 from millrace_router.api.request_fields.field import Support
-from millrace_router.api.request_fields.page import page
 from millrace_router.api.request_fields.reading import names_of
 from millrace_router.api.request_fields.table import TABLE
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateParameters
-from millrace_testing.project import ROOT
 
 MODELS: dict[Place, type[RequestModel]] = {
     Place.GENERATE: CompatGenerateRequest,
@@ -40,7 +38,6 @@ MODELS: dict[Place, type[RequestModel]] = {
     Place.SCORE: ScoreRequest,
     Place.STRUCTURED_OUTPUTS: StructuredOutputs,
 }
-PAGE = ROOT / "docs" / "request-fields.md"
 
 
 def subclasses(model: type[RequestModel]) -> Iterator[type[RequestModel]]:
@@ -59,8 +56,3 @@ def test_every_field_of_a_body_is_in_the_table(model: type[RequestModel]) -> Non
 def test_what_works_is_read(place: Place) -> None:
     works = {name for name, field in TABLE[place].items() if field.support is Support.WORKS}
     assert works <= names_of(MODELS[place]).keys()
-
-
-def test_the_page_shows_the_table() -> None:
-    """Write it anew with `python -m millrace_router.api.request_fields.page`, below the introduction."""
-    assert PAGE.read_text().endswith(f"\n\n{page()}")
