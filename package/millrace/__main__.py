@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from millrace_proto.version import VERSION
+from millrace_launcher.settings.foreign_flags import tip_for
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -47,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"millrace {VERSION}\n")
         return 0
     if name not in COMMANDS:
-        sys.stderr.write(f"error: there is no command {name!r}; these are: {', '.join(COMMANDS)}\n")
+        tip = tip_for(name)
+        sys.stderr.write(
+            f"error: there is no command {name!r}; these are: {', '.join(COMMANDS)}\n"
+            + (f"\n  tip: {tip}\n" if tip else "")
+        )
         return 2
     try:
         status: int = importlib.import_module(COMMANDS[name].module).main(rest)

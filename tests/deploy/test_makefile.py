@@ -1,15 +1,11 @@
 """The commands of make's verbs, and their descriptions."""
 
 from __future__ import annotations
-
 import os
-import re
 import shlex
 import subprocess
 from pathlib import Path
-
 import pytest
-
 from millrace_launcher.settings.arguments import read_settings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -87,10 +83,9 @@ def test_clean_removes_what_git_ignores_but_for_environments() -> None:
     assert [name for name in sorted(ignored - kept) if name not in cleaned] == []
 
 
-def test_help_and_contributing_tell_every_verb() -> None:
+def test_help_names_every_verb_and_contributing_points_to_it() -> None:
     makefile = (ROOT / "Makefile").read_text()
     verbs = set(makefile.partition(".PHONY:")[2].partition("\n")[0].split()) - {"help"}
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     assert {verb for verb in verbs if f'"make {verb} ' not in makefile} == set()
-    untold = {verb for verb in verbs if not re.search(rf"`make {verb}[` ]", contributing)}
-    assert untold == {"clean"}
+    assert "`make help`" in contributing

@@ -1,25 +1,23 @@
 """Tokenizers and chat templates of published models, on servers of tiny random weights, beside `transformers`.
 
-The weights are of the model's own family where Millrace serves it. Gemma 3, gpt-oss and DeepSeek V3 are not served
-yet, so that their tokenizers stand on Llama's weights; the router does not look at the family.
+The weights are tiny Qwen 3 ones for Qwen 3, and tiny Llama ones for all others: the router does not look at the family.
+DeepSeek V3 has a tokenizer and formats here, but the model itself does not start.
 """
 
 from __future__ import annotations
-
 import json
 import random
 import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
-
 import httpx
 import jsonschema
 import pytest
 from bench.harness.server import serving
 from tests.ecosystem import prepare
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
+from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 from millrace_testing.models.models import save_tiny
 
 pytestmark = pytest.mark.ecosystem

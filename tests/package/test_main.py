@@ -28,6 +28,11 @@ def test_an_unknown_command_is_one_line_and_2(capsys: pytest.CaptureFixture[str]
     assert "serve, chat" in captured.err
 
 
+def test_a_command_of_ollama_has_a_tip(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "llama3"]) == 2
+    assert "tip: `millrace chat MODEL` chats in the terminal" in capsys.readouterr().err
+
+
 def test_no_command_shows_the_help_as_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "usage: millrace" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from millrace_launcher.settings.remote import check_elsewhere
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
 from millrace_proto.flags import option_name
+from millrace_launcher.settings.foreign_flags import OLLAMA_VARIABLES
 
 UNSUPPORTED = {"quantize": ("exl2",)}
 """Values of flags that are refused."""
@@ -112,7 +113,7 @@ def check(settings: Settings) -> None:
 def notices(
     settings: Settings, *, on_cpu: bool, environ: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """A line for each flag, and for each variable of TGI or vLLM in `os.environ`, that is set but has no effect."""
+    """A line for each flag, and for each variable of another server in `os.environ`, that is set but has no effect."""
     environ = os.environ if environ is None else environ
     reasons = (
         WITHOUT_EFFECT
@@ -121,7 +122,7 @@ def notices(
     )
     for name in sorted(settings.chosen & reasons.keys()):
         yield f"{option_name(name)} has no effect: {reasons[name]}"
-    for variable, reason in VARIABLES_WITHOUT_EFFECT.items():
+    for variable, reason in (VARIABLES_WITHOUT_EFFECT | OLLAMA_VARIABLES).items():
         if environ.get(variable):
             yield f"{variable} has no effect: {reason}"
 

@@ -12,9 +12,12 @@ from tests.test_docs import commands, shell_blocks, unknown_flags
 
 pytestmark = pytest.mark.ecosystem
 
-PAGES = ("operate", "monitoring", "gpu")
+PAGES = ("operate", "monitoring", "kubernetes")
 HELP = {
-    "kubectl": ("create secret generic", "apply", "rollout status", "rollout undo", "set image"),
+    "kubectl": (
+        *("create secret generic", "create namespace", "apply", "port-forward"),
+        *("rollout status", "rollout undo", "set image"),
+    ),
     "docker": ("build", "run"),
     "systemctl": ("",),
     "journalctl": ("",),
@@ -24,11 +27,18 @@ HELP = {
     "curl": ("--help all",),
 }
 """Programs, and their commands whose `--help` has the flags."""
+
+
+def without_namespace(words: list[str]) -> list[str]:
+    """A command of kubectl without its global flag in front."""
+    return [words[0], *words[3:]] if words[:2] == ["kubectl", "-n"] else words
+
+
 CALLS = [
     words
     for page in PAGES
     for block in shell_blocks((ROOT / "docs" / f"{page}.md").read_text())
-    for words in commands(block)
+    for words in map(without_namespace, commands(block))
     # Compose may be a program of its own; `test_compose.py` has it read the profiles.
     if words[0] in HELP and words[1] != "compose"
 ]

@@ -1,16 +1,14 @@
 """Conflicts, refusals and notices, by TGI's texts."""
 
 from __future__ import annotations
-
 import re
-
 import pytest
-
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import read_settings
-from millrace_launcher.settings.checks import VARIABLES_WITHOUT_EFFECT, check, notices
+from millrace_launcher.settings.checks import VARIABLES_WITHOUT_EFFECT
+from millrace_launcher.settings.checks import check
+from millrace_launcher.settings.checks import notices
 from millrace_launcher.settings.flags import all_flags
-
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +127,8 @@ def test_flags_without_effect_are_reported_only_when_set(monkeypatch: pytest.Mon
         ("HF_MODEL_ID", "a/b"),
         ("SM_NUM_GPUS", "2"),
         ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True"),
+        ("OLLAMA_HOST", "0.0.0.0:11434"),
+        ("OLLAMA_KEEP_ALIVE", "-1"),
     ],
 )
 def test_variables_of_others_without_effect_are_reported(

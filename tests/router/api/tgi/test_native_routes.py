@@ -50,6 +50,23 @@ async def test_details_have_cached_tokens() -> None:
     assert "x-cached-tokens" not in response.headers
 
 
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
+async def test_an_image_in_the_text_is_named_in_the_header_and_in_the_log(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(echo) as edge:
+        for inputs, ignored in (
+            ("What is ![](https://example.com/a.png)?", "inputs.image"),
+            ("![a cat](data:image/png;base64,AAAA)", "inputs.image"),
+            ("![not an address](here), and [a link](https://example.com)", None),
+        ):
+            asked = {"inputs": inputs, "parameters": {"max_new_tokens": 2}}
+            status, _, response = await edge.post(path, asked)
+            assert status == 200
+            assert response.headers.get("x-millrace-ignored") == ignored
+    assert capsys.readouterr().out.count("inputs.image") == 1
+
+
 @pytest.fixture
 def _without_collector() -> Iterator[None]:
     gc.disable()
