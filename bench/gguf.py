@@ -4,32 +4,27 @@ Prompts are made of words that are one token each in the file's vocabulary, so t
 """
 
 from __future__ import annotations
+
 import argparse
 import random
 import sys
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
 from tokenizers import Tokenizer
-from bench.comparison.plan import Plan
-from bench.comparison.plan import installed
-from bench.comparison.report import level_table
+
+from bench.comparison.plan import Plan, installed
+from bench.comparison.report import level_table, levels_json
 from bench.comparison.served import run_levels
-from bench.harness.command_line import command
-from bench.harness.command_line import run_parser
+from bench.harness.command_line import command, run_parser
 from bench.harness.quiet import Quiet
 from bench.harness.record import Record
 from bench.harness.server import ServerError
 from bench.peers.engines import OURS
-from millrace.load.levels import Level
-from millrace.load.levels import closed
-from millrace.load.levels import parse_level
+from millrace.load.levels import Level, closed, parse_level
 from millrace_launcher.host.threads import usable_cores
 from millrace_shard.variables import Variables
-from millrace_shard.weights.hub import HubSettings
-from millrace_shard.weights.hub import resolve
-from bench.comparison.report import levels_json
+from millrace_shard.weights.hub import HubSettings, resolve
 
 PEER = "llama.cpp"
 LEVELS = (

@@ -1,6 +1,7 @@
 """Links in the docs lead somewhere, and their commands parse."""
 
 from __future__ import annotations
+
 import functools
 import json
 import os
@@ -11,9 +12,10 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+
 import pytest
-from millrace_testing.project import ROOT
-from millrace_testing.project import project_files
+
+from millrace_testing.project import ROOT, project_files
 
 PAGES = sorted(
     path

@@ -1,14 +1,17 @@
 """docs/from-tgi.md agrees with the programs on flags, variables and metrics."""
 
 from __future__ import annotations
+
 import re
 from pathlib import Path
+
 import pytest
+
 from millrace_launcher.settings import checks
 from millrace_launcher.settings.flags import all_flags
+from millrace_proto.flags import option_name
 from millrace_router.telemetry.instruments import Family
 from millrace_router.telemetry.metrics import Metrics
-from millrace_proto.flags import option_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "from-tgi.md").read_text()

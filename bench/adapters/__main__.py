@@ -23,7 +23,7 @@ from bench.parts import run
 from bench.parts.client import Answer, Client, Request, closed_loop, open_loop, succeeded
 from bench.parts.fixture import MANY, Fixture
 from bench.parts.part import Case, Question, Samples, Table, table_of
-from millrace_launcher.verify.servers.adapter_files import linears, write_adapter
+from millrace.verify.adapter_files import linears, write_adapter
 
 RANK = 16
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -6,35 +6,31 @@ machine hardly changes, and of wall time with more. Adapters have rank 16. Steps
 """
 
 from __future__ import annotations
+
 import argparse
 import statistics
 import time
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
-from bench.kernels import HEAD_DIM
-from bench.kernels import SHAPES
-from bench.kernels import Shape
-from bench.kernels import weight
+
+from bench.kernels import HEAD_DIM, SHAPES, Shape, weight
+from bench.quantized.steps import BASE, KINDS, Kind, Model
 from millrace_shard.kernels.build import load_operators
-from millrace_shard.kernels.layer_weights import AttentionWeights
-from millrace_shard.kernels.layer_weights import LinearWeights
-from millrace_shard.kernels.layer_weights import MlpWeights
-from millrace_shard.kernels.layer_weights import NormWeights
-from millrace_shard.kernels.layer_weights import Rotation
-from millrace_shard.kernels.lora.adapter_table import AdapterRows
-from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.kernels.lora.adapter_table import LoraPart
-from millrace_shard.kernels.lora.adapter_table import PackedAdapter
-from millrace_shard.kernels.lora.adapter_table import PackedPart
-from millrace_shard.kernels.lora.adapter_table import running
-from bench.quantized.steps import BASE
-from bench.quantized.steps import KINDS
-from bench.quantized.steps import Kind
-from bench.quantized.steps import Model
+from millrace_shard.kernels.layer_weights import (
+    LinearWeights,
+)
+from millrace_shard.kernels.lora.adapter_table import (
+    AdapterRows,
+    AdapterTable,
+    LoraPart,
+    PackedAdapter,
+    PackedPart,
+    running,
+)
 
 CPU = torch.device("cpu")
 RANK = 16

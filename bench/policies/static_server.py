@@ -14,24 +14,24 @@ from unittest.mock import patch
 from bench.policies.static_planner import NaivePlanner, StaticPlanner
 from millrace_launcher.__main__ import main as launcher
 from millrace_launcher.settings.commands import Programs
-from millrace_router import startup
 from millrace_router.__main__ import main as router
 from millrace_router.scheduler import factory
 from millrace_router.scheduler.planner import Planner
+from millrace_router.start import running
 
 PLANNERS: Mapping[str, type[Planner]] = {"static": StaticPlanner, "static-naive": NaivePlanner}
 
 
 def run_router(planner: type[Planner], arguments: list[str]) -> int:
     """The router, which plans its own measurement of steps as always and everything after that with `planner`."""
-    measure = startup.measure_steps
+    measure = running.measure_steps
 
     async def measure_steps(*parts: Any, **options: Any) -> None:  # noqa: ANN401
         await measure(*parts, **options)
         stack.enter_context(patch.object(factory, "Planner", planner))
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(startup, "measure_steps", measure_steps))
+        stack.enter_context(patch.object(running, "measure_steps", measure_steps))
         return router(arguments)
 
 

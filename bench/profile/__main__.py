@@ -7,6 +7,7 @@ the chart shows them apart.
 """
 
 from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -14,42 +15,32 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile
-from bench.harness.checkpoints import SHAPES
-from bench.harness.checkpoints import ensure_checkpoint
-from bench.harness.paths import MODELS_FOLDER
-from bench.harness.paths import OUT
+from torch.profiler import ProfilerActivity, profile
+
+from bench.harness.checkpoints import SHAPES, ensure_checkpoint
+from bench.harness.paths import MODELS_FOLDER, OUT
 from bench.harness.repeats import figure
 from bench.harness.tables import markdown
 from bench.peers.engines import launch_environment
+from bench.profile.flames import Event, Frame, flame_graph, own_times, tree
 from millrace.load.measurement import quantile
 from millrace_launcher.host.threads import usable_cores
 from millrace_shard.batch.sequence import Sequence as ShardSequence
-from millrace_shard.batch.step import BatchChange
-from millrace_shard.batch.step import Forward
+from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.commands.composition import load
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine.kv_capacity import WarmupRequest
-from millrace_shard.engine.warmup import MemoryLimits
-from millrace_shard.engine.warmup import warm_up
-from millrace_shard.kernels.base import Layer
-from millrace_shard.kernels.base import Layers
-from millrace_shard.kernels.base import Reduce
+from millrace_shard.engine.warmup import MemoryLimits, warm_up
+from millrace_shard.kernels.base import Layer, Layers, Reduce
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.layer_blocks import ComposedBlocks
 from millrace_shard.model_runner.runner import StepRunner
-from bench.profile.flames import Event
-from bench.profile.flames import Frame
-from bench.profile.flames import flame_graph
-from bench.profile.flames import own_times
-from bench.profile.flames import tree
 
 READY = "MILLRACE_BENCH_PROFILE"
 """Environment variable that marks the environment of a shard."""

@@ -1,13 +1,14 @@
 """The command `millrace`: one program whose first word names what it does."""
 
 from __future__ import annotations
+
 import importlib
 import sys
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from millrace_proto.version import VERSION
+
 from millrace_launcher.settings.foreign_flags import tip_for
+from millrace_proto.version import VERSION
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator, model_validator
-from millrace_proto.flags import read_arguments, refuse
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from millrace_proto.flags import read_arguments, refuse
 
 LogLevel = Literal["trace", "debug", "info", "warning", "error"]
 

@@ -1,11 +1,14 @@
 """The commands of make's verbs, and their descriptions."""
 
 from __future__ import annotations
+
 import os
 import shlex
 import subprocess
 from pathlib import Path
+
 import pytest
+
 from millrace_launcher.settings.arguments import read_settings
 
 ROOT = Path(__file__).parent.parent.parent

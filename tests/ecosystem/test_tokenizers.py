@@ -5,19 +5,21 @@ DeepSeek V3 has a tokenizer and formats here, but the model itself does not star
 """
 
 from __future__ import annotations
+
 import json
 import random
 import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
+
 import httpx
 import jsonschema
 import pytest
 from bench.harness.server import serving
 from tests.ecosystem import prepare
-from transformers import AutoTokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from millrace_testing.models.models import save_tiny
 
 pytestmark = pytest.mark.ecosystem

@@ -1,19 +1,17 @@
 """Graphs: replays against eager steps on other contexts, and a capture that fails."""
 
 from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
+
 import torch
 from torch import Tensor
-from bench.gpu.engine.kernels import RefusingCapture
-from bench.gpu.engine.kernels import few_pieces
-from bench.gpu.engine.kernels import graphs_for
-from bench.gpu.engine.session import Session
-from bench.gpu.engine.session import start
-from bench.gpu.figures import Figure
-from bench.gpu.figures import check
-from bench.gpu.setting import Emit
-from bench.gpu.setting import Setting
+
+from bench.gpu.engine.kernels import RefusingCapture, few_pieces, graphs_for
+from bench.gpu.engine.session import Opened, Session, largest_distance, opened, other_tokens, start
+from bench.gpu.figures import Figure, check
+from bench.gpu.setting import Emit, Setting
 from bench.harness.checkpoints import Shape
 from millrace_shard.batch.step import StepResult
 from millrace_shard.device.failures import is_out_of_memory
@@ -21,12 +19,7 @@ from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.graph_capture import GraphSettings
-from millrace_shard.models.interface import CausalModel
-from millrace_shard.models.interface import MakeLayers
-from bench.gpu.engine.session import Opened
-from bench.gpu.engine.session import largest_distance
-from bench.gpu.engine.session import opened
-from bench.gpu.engine.session import other_tokens
+from millrace_shard.models.interface import CausalModel, MakeLayers
 
 NUM_STEPS = 2
 SECONDS = 15.0

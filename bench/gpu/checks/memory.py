@@ -1,15 +1,15 @@
 """A full KV cache whose rows use every part of sampling: the peak of memory in service against that of the warm-up."""
 
 from __future__ import annotations
+
 import torch
+
 from bench.gpu.engine.scale import Scale
-from bench.gpu.engine.session import Session
+from bench.gpu.engine.session import Session, opened
 from bench.gpu.figures import check
-from bench.gpu.setting import Emit
-from bench.gpu.setting import Setting
+from bench.gpu.setting import Emit, Setting
 from millrace_proto.sampling import Sampling
 from millrace_shard.device.failures import is_out_of_memory
-from bench.gpu.engine.session import opened
 
 EVERYTHING = Sampling(
     temperature=0.9,

@@ -1,6 +1,7 @@
 """`millrace-verify` on the demo model, or without a GPU on one layer, with deterministic mode on and off."""
 
 from __future__ import annotations
+
 import json
 import subprocess
 import sys
@@ -8,12 +9,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
 from bench.gpu.engine.checkpoint import temporary_checkpoint
-from bench.gpu.figures import Figure
-from bench.gpu.figures import check
-from bench.gpu.figures import unchecked
-from bench.gpu.setting import Emit
-from bench.gpu.setting import Setting
+from bench.gpu.figures import Figure, check, unchecked
+from bench.gpu.setting import Emit, Setting
 from bench.harness.paths import DEMO
 
 MODES = ("on", "off")

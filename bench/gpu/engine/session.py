@@ -4,30 +4,31 @@ Entry point: `opened`, a model of random weights whose sessions are engines; `di
 """
 
 from __future__ import annotations
+
+import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
 import numpy as np
 import torch
+
 from bench.gpu.engine.clock import Clock
-from bench.gpu.engine.kernels import kernels_for
-from bench.gpu.engine.random_weights import RandomWeights
-from bench.gpu.engine.random_weights import read_description
+from bench.gpu.engine.kernels import graphs_for, kernels_for
+from bench.gpu.engine.random_weights import RandomWeights, read_description
 from bench.gpu.engine.scale import Scale
 from bench.harness.checkpoints import Shape
 from millrace_proto.sampling import Sampling
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step import BatchChange
-from millrace_shard.batch.step import Forward
-from millrace_shard.batch.step import StepResult
+from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
-from millrace_shard.engine.warmup import MemoryLimits
-from millrace_shard.engine.warmup import warm_up
+from millrace_shard.engine.warmup import MemoryLimits, warm_up
 from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.runner import StepRunner
@@ -35,11 +36,6 @@ from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.layer_loader import LayerLoader
 from millrace_shard.models.rope import RopeTables
-import tempfile
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
-from contextlib import contextmanager
-from bench.gpu.engine.kernels import graphs_for
 
 STEPS_IN_FLIGHT = 2
 """Steps in flight, as in the router."""

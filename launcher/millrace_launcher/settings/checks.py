@@ -1,17 +1,18 @@
 """Checks for contradictory and unsupported settings, and for settings without effect."""
 
 from __future__ import annotations
+
 import os
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import Settings
 from millrace_launcher.settings.flags import WIRING
+from millrace_launcher.settings.foreign_flags import OLLAMA_VARIABLES
 from millrace_launcher.settings.remote import check_elsewhere
+from millrace_proto.flags import option_name
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
-from millrace_proto.flags import option_name
-from millrace_launcher.settings.foreign_flags import OLLAMA_VARIABLES
 
 UNSUPPORTED = {"quantize": ("exl2",)}
 """Values of flags that are refused."""

@@ -1,8 +1,9 @@
 """The groups of flags in `--help`, by what a user wants."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+from collections.abc import Iterator, Sequence
+
 from millrace_proto.flags import Flag
 
 NO_EFFECT = ("No effect", "Refused:", "Old name of")

@@ -1,20 +1,21 @@
 """The adapters of a simulated replica: the router's residency, with loads of a fixed duration."""
 
 from __future__ import annotations
+
 import math
 from collections import deque
-from millrace_router.adapters.admission import AdapterAdmission
-from millrace_router.adapters.residency import Residency
-from millrace_router.adapters.slots import AdapterSlot
-from millrace_router.adapters.slots import SlotState
-from millrace_router.request.adapter import PAGE_BYTES
-from millrace_router.request.adapter import AdapterVersion
-from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.step_plan import StepPlan
+
 from millrace.simulate.deployment import Deployment
 from millrace.simulate.simulated_request import ADAPTER_MODULE
+from millrace_router.adapters.admission import AdapterAdmission
+from millrace_router.adapters.residency import Residency
+from millrace_router.adapters.slots import AdapterSlot, SlotState
+from millrace_router.request.adapter import PAGE_BYTES, AdapterVersion
+from millrace_router.request.schedulable import SchedulableRequest
+from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.queue import RequestQueue
+from millrace_router.scheduler.step_plan import StepPlan
+
 
 class SimulatedAdapters:
     """Loads and unloads adapters by the virtual clock."""

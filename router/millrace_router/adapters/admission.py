@@ -1,20 +1,18 @@
 """Requests that wait for their adapter, outside the queue, so that no other request waits behind them."""
 
 from __future__ import annotations
+
 from collections import deque
-from collections.abc import Iterator
-from collections.abc import Mapping
-from itertools import chain
-from itertools import repeat
-from millrace_router.adapters.residency import Changes
-from millrace_router.adapters.residency import Residency
+from collections.abc import Iterator, Mapping
+from itertools import chain, repeat
+
+from millrace_router.adapters.residency import Changes, Residency
 from millrace_router.adapters.slots import AdapterSlot
-from millrace_router.request.adapter import PAGE_BYTES
-from millrace_router.request.adapter import AdapterVersion
+from millrace_router.request.adapter import PAGE_BYTES, AdapterVersion
 from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.queue.deadlines import Deadlines
+from millrace_router.scheduler.queue import Deadlines, RequestQueue
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.scheduler.queue import RequestQueue
+
 
 class AdapterWaiting:
     """Requests by the digest of their adapter, in order of arrival, with their deadlines."""

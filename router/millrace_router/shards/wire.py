@@ -1,18 +1,19 @@
 """Converts between the router's types and the messages of the wire."""
 
 from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import fields
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated
+
 from pydantic import Field
+
 from millrace_proto import generate_pb2 as pb
 from millrace_router.request.adapter import AdapterModule
 from millrace_router.request.entry import entry_of
 from millrace_router.request.request import ValidRequest
-from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.scheduler.step_plan import Row
+from millrace_router.scheduler.step_plan import Row, StepPlan
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardInfo:

@@ -1,31 +1,29 @@
 """Opens the adapter cache at the start, registers the adapters of the flags, and fetches those that are to be there."""
 
 from __future__ import annotations
+
 import asyncio
 import time
-from collections.abc import Callable
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+
 import structlog
+
 from millrace_router.adapters.cache import AdapterCache
-from millrace_router.adapters.fetcher import Fetcher
-from millrace_router.adapters.fetcher import FetchLimits
-from millrace_router.adapters.names import Registration
-from millrace_router.adapters.names import Registry
-from millrace_router.adapters.names import check_name
-from millrace_router.adapters.names import local_source
-from millrace_router.adapters.names import operators_source
-from millrace_router.adapters.resolver import ClientRules
-from millrace_router.adapters.resolver import Resolver
-from millrace_router.config import AdapterSpec
-from millrace_router.config import RouterConfig
-from millrace_router.errors import RouterError
-from millrace_router.errors import ValidationError
-from millrace_router.request.adapter import AdapterReference
-from millrace_router.request.adapter import AdapterSource
+from millrace_router.adapters.fetcher import Fetcher, FetchLimits
+from millrace_router.adapters.names import (
+    Registration,
+    Registry,
+    check_name,
+    local_source,
+    operators_source,
+)
+from millrace_router.adapters.resolver import ClientRules, Resolver
+from millrace_router.config import AdapterSpec, RouterConfig
+from millrace_router.errors import RouterError, ValidationError
+from millrace_router.request.adapter import AdapterReference, AdapterSource
+from millrace_router.start.shards import Deployment, StartupError
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.start.shards import Deployment
-from millrace_router.start.shards import StartupError
 
 log = structlog.get_logger(__name__)
 

@@ -1,10 +1,11 @@
 """Opens the journal of the flags."""
 
 from __future__ import annotations
+
 import secrets
+
 from millrace_router.config import RouterConfig
-from millrace_router.journal.header import Header
-from millrace_router.journal.header import Setting
+from millrace_router.journal.header import Header, Setting
 from millrace_router.journal.journal import Journal
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.writer import JournalWriter

@@ -11,8 +11,8 @@ from millrace_router.config import RouterConfig
 from millrace_router.request.dialect import dialect_of
 from millrace_router.request.limits import Limits
 from millrace_router.request.request import Task
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.factory import DEFAULT_PREFILL_TOKENS, budgets_from, spare_slots
+from millrace_router.scheduler.step_plan import Budgets
 from millrace_router.shards.errors import ShardError, ShardHung, ShardLost
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.wire import Capacity, ShardInfo

@@ -1,12 +1,14 @@
 """Starts the export of traces and the publication of KV-cache events, if the flags ask for them."""
 
 from __future__ import annotations
+
 import asyncio
 import ipaddress
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
 from millrace_router.config import RouterConfig
 from millrace_router.kv_events.recorder import EventRecorder
 from millrace_router.recovery.shard_status import ShardStatus

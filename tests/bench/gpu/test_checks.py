@@ -1,6 +1,7 @@
 """The stages that check, on plain torch: each finds what it is for, and nothing where nothing is wrong."""
 
 from __future__ import annotations
+
 import itertools
 import json
 import subprocess
@@ -10,37 +11,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from bench.gpu.checks import bits
-from bench.gpu.checks import capture
-from bench.gpu.checks import faults
-from bench.gpu.checks import memory
-from bench.gpu.checks import sanitizer
-from bench.gpu.checks import steps
-from bench.gpu.checks import tests
-from bench.gpu.checks import verify
+from bench.gpu.checks import bits, capture, faults, memory, sanitizer, steps, tests, verify
 from bench.gpu.engine.random_steps import RandomSteps
-from bench.gpu.engine.scale import SCALES
-from bench.gpu.engine.scale import TINY
-from bench.gpu.engine.session import Session
-from bench.gpu.figures import CHECK
-from bench.gpu.figures import UNCHECKED
-from bench.gpu.figures import Figure
+from bench.gpu.engine.scale import SCALES, TINY
+from bench.gpu.engine.session import Session, distance, largest_distance, opened, other_tokens
+from bench.gpu.figures import CHECK, UNCHECKED, Figure
 from bench.gpu.setting import Setting
 from bench.harness.checkpoints import write_checkpoint
 from torch import Tensor
-from millrace_shard.batch.step import Forward
-from millrace_shard.batch.step import StepResult
+
+from millrace_shard.batch.step import Forward, StepResult
 from millrace_shard.errors import StepInvalid
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
-from bench.gpu.engine.session import distance
-from bench.gpu.engine.session import largest_distance
-from bench.gpu.engine.session import opened
-from bench.gpu.engine.session import other_tokens
 
 CPU = torch.device("cpu")
 SCALE = SCALES["tiny"]

@@ -1,29 +1,19 @@
 """A part evaluates its measurements and writes its table."""
 
 from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
 import pytest
 from bench.harness.quiet import Quiet
-from bench.harness.repeats import Repeated
-from bench.harness.repeats import Sample
-from bench.parts.client import Answer
-from bench.parts.client import Request
+from bench.harness.repeats import Repeated, Sample
+from bench.parts.client import Answer, Request
 from bench.parts.fixture import Fixture
-from bench.parts.part import Case
-from bench.parts.part import Figures
-from bench.parts.part import Part
-from bench.parts.part import as_json
+from bench.parts.part import Case, Figures, Part, as_json
 from bench.parts.texts import Texts
-from bench.scheduling.__main__ import PARTS
-from bench.scheduling.__main__ import parse_arguments
-from millrace.simulate.trace import read_trace
-from millrace_router.scheduler.queue import RequestQueue
-from millrace_router.scheduler.queue import WaitingQueue
-from millrace_router.scheduler.tenants import TenantQueue
-from bench.scheduling.__main__ import figures
-from bench.scheduling.__main__ import scene
+from bench.scheduling.__main__ import PARTS, figures, parse_arguments, scene
 
 MANY = 8192
 

@@ -1,18 +1,17 @@
 """Every flag and variable of TGI is accepted, and errors point to the help."""
 
 from __future__ import annotations
+
 import socket
+
 import pytest
 from pydantic_settings import BaseSettings
-from millrace_launcher.settings.arguments import Settings
-from millrace_launcher.settings.arguments import read_settings
+
+from millrace_launcher.settings.arguments import Settings, read_settings
 from millrace_launcher.settings.flags import all_flags
 from millrace_launcher.settings.foreign_flags import OURS as FOREIGN
-from millrace_launcher.settings.help_groups import LAST
-from millrace_launcher.settings.help_groups import NAMES
-from millrace_launcher.settings.help_groups import OTHERS
-from millrace_launcher.settings.help_groups import grouped
 from millrace_launcher.settings.foreign_flags import WORDS
+from millrace_launcher.settings.help_groups import LAST, NAMES, OTHERS, grouped
 
 # (flag, a value, owner, what it becomes), by TGI's list; "" marks a switch.
 TGI_FLAGS = [

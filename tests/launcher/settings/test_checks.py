@@ -1,14 +1,16 @@
 """Conflicts, refusals and notices, by TGI's texts."""
 
 from __future__ import annotations
+
 import re
+
 import pytest
+
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import read_settings
-from millrace_launcher.settings.checks import VARIABLES_WITHOUT_EFFECT
-from millrace_launcher.settings.checks import check
-from millrace_launcher.settings.checks import notices
+from millrace_launcher.settings.checks import VARIABLES_WITHOUT_EFFECT, check, notices
 from millrace_launcher.settings.flags import all_flags
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,36 +1,41 @@
 """The batcher with adapters: waits, turns, failures of loads and of shards, and the bytes of every stream."""
 
 from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable
 from random import Random
+
 import pytest
+
 from millrace_router.adapters.residency import Residency
 from millrace_router.adapters.slots import SlotState
 from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.batcher import Batcher
-from millrace_router.errors import AdapterTooLarge
-from millrace_router.errors import AdapterUnavailable
-from millrace_router.errors import QueueExpired
-from millrace_router.errors import QueueTooLong
-from millrace_router.errors import RouterError
-from millrace_router.errors import ShuttingDown
+from millrace_router.errors import (
+    AdapterTooLarge,
+    AdapterUnavailable,
+    QueueExpired,
+    QueueTooLong,
+    RouterError,
+    ShuttingDown,
+)
 from millrace_router.request.adapter import AdapterVersion
-from millrace_router.request.request import SchedulingParameters
-from millrace_router.request.request import ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.adapters.fake_adapters import FakeAdapters
-from millrace_testing.adapters.fake_adapters import version_of
-from millrace_testing.router.fake_router import DirectShards
-from millrace_testing.router.fake_router import collect
-from millrace_testing.router.fake_router import ids_of
-from millrace_testing.router.fake_router import new_batcher
-from millrace_testing.router.fake_router import next_token
-from millrace_testing.router.fake_router import request
-from millrace_testing.router.fake_router import running
+from millrace_router.scheduler.queue import WaitingQueue
+from millrace_testing.adapters.fake_adapters import FakeAdapters, version_of
+from millrace_testing.router.fake_router import (
+    DirectShards,
+    collect,
+    ids_of,
+    new_batcher,
+    next_token,
+    request,
+    running,
+)
 from millrace_testing.shards.hash_shard import HashShard
 from millrace_testing.shards.hash_tokens import expected_tokens
-from millrace_router.scheduler.queue import WaitingQueue
 
 VERSIONS = [version_of(f"adapter {number}") for number in range(40)]
 ONE, TWO, THREE = VERSIONS[:3]

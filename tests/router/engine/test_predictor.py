@@ -17,7 +17,7 @@ from millrace_router.prediction.forecast import Forecaster, Prediction
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.request.entry import Entry
 from millrace_router.request.request import SchedulingParameters
-from millrace_router.scheduler.queue.tenants import RequestQueue
+from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.telemetry.metrics import Metrics
 from millrace_testing.router.fake_router import request, tiny_tokenizer
 

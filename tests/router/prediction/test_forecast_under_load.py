@@ -1,19 +1,19 @@
 """Forecasts against the simulator, which knows the answer lengths."""
 
 from __future__ import annotations
+
 import random
 from collections.abc import Callable
 from statistics import median
+
 import pytest
+
 from millrace.simulate.deployment import Deployment
 from millrace.simulate.pipeline import Flight
 from millrace.simulate.simulated_request import Arrival
-from millrace_router.prediction.cost import COEFFICIENTS
-from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.step_load import StepLoad
-from millrace_testing.router.watched_engine import COSTS
-from millrace_testing.router.watched_engine import WatchedEngine
-from millrace_testing.router.watched_engine import watched
+from millrace_testing.router.watched_engine import COSTS, WatchedEngine, watched
 
 COST = dict(zip(COEFFICIENTS, COSTS, strict=True))
 LIMIT = 4096

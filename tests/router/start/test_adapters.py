@@ -1,6 +1,7 @@
 """The adapters of the flags at the start, with the real fetching process."""
 
 from __future__ import annotations
+
 import io
 import json
 from collections.abc import AsyncIterator
@@ -8,31 +9,31 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
 from millrace_router.config import RouterConfig
-from millrace_router.errors import AdapterInvalid
-from millrace_router.errors import AdapterNotFound
-from millrace_router.errors import AdapterTooLarge
-from millrace_router.errors import AdapterUnavailable
-from millrace_router.request.adapter import PAGE_BYTES
-from millrace_router.request.adapter import AdapterReference
-from millrace_router.request.adapter import AdapterSource
-from millrace_router.request.adapter import MergeRecipe
-from millrace_router.request.adapter import MergeStrategy
-from millrace_testing.adapters.fake_adapters import MODULE
-from millrace_testing.adapters.hub_stub import HubStub
-from millrace_testing.adapters.hub_stub import Repository
-from millrace_testing.adapters.hub_stub import hub_stub
-from millrace_testing.router.edge import FakeBatcher
-from millrace_testing.router.edge import logging_to
-from millrace_testing.router.edge import services_over
-from millrace_router.start.adapters import OpenAdapters
-from millrace_router.start.adapters import open_adapters
+from millrace_router.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterTooLarge,
+    AdapterUnavailable,
+)
+from millrace_router.request.adapter import (
+    PAGE_BYTES,
+    AdapterReference,
+    AdapterSource,
+    MergeRecipe,
+    MergeStrategy,
+)
+from millrace_router.start.adapters import OpenAdapters, open_adapters
 from millrace_router.start.running import metrics_of
-from millrace_router.start.shards import Deployment
-from millrace_router.start.shards import StartupError
+from millrace_router.start.shards import Deployment, StartupError
+from millrace_testing.adapters.fake_adapters import MODULE
+from millrace_testing.adapters.hub_stub import HubStub, Repository, hub_stub
+from millrace_testing.router.edge import FakeBatcher, logging_to, services_over
 
 SERVICES = services_over(FakeBatcher())
 

@@ -1,15 +1,18 @@
 """The flags of KV-cache events."""
 
 from __future__ import annotations
+
 import asyncio
 from pathlib import Path
 from typing import Any
+
 import pytest
+
 from millrace_router.config import RouterConfig
 from millrace_router.start import traces
 from millrace_router.start.shards import StartupError
-from millrace_router.start.traces import check_kv_events
-from millrace_router.start.traces import open_kv_events
+from millrace_router.start.traces import check_kv_events, open_kv_events
+
 
 def config(**flags: Any) -> RouterConfig:
     return RouterConfig(model_folder=Path("model"), **flags)

@@ -1,13 +1,16 @@
 """Checks between flags and capacity, and the errors of a start."""
 
 from __future__ import annotations
+
 import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
 import pytest
 import structlog
 from structlog.testing import capture_logs
+
 from millrace_router.access.keys import ApiKeys
 from millrace_router.config import RouterConfig
 from millrace_router.prediction.cost import CostModel
@@ -16,29 +19,22 @@ from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity
 from millrace_router.start.engine import new_engine
-from millrace_router.start.files import sampling_defaults
-from millrace_router.start.files import tool_format
-from millrace_router.start.running import measure_steps
-from millrace_router.start.running import metrics_of
-from millrace_router.start.running import services_of
-from millrace_router.start.running import start
-from millrace_router.start.shards import Deployment
-from millrace_router.start.shards import StartupError
-from millrace_router.start.shards import check_arguments
-from millrace_router.start.shards import check_capacity
-from millrace_router.start.shards import prefill_tokens
-from millrace_router.start.shards import warm_up
+from millrace_router.start.files import sampling_defaults, tool_format
+from millrace_router.start.running import measure_steps, metrics_of, services_of, start
+from millrace_router.start.shards import (
+    Deployment,
+    StartupError,
+    check_arguments,
+    check_capacity,
+    prefill_tokens,
+    warm_up,
+)
 from millrace_router.text.chat_template import ChatTemplate
-from millrace_router.text.model_files import ModelFiles
-from millrace_router.text.model_files import ModelFilesError
-from millrace_router.validation.sampling_defaults import NO_DEFAULTS
-from millrace_router.validation.sampling_defaults import SamplingDefaults
-from millrace_testing.router.edge import FakeBatcher
-from millrace_testing.router.edge import services_over
-from millrace_testing.router.edge import word_tokenizer
+from millrace_router.text.model_files import ModelFiles, ModelFilesError
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from millrace_testing.router.edge import FakeBatcher, services_over, word_tokenizer
 from millrace_testing.router.fake_router import tiny_tokenizer
-from millrace_testing.shards.fake_shard import FakeShard
-from millrace_testing.shards.fake_shard import serve_fake_shard
+from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard
 
 SECONDS = 30
 INFO = services_over(FakeBatcher()).shard

@@ -1,32 +1,33 @@
 """Bodies and answers of the routes that load, unload and list adapters."""
 
 from __future__ import annotations
+
 from functools import wraps
 from http import HTTPStatus
+
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from typing_extensions import TypedDict
-from millrace_router.adapters.names import Registration
-from millrace_router.adapters.names import check_name
-from millrace_router.adapters.names import operators_source
+
+from millrace_router.access.keys import presents_key
+from millrace_router.adapters.names import Registration, check_name, operators_source
 from millrace_router.adapters.resolver import Resolver
-from millrace_router.api.body.fields import RequestModel
-from millrace_router.api.body.fields import Switch
+from millrace_router.api.body.fields import RequestModel, Switch
 from millrace_router.api.chat.route import openai_errors
 from millrace_router.config import AdapterSpec
-from millrace_router.errors import AdapterInvalid
-from millrace_router.errors import AdapterNotFound
-from millrace_router.errors import AdapterNotLoaded
-from millrace_router.errors import AdapterRefused
-from millrace_router.errors import BodyError
-from millrace_router.errors import RouterError
-from millrace_router.errors import UnknownPath
-from millrace_router.errors import ValidationError
-from millrace_router.server.bodies import json_response
-from millrace_router.server.bodies import read_model
+from millrace_router.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterNotLoaded,
+    AdapterRefused,
+    BodyError,
+    RouterError,
+    UnknownPath,
+    ValidationError,
+)
+from millrace_router.server.bodies import json_response, read_model
 from millrace_router.server.services import SERVICES
-from millrace_router.access.keys import presents_key
 
 log = structlog.get_logger(__name__)
 

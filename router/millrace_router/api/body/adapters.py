@@ -1,28 +1,26 @@
 """LoRA adapters in requests and answers: LoRAX's fields, names of models, and headers."""
 
 from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Annotated
 from urllib.parse import quote
+
 from aiohttp import web
 from pydantic import Field
+
 from millrace_router.adapters.names import check_name
-from millrace_router.api.body.fields import Float32
-from millrace_router.api.body.fields import Items
-from millrace_router.api.body.fields import NullIs
-from millrace_router.api.body.fields import RequestModel
-from millrace_router.errors import AdapterNotFound
-from millrace_router.errors import AdapterRemoved
-from millrace_router.errors import UnknownModel
-from millrace_router.errors import ValidationError
-from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
-from millrace_router.request.adapter import AdapterReference
-from millrace_router.request.adapter import AdapterSource
-from millrace_router.request.adapter import MergeRecipe
-from millrace_router.request.adapter import MergeStrategy
-from millrace_router.request.adapter import SignMethod
-from millrace_router.server.services import SERVICES
-from millrace_router.server.services import Services
+from millrace_router.api.body.fields import Float32, Items, NullIs, RequestModel
+from millrace_router.errors import AdapterNotFound, AdapterRemoved, UnknownModel, ValidationError
+from millrace_router.request.adapter import (
+    ADAPTER_TOKEN_HEADER,
+    AdapterReference,
+    AdapterSource,
+    MergeRecipe,
+    MergeStrategy,
+    SignMethod,
+)
+from millrace_router.server.services import SERVICES, Services
 
 MAX_MERGED_ADAPTERS = 32
 _PRUNING = frozenset({MergeStrategy.TIES, MergeStrategy.DARE_LINEAR, MergeStrategy.DARE_TIES})

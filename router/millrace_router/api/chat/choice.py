@@ -12,8 +12,7 @@ from typing_extensions import TypedDict
 
 from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
 from millrace_router.api.chat.chat import PreparedChat
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Generation, Usage
 from millrace_router.reasoning.splitter import Split, Splitter
 from millrace_router.request.events import Token, TokenEvent
 from millrace_router.request.float32 import shortest

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import orjson
 
 from millrace_router.api.chat.choice import ChatDelta, ChoiceText
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Generation, Usage
 from millrace_router.request.events import TokenEvent
 from millrace_router.server.sse import DONE, event
 from millrace_router.server.stream_writer import GenerationStream

@@ -15,8 +15,7 @@ from millrace_router.api.openai.protocol import (
     CompletionFinalJson,
 )
 from millrace_router.api.openai.render import ResponseMeta, usage_json
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Generation, Usage
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.events import TokenEvent
 from millrace_router.server.sse import event as framed

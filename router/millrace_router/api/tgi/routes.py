@@ -1,55 +1,50 @@
 """TGI's own routes: generate, as one answer or as a stream, and tokenize."""
 
 from __future__ import annotations
+
+import re
 from dataclasses import replace
+
 import orjson
 from aiohttp import web
-from millrace_router.api.body.reading import read_request
-from millrace_router.api.body.reading import request_of
-from millrace_router.api.chat.route import asks_for_stream
-from millrace_router.api.chat.route import with_errors_in_stream
-from millrace_router.api.tgi.answers import BestOfDetailsJson
-from millrace_router.api.tgi.answers import BestOfSequenceJson
-from millrace_router.api.tgi.answers import GenerateResponse
-from millrace_router.api.tgi.answers import SequenceJson
-from millrace_router.api.tgi.answers import StreamDetailsJson
-from millrace_router.api.tgi.answers import StreamResponse
-from millrace_router.api.tgi.answers import plain_frame
-from millrace_router.api.tgi.answers import prefill_json
-from millrace_router.api.tgi.answers import sequence_json
-from millrace_router.api.tgi.answers import stream_json
-from millrace_router.api.tgi.lorax import adapter_of
-from millrace_router.api.tgi.lorax import complete_details
-from millrace_router.api.tgi.lorax import complete_sequence
-from millrace_router.api.tgi.lorax import complete_token
-from millrace_router.api.tgi.lorax import headers_of
-from millrace_router.api.tgi.lorax import rendered
-from millrace_router.api.tgi.lorax import times_of
-from millrace_router.api.tgi.request import CompatGenerateRequest
-from millrace_router.api.tgi.request import GenerateRequest
-from millrace_router.api.tgi.tokenizer import names_prompt
-from millrace_router.api.tgi.tokenizer import tokenize_prompt
-from millrace_router.engine.generation import Collected
-from millrace_router.engine.generation import Generation
-from millrace_router.request.events import Finished
-from millrace_router.request.events import TokenEvent
+
+from millrace_router.api.body.reading import read_request, request_of
+from millrace_router.api.chat.route import asks_for_stream, with_errors_in_stream
+from millrace_router.api.tgi.answers import (
+    BestOfDetailsJson,
+    BestOfSequenceJson,
+    GenerateResponse,
+    SequenceJson,
+    StreamDetailsJson,
+    StreamResponse,
+    plain_frame,
+    prefill_json,
+    sequence_json,
+    stream_json,
+)
+from millrace_router.api.tgi.lorax import (
+    adapter_of,
+    complete_details,
+    complete_sequence,
+    complete_token,
+    headers_of,
+    rendered,
+    times_of,
+)
+from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateRequest
+from millrace_router.api.tgi.tokenizer import names_prompt, tokenize_prompt
+from millrace_router.engine.generation import Collected, Generation
+from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import Task
 from millrace_router.server.access_log import watch
-from millrace_router.server.bodies import json_response
-from millrace_router.server.bodies import read_json
-from millrace_router.server.headers import answer_headers
-from millrace_router.server.headers import sse_options
+from millrace_router.server.bodies import json_response, read_json
+from millrace_router.server.headers import answer_headers, note_ignored, sse_options
 from millrace_router.server.idempotent_route import idempotent
-from millrace_router.server.services import SERVICES
-from millrace_router.server.services import Services
-from millrace_router.server.services import scheduling_of
-from millrace_router.server.sse import error_event
-from millrace_router.server.sse import respond
+from millrace_router.server.services import SERVICES, Services, scheduling_of
+from millrace_router.server.sse import error_event, respond
 from millrace_router.server.sse import event as framed
 from millrace_router.server.stream_writer import GenerationStream
-import re
-from millrace_router.server.ignored import note_ignored
 
 IMAGE = re.compile(r"!\[[^\]\n]{0,256}\]\((?:https?://|data:)", re.IGNORECASE)
 """The beginning of a Markdown image, which TGI gives to models that see: here its address is text of the prompt."""

@@ -1,15 +1,17 @@
 """`--served-model-name`: the list of models, the names in answers, and which names are an adapter's."""
 
 from __future__ import annotations
+
 from typing import Any
+
 import orjson
 import pytest
+
 from millrace_router.adapters.names import Registry
 from millrace_router.config import RouterConfig
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import serving
 from millrace_router.start.adapters import _register
 from millrace_router.start.shards import StartupError
+from millrace_testing.router.edge import Edge, serving
 
 NAMES = ("chat-large", "gpt-4:turbo")
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}

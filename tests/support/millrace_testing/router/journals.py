@@ -1,40 +1,34 @@
 """Journals without threads, sockets or models: a schedule driver is recorded, and replayed to a hash shard."""
 
 from __future__ import annotations
+
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import cast
+
 from millrace_proto import generate_pb2 as pb
 from millrace_proto.sampling import Sampling
-from millrace_router.adapters.slots import AdapterSlot
-from millrace_router.adapters.slots import SlotState
+from millrace_router.adapters.slots import AdapterSlot, SlotState
 from millrace_router.journal.header import Header
 from millrace_router.journal.journal import Journal
 from millrace_router.journal.reader import read_epochs
-from millrace_router.journal.replay.player import Outcome
-from millrace_router.journal.replay.player import Player
+from millrace_router.journal.replay.player import Outcome, Player
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.request.request import ValidRequest
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Budgets, StepPlan
 from millrace_router.shards.errors import StepFailed
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.shards.wire import Capacity
-from millrace_router.shards.wire import ShardInfo
-from millrace_router.shards.wire import open_to_pb
+from millrace_router.shards.wire import Capacity, ShardInfo, open_to_pb
 from millrace_router.telemetry.instruments import Counter
-from millrace_testing.adapters.fake_adapters import MODULE
-from millrace_testing.adapters.fake_adapters import adapters_for
-from millrace_testing.adapters.fake_adapters import version_of
+from millrace_testing.adapters.fake_adapters import MODULE, adapters_for, version_of
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.schedules.requests import VERSIONS
 from millrace_testing.shards.fake_shard import VOCAB_SIZE
-from millrace_testing.shards.hash_choices import Choices
-from millrace_testing.shards.hash_choices import RandomLengths
+from millrace_testing.shards.hash_choices import Choices, RandomLengths
 from millrace_testing.shards.hash_shard import HashShard
-from millrace_router.scheduler.step_plan import Budgets
 
 MOST_BYTES = 1 << 20
 

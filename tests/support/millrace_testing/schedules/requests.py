@@ -1,17 +1,16 @@
 """Hypothesis strategies for schedules: policies, and requests that share beginnings."""
 
 from __future__ import annotations
+
 from itertools import pairwise
+
 from hypothesis import strategies as st
+
 from millrace_proto.sampling import Sampling
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
-from millrace_router.request.request import SchedulingParameters
-from millrace_router.request.request import ValidRequest
-from millrace_testing.adapters.fake_adapters import version_of
-from millrace_testing.shards.hash_tokens import POISON_TOKEN_ID
-from millrace_testing.shards.hash_tokens import expected_tokens
+from millrace_router.request.request import Grammar, GrammarKind, SchedulingParameters, ValidRequest
 from millrace_router.scheduler.step_plan import Budgets
+from millrace_testing.adapters.fake_adapters import version_of
+from millrace_testing.shards.hash_tokens import POISON_TOKEN_ID, expected_tokens
 
 MAX_PROMPT = 24
 MAX_NEW = 20
