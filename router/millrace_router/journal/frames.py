@@ -1,7 +1,8 @@
-"""The outer layer of a journal file: compressed frames with checksums, which distinguish an incomplete end from damage.
+"""The layers of a journal file: compressed frames of records, with checksums that tell an incomplete end from damage.
 
-    file  = MAGIC frame*
-    frame = MARK, bytes of the body, bytes it inflates to, CRC-32 of both and of the body, body (zlib)
+    file   = MAGIC frame*
+    frame  = MARK, bytes of the body, bytes it inflates to, CRC-32 of both and of the body, body (zlib of records)
+    record = kind, nanoseconds since 1970, bytes of the payload, payload
 
 After a kill, at most the last frame is incomplete; after a loss of power, the end may also be zeros.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from enum import IntEnum
 from struct import Struct
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from millrace_router.journal.errors import JournalDamaged, JournalUnusable
 
@@ -23,6 +25,41 @@ MAX_INFLATED = 1 << 30
 SIZES = Struct("<II")
 CHECKSUM = Struct("<I")
 HEAD_SIZE = len(MARK) + SIZES.size + CHECKSUM.size
+RECORD_HEAD = Struct("<BQI")
+"""Kind, time and size of the payload."""
+
+
+class Kind(IntEnum):
+    """The kind of a record's payload. Readers skip unknown kinds."""
+
+    HEADER = 1
+    """JSON of a `Header`; the first record of each file, and no other."""
+    SNAPSHOT = 2
+    """A StepRequest with the state of the shards: only in journals of version 0.1, which may begin in mid-epoch."""
+    REQUEST = 3
+    """A StepRequest as it was sent; with zeros for token ids if the journal keeps none."""
+    ACKNOWLEDGEMENT = 4
+    """The StepResponse of a rank other than 0, in order of rank, before rank 0's answer to the same step."""
+    ANSWER = 5
+    """The StepResponse of rank 0."""
+    PROMPT = 6
+    """JSON: the description of a prompt without its ids, before the request that admits it."""
+    FAILURE = 7
+    """JSON: the reason of an epoch's end, and the steps in flight."""
+    GAP = 8
+    """JSON: the number of records that were dropped before this file."""
+    END = 9
+    """Empty: the router stopped in an orderly way."""
+    ADAPTER = 10
+    """JSON: the digest that all ranks have in an adapter slot from now on, or null."""
+
+
+class Record(NamedTuple):
+    """A record of a frame."""
+
+    kind: int
+    time_ns: int
+    payload: bytes
 
 
 def frame(records: bytes | bytearray) -> bytes:
@@ -82,3 +119,22 @@ def _check_nothing_follows(stream: BinaryIO, position: int) -> None:
 
 def _checksum(sizes: bytes, body: bytes) -> int:
     return zlib.crc32(body, zlib.crc32(sizes))
+
+
+def pack(kind: Kind, time_ns: int, payload: bytes) -> bytes:
+    """Write a record."""
+    return RECORD_HEAD.pack(kind, time_ns, len(payload)) + payload
+
+
+def split(records: bytes) -> Iterator[Record]:
+    """Read the records of a frame; raises JournalDamaged."""
+    position = 0
+    while position < len(records):
+        if len(records) - position < RECORD_HEAD.size:
+            raise JournalDamaged("a record has no head")
+        kind, time_ns, size = RECORD_HEAD.unpack_from(records, position)
+        position += RECORD_HEAD.size
+        if len(records) - position < size:
+            raise JournalDamaged("a record is longer than its frame")
+        yield Record(kind, time_ns, records[position : position + size])
+        position += size

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from millrace_router.journal.header import header_from_json, header_to_json
 from millrace_router.journal.reader import AdapterChanged, read_events
-from millrace_router.journal.rotation import journal_files
 from millrace_testing.router.journals import (
     BUDGETS,
     RecordedDriver,
@@ -18,7 +17,7 @@ from millrace_testing.router.journals import (
 )
 
 
-def record(folder: Path, *, new_file_at: int | None = None, fails: bool = False) -> RecordedDriver:
+def record(folder: Path, *, fails: bool = False) -> RecordedDriver:
     """Run requests with adapters, of which the shard holds two at a time."""
     shard = new_shard(max_adapters=2)
     journal, writer, _ = journal_in(folder, header(shard))
@@ -26,8 +25,6 @@ def record(folder: Path, *, new_file_at: int | None = None, fails: bool = False)
     for number, asked in enumerate(requests(24, adapters=True)):
         driver.submit(asked)
         driver.turn()
-        if number == new_file_at:
-            writer.wants_new_file = True
         if fails and number == 12:
             shard.fail_next, driver.loses_adapters = "killed", True
     driver.run()
@@ -53,22 +50,6 @@ async def test_another_epoch_begins_with_the_loads_of_its_own(tmp_path: Path) ->
     assert first.difference is None
     assert second.difference is None
     assert second.num_tokens > 20
-
-
-async def test_a_file_in_the_middle_of_an_epoch_names_the_adapters_in_the_slots(
-    tmp_path: Path,
-) -> None:
-    for number in range(0, 24, 3):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        record(folder, new_file_at=number)
-        (whole,) = await replayed(folder, new_shard(max_adapters=2))
-        assert whole.difference is None
-        first, second = journal_files(folder)
-        first.unlink()
-        (outcome,) = await replayed(second, new_shard(max_adapters=2))
-        assert outcome.difference is None, number
-        assert outcome.epoch.snapshot is not None
 
 
 def test_a_journal_has_digests_and_no_names(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from struct import pack as pack_struct
@@ -10,27 +11,22 @@ from threading import Event as Flag
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal import journal as journal_module
 from millrace_router.journal import writer as writer_module
-from millrace_router.journal.frames import read_frames
+from millrace_router.journal.frames import Kind, read_frames, split
 from millrace_router.journal.journal import Journal
 from millrace_router.journal.reader import (
     Answered,
     Epoch,
     Failed,
-    Resumed,
     Sent,
     read_epochs,
     read_events,
 )
-from millrace_router.journal.records import Kind, split
 from millrace_router.journal.rotation import JournalFolder, journal_files
-from millrace_router.journal.shard_state import ShardState
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.request.request import Grammar, GrammarKind, SamplingParameters, ValidRequest
 from millrace_router.telemetry.instruments import Counter
@@ -43,9 +39,6 @@ from millrace_testing.router.journals import (
     replayed,
     requests,
 )
-from millrace_testing.schedules.driver import ScheduleDriver
-from millrace_testing.schedules.requests import policies, valid_requests
-from millrace_testing.shards.hash_choices import Choices, RandomLengths
 from millrace_testing.shards.hash_shard import HashShard
 
 
@@ -106,100 +99,101 @@ def test_failures_end_epochs_and_say_what_was_in_flight(tmp_path: Path) -> None:
     assert second[1][0].message.HasField("open")
 
 
-class Tap:
-    """Passes every step of a shard to a `ShardState`, and compares the two."""
-
-    def __init__(self, shard: HashShard) -> None:
-        self.shard = shard
-        self.state = ShardState()
-        self._step = shard.step
-
-    def step(self, request: pb.StepRequest) -> pb.StepResponse:
-        if request.HasField("open"):
-            self.state.end_epoch()
-        answer = self._step(request)
-        if answer.HasField("error"):
-            return answer
-        self.state.sent(request)
-        self.state.answered(answer)
-        self.check(request.epoch, request.number)
-        return answer
-
-    def check(self, epoch: int, number: int) -> None:
-        failed = {slot for slot, running in self.shard.running.items() if running.has_failed}
-        assert self.state.is_restorable == (not failed)
-        snapshot = self.state.snapshot()
-        assert (snapshot.epoch, snapshot.number, snapshot.pending) == (epoch, number, ())
-        lives = {life.sequence.slot: life for life in snapshot.sequences}
-        assert lives.keys() == self.shard.running.keys()
-        for slot, running in self.shard.running.items():
-            if slot in failed:
-                continue
-            life = lives[slot]
-            assert [*life.sequence.input_ids, *life.emitted] == running.ids
-            assert life.computed == running.num_computed
-            assert life.blocks == running.table
+def run_epochs(
+    journal: Journal, shard: HashShard, count: int, *, num_requests: int = 12
+) -> RecordedDriver:
+    """Requests whose shard fails now and then, so that there are `count` epochs."""
+    driver = RecordedDriver(BUDGETS, shard, journal)
+    for number in range(count):
+        if number:
+            shard.fail_next = "again"
+        for request in requests(num_requests, seed=number):
+            driver.submit(request)
+            driver.turn()
+        driver.run()
+    driver.check_idle()
+    return driver
 
 
-@settings(max_examples=40, deadline=None)
-@given(data=st.data(), budgets=policies, seed=st.integers(0, 99))
-def test_the_state_is_that_of_the_shard(data: st.DataObject, budgets: Any, seed: int) -> None:
-    shard = HashShard(
-        num_blocks=20,
-        block_size=4,
-        max_batch_size=budgets.num_slots,
-        max_draft_tokens=budgets.max_draft_tokens,
-        choices=Choices(seed),
-    )
-    tap = Tap(shard)
-    shard.step = tap.step  # type: ignore[method-assign]
-    longest = 24 if budgets.prefill_chunking else min(24, budgets.max_batch_prefill_tokens)
-    most = budgets.max_draft_tokens
-    driver = ScheduleDriver(budgets, shard, drafts=RandomLengths(seed, most) if most else None)
-    for _ in range(data.draw(st.integers(1, 6))):
-        driver.submit(data.draw(valid_requests(longest=longest, capacity=76, eos_every=0)))
-        driver.turn()
-    if data.draw(st.booleans()):
-        shard.corrupt.add(0)
-        driver.clients[0].may_fail = True
-    driver.run()
-    assert tap.state.snapshot().sequences == ()
-
-
-async def test_each_file_of_an_epoch_can_be_replayed_alone(tmp_path: Path) -> None:
+async def test_each_file_begins_with_an_epoch_and_can_be_replayed_alone(tmp_path: Path) -> None:
     shard = new_shard()
     journal, writer, dropped = journal_in(tmp_path, header(shard), max_bytes=1 << 15)
-    run(journal, shard, count=60)
+    run_epochs(journal, shard, 24)
     writer.close()
     files = journal_files(tmp_path)
     assert len(files) > 3
     assert sum(path.stat().st_size for path in files) <= 1 << 15
     assert dropped.value == 0
-    resumed = num_tokens = 0
-    for path in files:
-        (epoch,) = read_epochs(path)
-        resumed += epoch.snapshot is not None and bool(epoch.snapshot.prefill.change.admitted)
-        (outcome,) = await replayed(path, new_shard())
-        assert outcome.difference is None
-        num_tokens += outcome.num_tokens
-    assert num_tokens > 150
-    assert resumed >= len(files) - 1
-    # The files join to one record.
-    (whole,) = await replayed(tmp_path, new_shard())
-    assert whole.difference is None
-    assert whole.num_tokens == num_tokens
+    outcomes = [outcome for path in files for outcome in await replayed(path, new_shard())]
+    assert all(outcome.difference is None for outcome in outcomes)
+    assert sum(outcome.num_tokens for outcome in outcomes) > 150
+    # The files join to one record, of whole epochs.
+    together = await replayed(tmp_path, new_shard())
+    assert [each.num_tokens for each in together] == [each.num_tokens for each in outcomes]
 
 
-def test_files_of_an_epoch_tell_one_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(JournalFolder, "_make_room", lambda _: None)
+def test_an_epoch_stays_in_one_file(tmp_path: Path) -> None:
     shard = new_shard()
-    journal, writer, _ = journal_in(tmp_path, header(shard), max_bytes=1 << 15)
+    journal, writer, _ = journal_in(tmp_path, header(shard), max_bytes=1 << 16)
     run(journal, shard, count=40)
     writer.close()
-    assert len(journal_files(tmp_path)) > 3
+    (file,) = journal_files(tmp_path)
+    assert file.stat().st_size > 1 << 13, (
+        "more than the size after which the next epoch has a new file"
+    )
     ((_, events),) = told(tmp_path)
     sent = [event.message for event in events if isinstance(event, Sent)]
     assert [m.SerializeToString() for m in sent] == [m.SerializeToString() for m in shard.steps]
+
+
+async def test_an_epoch_that_is_too_long_is_recorded_up_to_the_limit(tmp_path: Path) -> None:
+    shard = new_shard()
+    journal, writer, dropped = journal_in(tmp_path, header(shard), max_bytes=1 << 14)
+    with capture_logs() as lines:
+        driver = run(journal, shard, count=80)
+    assert sum("too long for the journal" in str(line) for line in lines) == 1
+    assert dropped.value > 0
+    (file,) = journal_files(tmp_path)
+    assert 1 << 13 <= file.stat().st_size < (1 << 13) + 1000
+    shard.fail_next = "again"
+    for request in requests(3):
+        driver.submit(request)
+    driver.run()
+    writer.close()
+    first, *_, last = await replayed(tmp_path, new_shard())
+    assert first.difference is None
+    assert first.num_tokens > 20
+    assert last.difference is None
+    assert last.failure is None
+    assert gaps(tmp_path) == [dropped.value]
+
+
+def test_the_oldest_epochs_make_room_for_a_long_one(tmp_path: Path) -> None:
+    shard = new_shard()
+    journal, writer, _ = journal_in(tmp_path, header(shard), max_bytes=1 << 15)
+    driver = run_epochs(journal, shard, 20)
+    before = journal_files(tmp_path)
+    shard.fail_next = "again"
+    for request in requests(40):
+        driver.submit(request)
+        driver.turn()
+        driver.turn()
+        assert sum(path.stat().st_size for path in journal_files(tmp_path)) <= 1 << 15
+    driver.run()
+    writer.close()
+    after = journal_files(tmp_path)
+    assert before[0] not in after
+    assert before[-1] in after
+
+
+def gaps(path: Path) -> list[int]:
+    """The numbers of dropped records that the files of a journal have."""
+    found = []
+    for file in journal_files(path):
+        with file.open("rb") as stream:
+            records = [record for frame in read_frames(stream) for record in split(frame)]
+        found += [json.loads(each.payload) for each in records if each.kind == Kind.GAP]
+    return [each["dropped_records"] for each in found]
 
 
 async def test_a_slow_disk_costs_records_and_nothing_else(
@@ -222,13 +216,14 @@ async def test_a_slow_disk_costs_records_and_nothing_else(
     assert dropped.value > 0
     writer.stuck = False
     writer.wake()
+    driver.turn()
+    assert len(journal_files(tmp_path)) == 1, "the epoch has a gap"
+    shard.fail_next = "again"
     driver.run()
     driver.check_idle()
     writer.close()
-    first, second = (epoch for epoch, _ in told(tmp_path))
-    assert (first.snapshot is None, second.snapshot is None) == (True, False)
-    resumed = [event for _, event in read_events(tmp_path) if isinstance(event, Resumed)]
-    assert [event.num_dropped for event in resumed] == [dropped.value]
+    assert len(told(tmp_path)) == 2
+    assert gaps(tmp_path) == [dropped.value]
     for outcome in await replayed(tmp_path, new_shard()):
         assert outcome.difference is None
         assert outcome.num_tokens > 10
@@ -256,38 +251,17 @@ async def test_a_full_disk_costs_records_and_nothing_else(
             driver.turn()
     assert sum("cannot be written" in str(line) for line in lines) == 1
     assert dropped.value > 0
-    assert len(journal_files(tmp_path)) == 1, "a new file is not tried at each step"
     monkeypatch.setattr(writer_module, "write_all", write_all)
-    writer._retry_at = 0.0
+    driver.turn()
+    assert len(journal_files(tmp_path)) == 1, "the epoch has a gap"
+    shard.fail_next = "again"
     driver.run()
     writer.close()
-    first, second = (epoch for epoch, _ in told(tmp_path))
-    assert (first.snapshot is None, second.snapshot is None) == (True, False)
-    resumed = [event for _, event in read_events(tmp_path) if isinstance(event, Resumed)]
-    assert [event.num_dropped for event in resumed] == [dropped.value]
+    assert len(told(tmp_path)) == 2
+    assert gaps(tmp_path) == [dropped.value]
     for outcome in await replayed(tmp_path, new_shard()):
         assert outcome.difference is None
         assert outcome.num_tokens > 10
-
-
-def test_what_failed_is_never_in_a_snapshot(tmp_path: Path) -> None:
-    shard = new_shard()
-    journal, writer, _ = journal_in(tmp_path, header(shard))
-    driver = RecordedDriver(BUDGETS, shard, journal, depth=1)
-    for request in requests(4):
-        driver.submit(request)
-    driver.turn()
-    driver.turn()
-    shard.corrupt.add(1)
-    driver.clients[1].may_fail = True
-    num_files = len(journal_files(tmp_path))
-    while not shard.running or not any(row.has_failed for row in shard.running.values()):
-        assert driver.turn()
-    writer.wants_new_file = True
-    driver.send()
-    assert len(journal_files(tmp_path)) == num_files, "a row that failed is in its slot"
-    driver.run()
-    assert len(journal_files(tmp_path)) == num_files + 1
 
 
 def secret_run(folder: Path, *, keeps_tokens: bool) -> bytes:
@@ -312,7 +286,6 @@ def secret_run(folder: Path, *, keeps_tokens: bool) -> bytes:
     driver.run()
     assert all(client.tokens for client in driver.clients.values())
     writer.close()
-    assert len(journal_files(folder)) > 1, "there is a snapshot too"
     raw = b""
     for path in journal_files(folder):
         with path.open("rb") as stream:
@@ -331,7 +304,7 @@ def test_without_tokens_nothing_of_the_text_is_written(tmp_path: Path) -> None:
         assert secret not in kept
     num_tokens = 0
     for record in split(kept):
-        if record.kind in {Kind.REQUEST, Kind.SNAPSHOT}:
+        if record.kind == Kind.REQUEST:
             message = pb.StepRequest.FromString(record.payload)
             for sequence in message.prefill.change.admitted:
                 assert set(sequence.input_ids) == {0}

@@ -15,10 +15,18 @@ from hypothesis import strategies as st
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal import rotation as folder_module
 from millrace_router.journal.errors import JournalDamaged, JournalError, JournalUnusable
-from millrace_router.journal.frames import HEAD_SIZE, MAGIC, frame, read_frames
+from millrace_router.journal.frames import (
+    HEAD_SIZE,
+    MAGIC,
+    Kind,
+    Record,
+    frame,
+    pack,
+    read_frames,
+    split,
+)
 from millrace_router.journal.header import header_from_json, header_to_json
 from millrace_router.journal.reader import Event, Sent, read_epochs, read_events
-from millrace_router.journal.records import Kind, Record, pack, split
 from millrace_router.journal.redaction import Redaction
 from millrace_router.journal.rotation import JournalFolder, journal_files
 from millrace_testing.router.journals import (
@@ -228,7 +236,7 @@ def test_a_frame_inflates_to_no_more_than_it_says() -> None:
         list(read_frames(io.BytesIO(MAGIC + sealed)))
 
 
-def test_records_of_kinds_to_come_are_passed_over(tmp_path: Path) -> None:
+def test_unknown_record_kinds_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.journal"
     unknown = bytearray(pack(Kind.END, 0, b"something"))
     unknown[0] = 200

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from millrace_router.journal.frames import read_frames
+from millrace_router.journal.frames import read_frames, split
 from millrace_router.journal.header import header_from_json, header_to_json
-from millrace_router.journal.reader import Sent, read_events
-from millrace_router.journal.records import split
+from millrace_router.journal.reader import Sent, read_epochs, read_events
 from millrace_router.journal.rotation import journal_files
 from millrace_testing.router.journals import new_shard, replayed
 
@@ -35,3 +34,11 @@ def test_the_header_is_written_as_it_was() -> None:
         with file.open("rb") as stream:
             header = next(split(next(read_frames(stream)))).payload
         assert header_to_json(header_from_json(header)) == header
+
+
+async def test_an_epoch_without_its_beginning_is_skipped() -> None:
+    first, second = journal_files(FORMAT_1)
+    assert list(read_epochs(second)) == []
+    (alone,) = await replayed(first, new_shard(max_draft_tokens=3))
+    assert alone.difference is None
+    assert alone.num_tokens > 50

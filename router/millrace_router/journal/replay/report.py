@@ -81,11 +81,6 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 
 def _remarks(outcome: Outcome) -> list[str]:
     remarks = []
-    if outcome.epoch.snapshot is not None:
-        number = outcome.epoch.snapshot.number
-        remarks.append(
-            f"recorded after step {number}; the state of the shards at that time was computed again"
-        )
     if outcome.difference is not None:
         remarks.append(f"first difference at {describe(outcome.difference)}")
     elif outcome.largest_gap:
@@ -126,7 +121,6 @@ def _entry(outcome: Outcome) -> dict[str, Any]:
     return {
         "epoch": outcome.epoch.index,
         "began": outcome.epoch.began.isoformat(),
-        "after_step": None if outcome.epoch.snapshot is None else outcome.epoch.snapshot.number,
         "steps": outcome.num_steps,
         "tokens": outcome.num_tokens,
         "recorded_seconds": outcome.recorded_ns / 1e9,
