@@ -12,7 +12,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal_start import journal_folder
 from millrace_router.pooling.model import PoolingModel, pooling_of
-from millrace_router.telemetry.request_file import RequestFile
+from millrace_router.telemetry.request_log import RequestFile
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.hub_cache import find_snapshot
 from millrace_router.text.model_files import ModelFiles, ModelFilesError

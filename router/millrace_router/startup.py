@@ -33,8 +33,7 @@ from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.sizing import Deployment, batch_size
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.telemetry.request_file import RequestFile
-from millrace_router.telemetry.request_log import RequestLog
+from millrace_router.telemetry.request_log import RequestFile, RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.model_files import ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError

@@ -26,6 +26,7 @@ def test_what_is_installed_is_enough(protocol: str) -> None:
 
 @pytest.mark.parametrize("protocol", MODULES)
 def test_missing_packages_are_named(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, MODULES[protocol], raising=False)
     monkeypatch.setitem(sys.modules, MODULES[protocol].rpartition(".")[0], None)
     package = MODULES[protocol].removesuffix(".trace_exporter").replace(".", "-")
     assert PACKAGES[protocol] in (ROOT / "router" / "pyproject.toml").read_text(encoding="utf-8")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from millrace_router.telemetry.adapter_series import MAX_NAMES, OTHER
 from millrace_router.telemetry.exposition import render
-from millrace_router.telemetry.metrics import Metrics
+from millrace_router.telemetry.metrics import MAX_NAMES, OTHER, Metrics
 
 
 def shown(metrics: Metrics, name: str) -> list[str]:

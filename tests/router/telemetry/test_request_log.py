@@ -22,8 +22,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.startup import start
 from millrace_router.telemetry import request_log
 from millrace_router.telemetry.instruments import Counter
-from millrace_router.telemetry.request_file import NUM_FULL_FILES, RequestFile
-from millrace_router.telemetry.request_log import RequestLog
+from millrace_router.telemetry.request_log import NUM_FULL_FILES, RequestFile, RequestLog
 from millrace_testing.router.edge import logging_to, serving
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard
