@@ -77,6 +77,17 @@ def new_engine(
     )
     waiting = queue_from(config)
     adapters = _adapters(deployment, channel, waiting, metrics)
+    recovery = RecoveryPolicy(_planners(deployment, cost, events), quarantine)
+    predictor = LatencyPredictor(
+        cost,
+        forecaster,
+        metrics,
+        in_flight=in_flight,
+        recovery=recovery,
+        waiting=waiting,
+        adapters=adapters,
+        max_queue_size=config.max_queue_size,
+    )
     batcher = Batcher(
         in_flight,
         EpochManager(
@@ -88,9 +99,9 @@ def new_engine(
             oldest=in_flight.oldest,
             step_seconds=config.step_timeout,
         ),
-        RecoveryPolicy(_planners(deployment, cost, events), quarantine),
+        recovery,
         waiting=waiting,
-        predictor=LatencyPredictor(cost, forecaster, metrics, max_queue_size=config.max_queue_size),
+        predictor=predictor,
         new_entry=entries_of(
             tokenizer,
             info.eos_token_ids,

@@ -189,12 +189,16 @@ async def _serve(model: Model, schedule: Schedule, requests: tuple[ValidRequest,
     )
     launcher, status = LauncherChannel(None), ShardStatus()
     epochs = EpochManager(channel, launcher, status, cost, metrics, oldest=in_flight.oldest)
+    recovery = RecoveryPolicy(new_planner, Quarantine())
+    waiting = TenantQueue(quantum=16) if schedule.budgets.share_slots else WaitingQueue()
     batcher = Batcher(
         in_flight,
         epochs,
-        RecoveryPolicy(new_planner, Quarantine()),
-        waiting=(TenantQueue(quantum=16) if schedule.budgets.share_slots else WaitingQueue()),
-        predictor=LatencyPredictor(cost, forecaster, metrics),
+        recovery,
+        waiting=waiting,
+        predictor=LatencyPredictor(
+            cost, forecaster, metrics, in_flight=in_flight, recovery=recovery, waiting=waiting
+        ),
         new_entry=kept_entry,
         metrics=BatchMetrics(metrics),
     )

@@ -72,7 +72,7 @@ def parts(lines: Iterable[Line], *, since: float, until: float) -> dict[str, flo
 
 
 def _notices(line: Line) -> bool:
-    return line.target == "millrace_launcher" or line.message == "epoch failed"
+    return line.target == "millrace_launcher" or line.message == "shards failed; replaying"
 
 
 def recovery_series(metrics: str) -> list[str]:

@@ -26,8 +26,7 @@ from millrace_router.api.pooling.requests import EmbeddingsRequest, ScoreRequest
 from millrace_router.api.pooling.score_run import score_run
 from millrace_router.api.pooling.vectors import sigmoid
 from millrace_router.api.request_fields.reading import Model, checked
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Generation, Usage
 from millrace_router.errors import RouterError, ValidationError
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.events import TokenEvent

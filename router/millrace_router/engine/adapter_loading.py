@@ -11,7 +11,7 @@ import structlog
 from millrace_router.adapters.admission import AdapterAdmission
 from millrace_router.adapters.place import Place, PlaceState
 from millrace_router.adapters.residency import MAX_LOADS
-from millrace_router.engine.no_adapters import NoAdapters
+from millrace_router.engine.adapter_hooks import AdapterHooks
 from millrace_router.errors import AdapterTooLarge, AdapterUnavailable, RouterError
 from millrace_router.request.adapter import PAGE_BYTES, AdapterVersion
 from millrace_router.request.entry import Entry, entry_of
@@ -38,7 +38,7 @@ _LOAD_RATE = 1 / 8
 log = structlog.get_logger(__name__)
 
 
-class AdapterLoading(NoAdapters):
+class AdapterLoading(AdapterHooks):
     """Calls the shards for an `AdapterAdmission`.
 
     A failed load ends the requests for that adapter alone. A lost shard ends the epoch, and the load is repeated in the
@@ -51,7 +51,6 @@ class AdapterLoading(NoAdapters):
         self._metrics = metrics
         metrics.lora_requests_info.max_lora = admission.residency.max_adapters
         self._end: Callable[[Entry, RouterError], None] = lambda _, __: None
-        self._drop_ended: Callable[[], None] = lambda: None
         self._wake: Callable[[], None] = lambda: None
         self._report: Callable[[ShardError], None] = lambda _: None
         self._calls: set[asyncio.Task[None]] = set()
@@ -66,13 +65,11 @@ class AdapterLoading(NoAdapters):
         self,
         *,
         end: Callable[[Entry, RouterError], None],
-        drop_ended: Callable[[], None],
         wake: Callable[[], None],
         report: Callable[[ShardError], None],
     ) -> None:
-        """As `NoAdapters`."""
-        self._end, self._drop_ended, self._wake, self._report = end, drop_ended, wake, report
-        self.prepare = self._restore
+        """See the base."""
+        self._end, self._wake, self._report = end, wake, report
 
     @property
     def num_waiting(self) -> int:
@@ -147,8 +144,10 @@ class AdapterLoading(NoAdapters):
             self._timer.cancel()
             self._timer = None
 
-    async def _restore(self) -> None:
+    async def restore(self) -> bool:
         """Load the adapters of queued and admitted requests in a new epoch, and go on with other loads.
+
+        Returns whether entries ended because their adapter could not be loaded.
 
         Raises:
             ShardLost: the shards were lost meanwhile.
@@ -156,20 +155,20 @@ class AdapterLoading(NoAdapters):
 
         """
         self.close_epoch()
-        places = self._admission.restarted()
+        places, have_ended = self._admission.restarted(), False
         for start in range(0, len(places), MAX_LOADS):
             some = places[start : start + MAX_LOADS]
             results = await asyncio.gather(*map(self._try_load, some), return_exceptions=True)
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
-            if not all(results):
-                self._drop_ended()
+            have_ended = have_ended or not all(results)
         self._is_open = True
         for place in self._admission.residency:
             if place.state is PlaceState.LEAVING:
                 self._start(self._unload(place))
         self._advance()
+        return have_ended
 
     def _tick(self) -> None:
         """A cycle or a deadline is over."""

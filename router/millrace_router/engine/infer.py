@@ -11,17 +11,16 @@ from functools import partial
 from typing import Protocol
 
 from millrace_router.adapters.service import AdapterService
-from millrace_router.engine.generation import Collected, Generation
-from millrace_router.engine.permits import Permits
-from millrace_router.engine.request_record import RequestRecord
+from millrace_router.engine.generation import Collected, Generation, RequestRecord
 from millrace_router.errors import (
     AdapterNotFound,
     AdapterRemoved,
+    Overloaded,
     RouterError,
     ShuttingDown,
     SizeError,
 )
-from millrace_router.prediction.estimate import Appraisal, Estimate
+from millrace_router.prediction.forecast import Appraisal, Estimate
 from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import ValidRequest
@@ -43,6 +42,41 @@ class Batcher(Protocol):
 
     def drain_seconds(self) -> float:
         """Predicted seconds until one more request fits; 0 while nothing is known."""
+
+
+class Permits:
+    """Counts the permits for generations; a request without one is refused at once."""
+
+    def __init__(self, total: int, drain_seconds: Callable[[], float]) -> None:
+        """`drain_seconds` predicts the seconds after which a refused client may retry."""
+        self.free = total
+        self._total = total
+        self._drain_seconds = drain_seconds
+        self._all_free = asyncio.Event()
+        self._all_free.set()
+
+    def take(self, count: int = 1) -> None:
+        """Take `count` permits, or none and raise Overloaded."""
+        if self.free < count:
+            raise Overloaded(retry_after_seconds=self._drain_seconds())
+        self.free -= count
+        self._all_free.clear()
+
+    def give(self, count: int = 1) -> None:
+        """Release `count` permits."""
+        self.free += count
+        assert self.free <= self._total
+        if self.free == self._total:
+            self._all_free.set()
+
+    @property
+    def taken(self) -> int:
+        """Number of permits taken."""
+        return self._total - self.free
+
+    async def all_free(self) -> None:
+        """Wait until no permit is taken."""
+        await self._all_free.wait()
 
 
 SHORTEST = ValidRequest(input_ids=(0,), max_new_tokens=1)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from millrace_router.engine.generation import Collected, Generation
-from millrace_router.engine.request_record import Timings
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Collected, Generation, Timings, Usage
 from millrace_router.errors import RouterError
 from millrace_router.server.recording import SseOptions
 from millrace_router.server.services import Services

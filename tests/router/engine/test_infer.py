@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from millrace_router.engine.infer import Infer
-from millrace_router.engine.permits import Permits
+from millrace_router.engine.infer import Infer, Permits
 from millrace_router.errors import (
     GenerationError,
     IncompleteGeneration,

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import cast
 
-from millrace_router.engine.predictor import LatencyPredictor, SchedulerSnapshot
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace_router.engine.in_flight import InFlight
+from millrace_router.engine.predictor import LatencyPredictor, quantile
 from millrace_router.errors import QueueFull
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
-from millrace_router.prediction.forecast import Forecaster
+from millrace_router.prediction.forecast import Forecaster, Prediction
+from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.request.entry import Entry
 from millrace_router.request.request import SchedulingParameters
+from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.telemetry.metrics import Metrics
 from millrace_testing.router.fake_router import request, tiny_tokenizer
 
 COST = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))
-FULL = SchedulerSnapshot(rows=(), num_waiting=1, ahead=(1, 100), now_in_step=0.0)
 
 
-def predictor_without_chunks() -> LatencyPredictor:
+class Queue:
+    """As many requests as it is told."""
+
+    def __init__(self, num_waiting: int, ahead: tuple[int, int]) -> None:
+        self.num_waiting, self.tokens_ahead = num_waiting, ahead
+
+    def __len__(self) -> int:
+        return self.num_waiting
+
+    def ahead(self, scheduling: SchedulingParameters, now: float) -> tuple[int, int]:
+        return self.tokens_ahead
+
+
+def predictor_without_chunks(queue: Queue) -> LatencyPredictor:
     forecaster = Forecaster(
         COST,
         max_batch_size=4,
@@ -26,8 +46,18 @@ def predictor_without_chunks() -> LatencyPredictor:
         num_blocks=100,
         predicts=False,
     )
-    metrics = Metrics(max_input_tokens=1000, max_total_tokens=1000)
-    return LatencyPredictor(COST, forecaster, metrics, max_queue_size=1)
+    planner = SimpleNamespace(rows={}, num_paused=0, num_paused_tokens=0, num_cached=lambda _: 0)
+    return LatencyPredictor(
+        COST,
+        forecaster,
+        Metrics(max_input_tokens=1000, max_total_tokens=1000),
+        in_flight=cast("InFlight", SimpleNamespace(plans=[], seconds_in_step=lambda: 0.0)),
+        recovery=cast(
+            "RecoveryPolicy", SimpleNamespace(planner=planner, num_held=0, num_held_tokens=0)
+        ),
+        waiting=cast("RequestQueue", queue),
+        max_queue_size=1,
+    )
 
 
 def entry(number: int, *, max_queue_seconds: float | None = None) -> Entry:
@@ -38,33 +68,55 @@ def entry(number: int, *, max_queue_seconds: float | None = None) -> Entry:
 
 
 def test_no_wait_is_promised_and_none_is_refused_beforehand() -> None:
-    predictor = predictor_without_chunks()
+    predictor = predictor_without_chunks(Queue(0, (50, 50_000)))
     one = entry(0, max_queue_seconds=1e-9)
-    idle = SchedulerSnapshot(rows=(), num_waiting=0, ahead=(50, 50_000), now_in_step=0.0)
-    assert predictor.predict(one, idle, num_cached=0) is None
-    predictor.accept(one, idle, num_cached=0)
+    assert predictor.predict(one) is None
+    predictor.accept(one)
     assert one.stream.predicted_queue_seconds is None
 
 
 def test_a_refused_request_may_come_again_after_the_mean_of_the_observed_waits() -> None:
-    predictor = predictor_without_chunks()
-    assert predictor.drain_seconds(FULL) == 0.0
+    predictor = predictor_without_chunks(Queue(1, (1, 100)))
+    assert predictor.drain_seconds() == 0.0
     for number in range(200):
         one = entry(number)
         one.stream.batched_at = one.queued_at + 7.0
         predictor.admitted(one)
-    assert predictor.drain_seconds(FULL) == pytest.approx(7.0, rel=0.01)
+    assert predictor.drain_seconds() == pytest.approx(7.0, rel=0.01)
     with pytest.raises(QueueFull) as refused:
-        predictor.accept(entry(200), FULL, num_cached=0)
+        predictor.accept(entry(200))
     assert refused.value.retry_after_seconds == 7
 
 
 def test_the_wait_of_a_mean_request_is_that_of_the_last_ones_while_some_wait() -> None:
-    predictor = predictor_without_chunks()
+    queue = Queue(1, (1, 100))
+    predictor = predictor_without_chunks(queue)
     for number in range(200):
         one = entry(number)
         one.stream.batched_at = one.queued_at + 7.0
         predictor.admitted(one)
-    assert predictor.wait_seconds(FULL) == pytest.approx(7.0, rel=0.01)
-    idle = SchedulerSnapshot(rows=(), num_waiting=0, ahead=(0, 0), now_in_step=0.0)
-    assert predictor.wait_seconds(idle) == 0.0
+    assert predictor.wait_seconds() == pytest.approx(7.0, rel=0.01)
+    queue.num_waiting = 0
+    assert predictor.wait_seconds() == 0.0
+
+
+def test_metrics_show_quantiles_of_prediction_errors() -> None:
+    predictor = predictor_without_chunks(Queue(0, (0, 0)))
+    for number, missed in enumerate([1.0, 2.0, 3.0, 4.0, 10.0]):
+        one = entry(number)
+        predictor._expected[number] = Prediction(0.0, missed, missed)
+        predictor.began(one, one.queued_at)
+    series = predictor._metrics.prediction_error
+    assert series.labels(prediction="first_token", percentile="50").value == 3.0
+    assert series.labels(prediction="first_token", percentile="90").value == 10.0
+
+
+@settings(deadline=None)
+@given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=60), share=st.floats(0.01, 1.0))
+def test_quantile_is_the_least_value_that_a_share_does_not_exceed(
+    values: list[float], share: float
+) -> None:
+    found = quantile(values, share)
+    assert found in values
+    assert sum(value < found for value in values) < share * len(values)
+    assert share * len(values) <= sum(value <= found for value in values) + 1e-9

@@ -266,15 +266,19 @@ def test_the_queue_drains_entry_by_entry() -> None:
     for _ in range(300):
         model.finished(num_prompt=100, num_generated=exponential(rng), max_new_tokens=LIMIT)
     rows = running(32, left=2000)
-    found = [model.drain_seconds(rows, waiting=(100, 10_000), num_leaving=n) for n in (1, 10, 100)]
-    one, ten, all_of_them = found
-    assert one is not None
-    assert ten is not None
-    assert all_of_them is not None
+    predictions = [
+        model.predict(
+            rows, ahead=(n - 1, 100 * (n - 1)), num_prompt_tokens=100, max_new_tokens=LIMIT
+        )
+        for n in (1, 10, 100)
+    ]
+    one, ten, all_of_them = (each.queue_seconds for each in predictions if each is not None)
     assert 0 < one < ten < all_of_them
     # Places come every mean length / slots steps.
     assert all_of_them == pytest.approx(100 * 82 / 32 * (0.0146 + 32 * 0.0004), rel=0.4)
-    assert model.drain_seconds(rows, waiting=(5, 500), num_leaving=6) == 0.0
+    drained = model.drain_seconds(rows, waiting=(100, 10_000))
+    assert drained is not None
+    assert 0 < drained < ten
 
 
 def test_rows_in_spare_slots_are_rows_like_others() -> None:

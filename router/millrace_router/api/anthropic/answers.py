@@ -23,7 +23,7 @@ from millrace_router.api.anthropic.protocol import (
 )
 from millrace_router.api.anthropic.to_chat import tool_use_id
 from millrace_router.api.openai.choice import ChatDelta, Thought, parts_of
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Usage
 from millrace_router.errors import GenerationError, RouterError
 from millrace_router.tool_calls.tool import CallDelta
 

@@ -22,7 +22,7 @@ from millrace_router.api.anthropic.protocol import (
 )
 from millrace_router.api.openai.answers import ChunkTemplate
 from millrace_router.api.openai.choice import ChatDelta, Thought, parts_of
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Usage
 from millrace_router.tool_calls.tool import CallDelta
 
 NamedJson = tuple[str, bytes]

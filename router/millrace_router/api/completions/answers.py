@@ -13,7 +13,7 @@ from millrace_router.api.completions.protocol import (
 from millrace_router.api.completions.text import CompletionDelta
 from millrace_router.api.openai.answers import AnswerHead, usage_json
 from millrace_router.api.openai.choice import ChoiceDelta, token_ids
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Usage
 from millrace_router.request.dialect import Dialect
 
 

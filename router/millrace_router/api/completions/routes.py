@@ -20,8 +20,7 @@ from millrace_router.api.openai.errors import fingerprint, model_name
 from millrace_router.api.openai.prompt_logprobs import prompt_logprobs_json
 from millrace_router.api.openai.route_wrappers import openai_route, stream_errors
 from millrace_router.api.request_fields.reading import read_request
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Generation, Usage
 from millrace_router.errors import BatchSizeExceeded
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.generation_request import GenerationRequest

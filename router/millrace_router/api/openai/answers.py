@@ -15,7 +15,7 @@ from millrace_router.api.openai.protocol import (
     StreamFailureJson,
     UsageJson,
 )
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Usage
 from millrace_router.errors import RouterError, ValidationError
 
 FIELD = re.compile(r"`([A-Za-z_][\w.\[\]]*)`")

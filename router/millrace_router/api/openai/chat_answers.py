@@ -23,7 +23,7 @@ from millrace_router.api.openai.protocol import (
     ThoughtsJson,
     ToolCallDeltaJson,
 )
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Usage
 from millrace_router.request.dialect import MILLRACE, Dialect
 from millrace_router.tool_calls.tool import CallDelta
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 
 import orjson
 
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Generation, Usage
 from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.sse import DONE, event
 

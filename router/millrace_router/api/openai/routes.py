@@ -26,8 +26,7 @@ from millrace_router.api.openai.prompt_logprobs import prompt_logprobs_json
 from millrace_router.api.openai.protocol import ChatCompletionCompleteJson, ModelInfoJson, ModelJson
 from millrace_router.api.openai.route_wrappers import counted_again, openai_route, stream_errors
 from millrace_router.api.request_fields.reading import read_request
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Generation, Usage
 from millrace_router.errors import UnknownModel
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response

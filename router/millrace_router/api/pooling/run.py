@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Generation, Usage
 from millrace_router.errors import Overloaded, ValidationError
 from millrace_router.pooling.truncation import Ids
 from millrace_router.request.generation_request import GenerationRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millrace_router.api.pooling.answers import PoolingUsageJson
 from millrace_router.api.pooling.requests import PoolingFields
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Usage
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
 from millrace_router.request.limits import Limits

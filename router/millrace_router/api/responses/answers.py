@@ -15,7 +15,7 @@ from millrace_router.api.responses.protocol import (
 )
 from millrace_router.api.responses.request import ResponsesReasoning, ResponsesRequest
 from millrace_router.api.responses.tools import LeftOutTool
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Usage
 from millrace_router.errors import Overloaded, RouterError
 from millrace_router.request.float32 import shortest
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults

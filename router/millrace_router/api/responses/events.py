@@ -15,7 +15,7 @@ from millrace_router.api.responses.items import (
     GrowingThought,
 )
 from millrace_router.api.responses.protocol import ResponseItemJson
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Usage
 from millrace_router.errors import RouterError
 from millrace_router.tool_calls.tool import CallDelta
 

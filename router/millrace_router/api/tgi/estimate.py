@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import TypedDict
 
-from millrace_router.prediction.estimate import Appraisal
-from millrace_router.prediction.forecast import Prediction
+from millrace_router.prediction.forecast import Appraisal, Prediction
 
 
 class PredictedJson(TypedDict):

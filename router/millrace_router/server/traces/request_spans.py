@@ -9,8 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from millrace_router.engine.generation import Collected, Generation
-from millrace_router.engine.request_record import Timings
+from millrace_router.engine.generation import Collected, Generation, Timings
 from millrace_router.request.request import ValidRequest
 from millrace_router.telemetry.trace_context import TraceContext
 

@@ -77,7 +77,7 @@ def test_of_several_attempts_and_ranks_the_last_counts() -> None:
 
 
 def test_the_router_may_be_the_first_to_notice() -> None:
-    failed = Line(100.05, "millrace_router.engine.batcher", "epoch failed")
+    failed = Line(100.05, "millrace_router.engine.batcher", "shards failed; replaying")
     access = Line(100.01, "millrace_router.server.access_log", "request")
     found = parts([access, failed, *lines()], since=100.0, until=104.5)
     assert found["noticed"] == pytest.approx(0.05)

@@ -12,7 +12,7 @@ from millrace_router.api.openai.answers import AnswerHead, ChunkTemplate
 from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.choice import ChatDelta
 from millrace_router.api.tgi.answers import plain_frame, stream_json
-from millrace_router.engine.usage import Usage
+from millrace_router.engine.generation import Usage
 from millrace_router.request.dialect import dialect_of
 from millrace_router.request.events import Token, TokenEvent
 from millrace_router.server.sse import event

@@ -28,8 +28,7 @@ from millrace_router.errors import (
     ShardsGone,
 )
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
-from millrace_router.prediction.estimate import Estimate
-from millrace_router.prediction.forecast import Prediction
+from millrace_router.prediction.forecast import Estimate, Prediction
 from millrace_router.request.request import Task, ValidRequest
 from millrace_router.request.scheduling import PRIORITY_HEADER
 from millrace_router.request.token_stream import TokenStream

@@ -12,8 +12,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from millrace_router.errors import ShuttingDown
-from millrace_router.prediction.estimate import Estimate
-from millrace_router.prediction.forecast import Prediction
+from millrace_router.prediction.forecast import Estimate, Prediction
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.generation_request import GenerationRequest

@@ -26,7 +26,7 @@ from millrace_router.pooling.model import GENERATES, PoolingModel
 from millrace_router.pooling.score_template import ScoreTemplate
 from millrace_router.pooling.sentence_transformers import LogitScore, SentenceTransformersFiles
 from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.estimate import Estimate
+from millrace_router.prediction.forecast import Estimate
 from millrace_router.reasoning.formats import reasoning_of_model
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.shard_status import ShardStatus

@@ -151,25 +151,6 @@ class DirectShards:
         return answer
 
 
-def predictor_of(
-    budgets: Budgets,
-    shard: FakeShard | HashShard,
-    cost: CostModel,
-    metrics: Metrics,
-    *,
-    max_queue_size: int | None,
-) -> LatencyPredictor:
-    """Predicts by `cost` for a batch in `shard`'s blocks."""
-    forecaster = Forecaster(
-        cost,
-        max_batch_size=budgets.max_batch_size,
-        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
-        block_size=shard.block_size,
-        num_blocks=shard.num_blocks - 1,
-    )
-    return LatencyPredictor(cost, forecaster, metrics, max_queue_size=max_queue_size)
-
-
 def new_batcher(
     channel: StepChannel | DirectShards,
     shard: FakeShard | HashShard,
@@ -206,15 +187,34 @@ def new_batcher(
 
     planners = partial(_new_planner, shard, budgets, cost, prefix_caching=prefix_caching)
     waiting = WaitingQueue() if waiting is None else waiting
+    recovery = RecoveryPolicy(planners, Quarantine())
+    adapters = _adapters(channel, shard.adapters, waiting, metrics, cycle_seconds)
+    forecaster = Forecaster(
+        cost,
+        max_batch_size=budgets.max_batch_size,
+        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
+        block_size=shard.block_size,
+        num_blocks=shard.num_blocks - 1,
+    )
+    predictor = LatencyPredictor(
+        cost,
+        forecaster,
+        metrics,
+        in_flight=in_flight,
+        recovery=recovery,
+        waiting=waiting,
+        adapters=adapters,
+        max_queue_size=max_queue_size,
+    )
     return Batcher(
         in_flight,
         epochs,
-        RecoveryPolicy(planners, Quarantine()),
+        recovery,
         waiting=waiting,
-        predictor=predictor_of(budgets, shard, cost, metrics, max_queue_size=max_queue_size),
+        predictor=predictor,
         new_entry=entries_of(tiny_tokenizer(), EOS_TOKEN_IDS, block_size=shard.block_size),
         metrics=BatchMetrics(metrics),
-        adapters=_adapters(channel, shard.adapters, waiting, metrics, cycle_seconds),
+        adapters=adapters,
     )
 
 

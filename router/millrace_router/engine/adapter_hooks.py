@@ -1,8 +1,8 @@
-"""The engine's view of adapters where the shards take none."""
+"""What the batcher lets the adapters do, at the moments of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from millrace_router.errors import RouterError
 from millrace_router.request.adapter import AdapterVersion
@@ -13,51 +13,54 @@ from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import ShardError
 
 
-class NoAdapters:
-    """Does nothing, because no request has an adapter. `AdapterLoading` extends it."""
+class AdapterHooks:
+    """The default is for shards without adapters: no request has one, and each moment passes."""
 
-    prepare: Callable[[], Awaitable[None]] | None = None
-    """Awaited in a new epoch before its first step."""
+    def connect(
+        self,
+        *,
+        end: Callable[[Entry, RouterError], None],
+        wake: Callable[[], None],
+        report: Callable[[ShardError], None],
+    ) -> None:
+        """Set the callbacks.
+
+        `end` ends an entry with an error; `wake` is called when there may be work for the next step; `report` ends the
+        epoch.
+        """
+
+    async def restore(self) -> bool:
+        """Load what a new epoch needs before its first step; a ShardError ends the epoch.
+
+        Returns whether entries ended because their adapter could not be loaded.
+        """
+        return False
+
+    def close_epoch(self) -> None:
+        """End all calls, since the epoch has ended."""
+
+    def check(self, version: AdapterVersion) -> None:
+        """Raise the error of a request whose adapter does not fit, or could not be loaded just now."""
+        raise AssertionError(f"the shards take no adapters, and so not {version.digest}")
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for their adapter."""
         return 0
 
-    def connect(
-        self,
-        *,
-        end: Callable[[Entry, RouterError], None],
-        drop_ended: Callable[[], None],
-        wake: Callable[[], None],
-        report: Callable[[ShardError], None],
-    ) -> None:
-        """Set the callbacks.
-
-        `end` ends an entry with an error; `drop_ended` makes the scheduler forget such entries before the first step of
-        an epoch; `wake` is called when there may be work for the next step; `report` ends the epoch.
-        """
-
     def expected_seconds(self, version: AdapterVersion) -> float:  # noqa: ARG002
         """Predict how long a request that comes now waits for its adapter."""
         return 0.0
 
-    def check(self, version: AdapterVersion) -> None:
-        """Raise the error of a request whose adapter does not fit, or could not be loaded just now."""
-        raise AssertionError(f"the shards take no adapters, and so not {version.digest}")
-
     def submit(self, entry: Entry) -> None:
         """Queue an entry once its adapter is resident."""
 
-    def ended(self, entry: Entry) -> None:
-        """Forget an entry with an adapter, which has ended."""
+    def waiting(self) -> list[SchedulableRequest]:
+        """Return all requests that wait for their adapter."""
+        return []
 
     def expired(self) -> list[SchedulableRequest]:
         """Return the requests that have waited for too long; the caller ends them."""
-        return []
-
-    def waiting(self) -> list[SchedulableRequest]:
-        """Return all requests that wait for their adapter."""
         return []
 
     def before_plan(self, planner: Planner) -> None:
@@ -72,5 +75,5 @@ class NoAdapters:
     def answered(self, number: int) -> None:
         """Record the answer to a step."""
 
-    def close_epoch(self) -> None:
-        """End all calls, since the epoch has ended."""
+    def ended(self, entry: Entry) -> None:
+        """Forget an entry with an adapter, which has ended."""
