@@ -1,25 +1,26 @@
 """The files of a start, and what the model's own say about answers: sampling defaults, and the form of tool calls."""
 
 from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
-
 import structlog
-
 from millrace_router.config import RouterConfig
 from millrace_router.journal.rotation import JournalFolder
-from millrace_router.pooling.model import PoolingModel, pooling_of
+from millrace_router.pooling.model import PoolingModel
+from millrace_router.pooling.model import pooling_of
 from millrace_router.start.journal import journal_folder
 from millrace_router.start.shards import StartupError
 from millrace_router.telemetry.request_log import RequestFile
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.hub_cache import find_snapshot
-from millrace_router.text.model_files import ModelFiles, ModelFilesError
+from millrace_router.text.model_files import ModelFiles
+from millrace_router.text.model_files import ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.call_format import CallFormat
-from millrace_router.tool_calls.formats import detected, format_of
-from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from millrace_router.tool_calls.formats import detected
+from millrace_router.tool_calls.formats import format_of
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS
+from millrace_router.validation.sampling_defaults import SamplingDefaults
 
 log = structlog.get_logger(__name__)
 

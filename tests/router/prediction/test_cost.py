@@ -9,7 +9,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from millrace_router.prediction.cost import COEFFICIENTS, EXTRA_COEFFICIENTS, CostModel
+from millrace_router.prediction.cost import (
+    COEFFICIENTS,
+    EXTRA_COEFFICIENTS,
+    NUM_RATIOS,
+    CostModel,
+    RouterOverhead,
+    StepJitter,
+)
 from millrace_router.prediction.step_load import StepLoad
 
 SMALL = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
@@ -375,3 +382,53 @@ def test_a_step_without_a_time_limit_takes_all_prompt_tokens_even_if_positions_c
 ):
     model = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001) | {"prefill_pair": 0.0})
     assert model.prompt_tokens_within(math.inf, start=7, most=512) == 512
+
+
+def test_nothing_is_said_of_few_steps() -> None:
+    jitter = StepJitter()
+    for _ in range(NUM_RATIOS - 1):
+        jitter.add(1.0)
+    assert jitter.ratios() == []
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=NUM_RATIOS, max_size=NUM_RATIOS + 50))
+def test_ratios_are_those_of_the_last_steps_in_their_order_about_one(seen: list[float]) -> None:
+    jitter = StepJitter()
+    for ratio in seen:
+        jitter.add(ratio)
+    ratios, last = jitter.ratios(), seen[-NUM_RATIOS:]
+    assert sum(ratios) / NUM_RATIOS == pytest.approx(1.0)
+    assert ratios == pytest.approx([ratio * NUM_RATIOS / sum(last) for ratio in last])
+
+
+def test_a_cost_model_sees_how_steps_of_one_load_differ() -> None:
+    cost = CostModel()
+    for number in range(600):
+        cost.observe(StepLoad(decodes=4, context=400), 0.010 if number % 2 else 0.014)
+    *_, slow, fast = cost.jitter.ratios()
+    assert slow == pytest.approx(14 / 12, rel=0.02)
+    assert fast == pytest.approx(10 / 12, rel=0.02)
+
+
+def test_known_costs_learn_nothing_of_it() -> None:
+    cost = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))
+    for _ in range(600):
+        cost.observe(StepLoad(decodes=4, context=400), 0.010)
+    assert cost.jitter.ratios() == []
+
+
+def test_one_slow_answer_moves_little() -> None:
+    overhead = RouterOverhead()
+    assert overhead.turn_seconds == 0.0
+    for _ in range(1000):
+        overhead.add_answer(0.001)
+    overhead.add_answer(0.065)
+    assert overhead.turn_seconds == pytest.approx(0.002, rel=0.01)
+
+
+def test_a_burst_of_entries_is_soon_forgotten() -> None:
+    overhead = RouterOverhead()
+    assert overhead.entry_seconds == 0.0
+    for seconds in [*([0.5] * 200), *([0.001] * 40)]:
+        overhead.add_entry(seconds)
+    assert overhead.entry_seconds == 0.001
