@@ -11,8 +11,8 @@ import orjson
 
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.tool_calls.call_format import chat_grammar
-from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.formats.registry import format_of
+from millrace_router.tool_calls.parsing.call_format import chat_grammar
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 Schema = dict[str, Any]

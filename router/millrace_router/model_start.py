@@ -17,8 +17,8 @@ from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.hub_cache import find_snapshot
 from millrace_router.text.model_files import ModelFiles, ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.call_format import CallFormat
-from millrace_router.tool_calls.formats import detected, format_of
+from millrace_router.tool_calls.formats.registry import detected, format_of
+from millrace_router.tool_calls.parsing.call_format import CallFormat
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 log = structlog.get_logger(__name__)

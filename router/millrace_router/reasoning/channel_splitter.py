@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from millrace_router.reasoning.splitter import Split, Start
-from millrace_router.tool_calls.syntax import earliest, num_begun
+from millrace_router.tool_calls.parsing.syntax import earliest, num_begun
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

@@ -10,7 +10,7 @@ from typing import Any
 from millrace_router.reasoning.splitter import Splitter, Start
 from millrace_router.reasoning.thought_grammar import answer_rule
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.tool_calls.call_format import NO_IDS
+from millrace_router.tool_calls.parsing.call_format import NO_IDS
 
 ANSWER = "answer"
 """The rule of the answer, in grammars."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millrace_router.reasoning.splitter import Split, Start
-from millrace_router.tool_calls.syntax import earliest, num_begun
+from millrace_router.tool_calls.parsing.syntax import earliest, num_begun
 
 BLANKS = " \t\r\n"
 MAX_BLANKS = 256

@@ -13,7 +13,7 @@ import orjson
 
 from millrace_router.errors import ValidationError
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.tool_calls.lark import ANY, escaped, json_value, literal, pattern
+from millrace_router.tool_calls.parsing.lark import ANY, escaped, json_value, literal, pattern
 
 ANY_TOKENS = "<[*]>*"
 

@@ -26,7 +26,7 @@ from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.call_format import CallFormat
+from millrace_router.tool_calls.parsing.call_format import CallFormat
 from millrace_router.validation.validator import Validator
 
 KEEP_ALIVE_SECONDS = 15.0

@@ -18,8 +18,8 @@ from millrace_router.reasoning.splitter import Splitter, Start
 from millrace_router.reasoning.tag_splitter import TagSplitter
 from millrace_router.request.events import Finished, Token, TokenEvent
 from millrace_router.request.request import FinishReason
-from millrace_router.tool_calls.call_format import CallFormat
-from millrace_router.tool_calls.formats import ALIASES, FORMATS, format_of
+from millrace_router.tool_calls.formats.registry import ALIASES, FORMATS, format_of
+from millrace_router.tool_calls.parsing.call_format import CallFormat
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_testing.text.written_calls import TEMPLATES, WRITERS
 

@@ -9,8 +9,8 @@ from millrace_router.reasoning.channels import CONSTRAIN, ChannelReasoning
 from millrace_router.reasoning.reasoning_format import ThoughtLimit
 from millrace_router.reasoning.splitter import Start
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.tool_calls.call_format import chat_grammar
-from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.formats.registry import format_of
+from millrace_router.tool_calls.parsing.call_format import chat_grammar
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_shard.structured_output.grammar.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from millrace_router.errors import ToolError
 from millrace_router.request.request import GrammarKind
-from millrace_router.tool_calls.call_format import CallFormat
-from millrace_router.tool_calls.expressions.formats import ExpressionFormat
-from millrace_router.tool_calls.formats import ALIASES, FORMATS, format_of
+from millrace_router.tool_calls.formats.registry import ALIASES, FORMATS, format_of
+from millrace_router.tool_calls.parsing.call_format import CallFormat
+from millrace_router.tool_calls.parsing.expression_format import ExpressionFormat
+from millrace_router.tool_calls.parsing.xml_format import XmlFormat
 from millrace_router.tool_calls.tool import Tool, ToolChoice
-from millrace_router.tool_calls.xml.formats import XmlFormat
 from millrace_shard.structured_output.grammar.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary

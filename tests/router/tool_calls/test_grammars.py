@@ -12,8 +12,8 @@ import pytest
 from millrace_router.errors import ToolError, ValidationError
 from millrace_router.request.grammar import MAX_LEVELS, MAX_PARTS
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.tool_calls.call_format import CallFormat
-from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.formats.registry import format_of
+from millrace_router.tool_calls.parsing.call_format import CallFormat
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid, lark_of
 from millrace_shard.structured_output.matcher import Matcher

@@ -11,8 +11,8 @@ from bench.structured_output.schemas import problem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace_router.tool_calls.arguments_schema import arguments_schema
-from millrace_router.tool_calls.lark import json_value
+from millrace_router.tool_calls.parsing.lark import json_value
+from millrace_router.tool_calls.parsing.parameters import arguments_schema
 from millrace_router.tool_calls.tool import Tool
 from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar.lark_schemas import with_exact_schemas

@@ -17,8 +17,7 @@ from millrace_router.request.events import Token, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
 from millrace_router.text.stopping import StopTrimmer
-from millrace_router.tool_calls.parser import AnswerParser
-from millrace_router.tool_calls.tool import CallDelta, Parsed
+from millrace_router.tool_calls.tool import AnswerParser, CallDelta, Parsed
 
 STOP = "stop"
 TOOL_CALLS = "tool_calls"

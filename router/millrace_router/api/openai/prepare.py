@@ -20,7 +20,7 @@ from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.call_format import CallFormat, chat_grammar, has_grammar
+from millrace_router.tool_calls.parsing.call_format import CallFormat, chat_grammar, has_grammar
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_router.tool_calls.tool_prompt import with_tool_prompt
 

@@ -18,7 +18,7 @@ from millrace_router.api.responses.protocol import (
     ResponseSummaryTextJson,
 )
 from millrace_router.api.responses.tools import CalledAs
-from millrace_router.tool_calls.free_text.text_reader import TextReader
+from millrace_router.tool_calls.text_tool import TextReader
 
 NUM_ID_BYTES = 24
 """The same number as in OpenAI's ids."""

@@ -31,7 +31,7 @@ from millrace_router.errors import StoreNeeded, ValidationError, quoted
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
 from millrace_router.text.template_messages import THOUGHT, Message
-from millrace_router.tool_calls.free_text.text_tool import arguments_of
+from millrace_router.tool_calls.text_tool import arguments_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 NAMES = FieldNames(

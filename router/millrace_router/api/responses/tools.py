@@ -17,7 +17,7 @@ from millrace_router.api.responses.protocol import (
 )
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.request import GrammarKind
-from millrace_router.tool_calls.free_text.text_tool import text_tool
+from millrace_router.tool_calls.text_tool import text_tool
 from millrace_router.tool_calls.tool import Tool
 
 JOINT = "__"

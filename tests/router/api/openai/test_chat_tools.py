@@ -13,7 +13,7 @@ from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.choice import ChatDelta, ChoiceText
 from millrace_router.request.events import Finished, Token, TokenEvent
 from millrace_router.request.request import FinishReason, Grammar, GrammarKind
-from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.formats.registry import format_of
 from millrace_router.tool_calls.tool import CallDelta, Tool, ToolChoice
 from millrace_testing.engines.grammars import EOS, Words, lark
 from millrace_testing.router.chat import URL, added_up, chunks_of

@@ -50,7 +50,7 @@ from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.formats.registry import format_of
 from millrace_router.validation.grammar_admission import GrammarAdmission
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from millrace_router.validation.validator import Validator
