@@ -14,8 +14,7 @@ from millrace_router.journal_start import journal_folder
 from millrace_router.pooling.model import PoolingModel, pooling_of
 from millrace_router.telemetry.request_file import RequestFile
 from millrace_router.text.chat_template import ChatTemplate
-from millrace_router.text.hub_cache import find_snapshot
-from millrace_router.text.model_files import ModelFiles, ModelFilesError
+from millrace_router.text.model_files import ModelFiles, ModelFilesError, find_snapshot
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.formats.registry import detected, format_of
 from millrace_router.tool_calls.parsing.call_format import CallFormat

@@ -10,8 +10,7 @@ import pytest
 from tests.ecosystem import prepare
 
 from millrace_router.reasoning.formats import reasoning_of
-from millrace_router.reasoning.reasoning_format import ReasoningFormat, ThoughtLimit
-from millrace_router.reasoning.splitter import Start
+from millrace_router.reasoning.reasoning_format import ReasoningFormat, Start, ThoughtLimit
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer

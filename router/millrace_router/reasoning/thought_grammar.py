@@ -66,4 +66,4 @@ def answer_rule(grammar: Grammar) -> str:
 
 def no_budget() -> NoReturn:
     """Raise ValidationError."""
-    raise ValidationError("a budget of thought is not supported: this model's tags are no tokens")
+    raise ValidationError("thinking budgets need tags that are single tokens; this model's are not")

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_router.api.openai.choice import ChoiceText
-from millrace_router.reasoning.channel_splitter import EARLY_RECIPIENT, MARKERS, ChannelSplitter
+from millrace_router.reasoning.channels import EARLY_RECIPIENT, MARKERS, ChannelSplitter
 from millrace_router.reasoning.formats import CHANNELS, TAGS
-from millrace_router.reasoning.splitter import Splitter, Start
-from millrace_router.reasoning.tag_splitter import TagSplitter
+from millrace_router.reasoning.reasoning_format import Splitter, Start
+from millrace_router.reasoning.tags import TagSplitter
 from millrace_router.request.events import Finished, Token, TokenEvent
 from millrace_router.request.request import FinishReason
 from millrace_router.tool_calls.formats.registry import ALIASES, FORMATS, format_of

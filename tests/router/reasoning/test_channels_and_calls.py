@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_router.reasoning.channel_splitter import MARKERS
-from millrace_router.reasoning.channels import CONSTRAIN, ChannelReasoning
-from millrace_router.reasoning.reasoning_format import ThoughtLimit
-from millrace_router.reasoning.splitter import Start
+from millrace_router.reasoning.channels import CONSTRAIN, MARKERS, ChannelReasoning
+from millrace_router.reasoning.reasoning_format import Start, ThoughtLimit
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.tool_calls.formats.registry import format_of
 from millrace_router.tool_calls.parsing.call_format import chat_grammar

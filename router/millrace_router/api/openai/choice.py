@@ -12,7 +12,7 @@ from millrace_router.api.openai.protocol import (
     ChatCompletionLogprobJson,
     ChatCompletionTopLogprobJson,
 )
-from millrace_router.reasoning.splitter import Split, Splitter
+from millrace_router.reasoning.reasoning_format import Split, Splitter
 from millrace_router.request.events import Token, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason

@@ -12,8 +12,7 @@ from millrace_router.api.chat.shown import DEFAULT_TEXT, ShownText
 from millrace_router.api.chat.turns import joined
 from millrace_router.api.openai.choice import ChoiceText, TokenLogprobs
 from millrace_router.errors import TemplateError, ToolError
-from millrace_router.reasoning.reasoning_format import ReasoningFormat, ThoughtLimit
-from millrace_router.reasoning.splitter import Start
+from millrace_router.reasoning.reasoning_format import ReasoningFormat, Start, ThoughtLimit
 from millrace_router.request.events import Token
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar

@@ -14,7 +14,7 @@ from millrace_router.api.pooling.start import asked_of, longest_prompt
 from millrace_router.api.pooling.vectors import EmbeddingForm
 from millrace_router.engine.generation import Generation
 from millrace_router.errors import ValidationError
-from millrace_router.pooling.truncation import tokens_of
+from millrace_router.pooling.prompts import tokens_of
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.request import Pooling, SchedulingParameters
 from millrace_router.request.scheduling import DEFAULT_SCHEDULING

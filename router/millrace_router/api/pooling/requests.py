@@ -9,7 +9,7 @@ from pydantic import AliasChoices, ConfigDict, Field
 from millrace_router.api.chat.sampling import Salt
 from millrace_router.api.fields import Int32, Items, Place, Prompt, RequestModel, Switch
 from millrace_router.errors import ValidationError
-from millrace_router.pooling.truncation import Side, Truncation
+from millrace_router.pooling.prompts import Side, Truncation
 
 MOST_PROMPTS = 2048
 """OpenAI's limit of inputs."""

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import Overloaded, ValidationError
-from millrace_router.pooling.truncation import Ids
+from millrace_router.pooling.prompts import Ids
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.services import Services

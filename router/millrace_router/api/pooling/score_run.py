@@ -11,7 +11,7 @@ from millrace_router.api.pooling.start import asked_of, longest_prompt
 from millrace_router.api.pooling.vectors import raw_score
 from millrace_router.engine.generation import Generation
 from millrace_router.errors import ValidationError
-from millrace_router.pooling.truncation import pair_tokens
+from millrace_router.pooling.prompts import pair_tokens
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.scheduling import DEFAULT_SCHEDULING

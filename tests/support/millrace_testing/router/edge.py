@@ -22,9 +22,13 @@ from millrace_router.config import RouterConfig
 from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
 from millrace_router.errors import GenerationError
-from millrace_router.pooling.model import GENERATES, PoolingModel
-from millrace_router.pooling.score_template import ScoreTemplate
-from millrace_router.pooling.sentence_transformers import LogitScore, SentenceTransformersFiles
+from millrace_router.pooling.model import (
+    GENERATES,
+    LogitScore,
+    PoolingModel,
+    SentenceTransformersFiles,
+)
+from millrace_router.pooling.prompts import ScoreTemplate
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.estimate import Estimate
 from millrace_router.reasoning.formats import reasoning_of_model
