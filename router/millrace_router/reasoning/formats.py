@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from millrace_router.config import RouterConfig
-from millrace_router.reasoning.channel_splitter import MARKERS
-from millrace_router.reasoning.channels import CONSTRAIN, ChannelReasoning
+from millrace_router.reasoning.channels import CONSTRAIN, MARKERS, ChannelReasoning
 from millrace_router.reasoning.reasoning_format import ReasoningFormat
-from millrace_router.reasoning.tag_splitter import Tags
-from millrace_router.reasoning.tagged import TaggedReasoning
+from millrace_router.reasoning.tags import TaggedReasoning, Tags
 from millrace_router.text.tokenizer import Tokenizer
 
 THINK = Tags(openers=("<think>",), closers=("</think>",))

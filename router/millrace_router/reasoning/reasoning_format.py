@@ -5,12 +5,45 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum, auto
+from typing import Any, NamedTuple, Protocol
 
-from millrace_router.reasoning.splitter import Splitter, Start
 from millrace_router.reasoning.thought_grammar import answer_rule
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.tool_calls.call_format import NO_IDS
+from millrace_router.tool_calls.parsing.call_format import NO_IDS
+
+
+class Start(Enum):
+    """Where an answer begins, as the end of its prompt tells."""
+
+    FREE = auto()
+    """The model may open a thought."""
+    OPEN = auto()
+    """The prompt ends within a thought."""
+    CLOSED = auto()
+    """The prompt ends behind a thought, which is empty if the model is not to think."""
+
+
+class Split(NamedTuple):
+    """The parts of a piece of text."""
+
+    thought: str
+    answer: str
+
+
+class Splitter(Protocol):
+    """Splits one answer; the cuts between pushed pieces make no difference to the joined parts."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the text so far ends within a thought."""
+
+    def push(self, text: str, /) -> Split:
+        """Split more text; text that may begin a tag is held back."""
+
+    def finish(self) -> Split:
+        """Split the held text as the end of the answer."""
+
 
 ANSWER = "answer"
 """The rule of the answer, in grammars."""
@@ -60,7 +93,7 @@ class ReasoningFormat(ABC):
         With `is_text` the answer has no calls.
 
         Raises:
-            ValidationError: there is a budget, and the model's tags are no tokens.
+            ValidationError: there is a budget, and the model's tags are not single tokens.
 
         """
         if answer is None and (limit.budget is None or start is Start.CLOSED):

@@ -12,15 +12,15 @@ from millrace_router.start.journal import journal_folder
 from millrace_router.start.shards import StartupError
 from millrace_router.telemetry.request_log import RequestFile
 from millrace_router.text.chat_template import ChatTemplate
-from millrace_router.text.hub_cache import find_snapshot
 from millrace_router.text.model_files import ModelFiles
 from millrace_router.text.model_files import ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.call_format import CallFormat
-from millrace_router.tool_calls.formats import detected
-from millrace_router.tool_calls.formats import format_of
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS
 from millrace_router.validation.sampling_defaults import SamplingDefaults
+from millrace_router.text.model_files import find_snapshot
+from millrace_router.tool_calls.formats.registry import detected
+from millrace_router.tool_calls.formats.registry import format_of
+from millrace_router.tool_calls.parsing.call_format import CallFormat
 
 log = structlog.get_logger(__name__)
 

@@ -6,7 +6,7 @@ import secrets
 import string
 import uuid
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from millrace_router.request.request import Grammar
 
@@ -85,3 +85,13 @@ class Parsed:
 
     text: str = ""
     calls: tuple[CallDelta, ...] = ()
+
+
+class AnswerParser(Protocol):
+    """Parses one answer; the cuts between pushed pieces make no difference."""
+
+    def push(self, text: str) -> Parsed:
+        """Parse more text; text that may begin a call is held back."""
+
+    def finish(self) -> Parsed:
+        """Parse the held text as the end of the answer."""

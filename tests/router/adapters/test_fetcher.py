@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from structlog.testing import capture_logs
 
 from millrace_router.adapters.cache import AdapterCache
-from millrace_router.adapters.child import COMMAND
+from millrace_router.adapters.child import COMMAND, run_child
 from millrace_router.adapters.fetcher import (
     LAST_VERSIONS,
     MAX_OF_CLIENTS,
@@ -451,3 +452,24 @@ def test_a_damaged_record_is_no_version(tmp_path: Path, text: str) -> None:
     digest = version("a", "x").digest
     path.write_text(path.read_text().replace(digest, "../x") if text == "{digest}" else text)
     assert last(tmp_path) is None
+
+
+ROUNDS = 40
+CLOSES_STDIN = ("sh", "-c", "exec <&-; echo '{}'")
+
+
+def test_a_large_request_arrives_whole() -> None:
+    request = {"words": ["x" * 100] * 5000}
+    assert asyncio.run(run_child(request, timeout_seconds=60, command=("cat",))) == request
+
+
+def test_a_process_that_closes_its_stdin_early_can_answer() -> None:
+    async def answers() -> list[dict[str, Any]]:
+        request = {"words": "x" * 5000}
+        return [
+            await run_child(request, timeout_seconds=60, command=CLOSES_STDIN)
+            for _ in range(ROUNDS)
+        ]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(answers()) == [{}] * ROUNDS

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from millrace_router.pooling.model import PoolingModel, pooling_of
-from millrace_router.pooling.sentence_transformers import LogitScore
+from millrace_router.pooling.model import LogitScore, PoolingModel, pooling_of
 from millrace_router.request.request import Task
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.model_files import ModelFiles, ModelFilesError

@@ -9,7 +9,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from millrace_router.text.chat_template import ChatTemplate
-from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.formats.registry import format_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_testing.text import published
 

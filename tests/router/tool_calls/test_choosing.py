@@ -9,7 +9,7 @@ import pytest
 
 from millrace_router.config import RouterConfig
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.formats import ALIASES, NAMES, format_of
+from millrace_router.tool_calls.formats.registry import ALIASES, NAMES, format_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT
 from millrace_testing.text import chat_templates as sources

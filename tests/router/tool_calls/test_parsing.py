@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.formats.registry import format_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 ANYTHING: dict[str, Any] = {"type": "object"}

@@ -31,7 +31,6 @@ from millrace_router.engine.generation import Generation
 from millrace_router.engine.generation import Usage
 from millrace_router.errors import Overloaded
 from millrace_router.errors import ValidationError
-from millrace_router.pooling.truncation import Ids
 from millrace_router.pooling.truncation import pair_tokens
 from millrace_router.pooling.truncation import tokens_of
 from millrace_router.request.adapter import AdapterReference
@@ -44,6 +43,7 @@ from millrace_router.request.scheduling import DEFAULT_SCHEDULING
 from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import TokenizerError
+from millrace_router.pooling.prompts import Ids
 
 Result = TypeVar("Result")
 Pair = tuple[str, str]

@@ -1,24 +1,21 @@
 """The items of a response while they are generated."""
 
 from __future__ import annotations
-
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from typing import Literal
-
 from millrace_router.api.chat.choice import ChatCompletionLogprobJson
-from millrace_router.api.responses.protocol import (
-    ItemStatus,
-    ResponseCustomCallJson,
-    ResponseFunctionCallJson,
-    ResponseMessageJson,
-    ResponseOutputTextJson,
-    ResponseReasoningItemJson,
-    ResponseSummaryTextJson,
-)
+from millrace_router.api.responses.protocol import ItemStatus
+from millrace_router.api.responses.protocol import ResponseCustomCallJson
+from millrace_router.api.responses.protocol import ResponseFunctionCallJson
+from millrace_router.api.responses.protocol import ResponseMessageJson
+from millrace_router.api.responses.protocol import ResponseOutputTextJson
+from millrace_router.api.responses.protocol import ResponseReasoningItemJson
+from millrace_router.api.responses.protocol import ResponseSummaryTextJson
 from millrace_router.api.responses.tools import CalledAs
-from millrace_router.tool_calls.free_text.text_reader import TextReader
+from millrace_router.tool_calls.text_tool import TextReader
 
 NUM_ID_BYTES = 24
 """The same number as in OpenAI's ids."""

@@ -244,7 +244,10 @@ async def test_a_budget_needs_tags_that_are_tokens() -> None:
     async with served("So.", tokenizer=plain) as edge:
         status, told, _ = await edge.post(URL, {**ASKED, "thinking_token_budget": 7})
     assert status == 422
-    assert "this model's tags are no tokens" in told["error"]["message"]
+    assert (
+        "thinking budgets need tags that are single tokens; this model's are not"
+        in told["error"]["message"]
+    )
 
 
 async def test_without_thoughts_a_budget_bounds_nothing() -> None:

@@ -31,9 +31,6 @@ from millrace_router.engine.infer import Infer
 from millrace_router.errors import GenerationError
 from millrace_router.pooling.model import GENERATES
 from millrace_router.pooling.model import PoolingModel
-from millrace_router.pooling.score_template import ScoreTemplate
-from millrace_router.pooling.sentence_transformers import LogitScore
-from millrace_router.pooling.sentence_transformers import SentenceTransformersFiles
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Estimate
 from millrace_router.reasoning.formats import reasoning_of_model
@@ -61,11 +58,14 @@ from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.formats import format_of
 from millrace_router.validation.grammar_admission import GrammarAdmission
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS
 from millrace_router.validation.sampling_defaults import SamplingDefaults
 from millrace_router.validation.validator import Validator
+from millrace_router.pooling.model import LogitScore
+from millrace_router.pooling.model import SentenceTransformersFiles
+from millrace_router.pooling.prompts import ScoreTemplate
+from millrace_router.tool_calls.formats.registry import format_of
 
 WORDS = ("hello", "world", "wörld", "日本", "a", "b")
 GRACE_SECONDS = 300.0
