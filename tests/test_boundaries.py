@@ -1,9 +1,11 @@
 """The modules that importing a plane loads, in a new interpreter; import-linter does not follow dependencies."""
 
 from __future__ import annotations
+
 import os
 import subprocess
 import sys
+
 import pytest
 
 PROBE = """

@@ -1,18 +1,19 @@
 """A real decoder under the real batcher: whatever it schedules, a request's tokens and logprobs are the same bits."""
 
 from __future__ import annotations
+
 import asyncio
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
+
 import pytest
 import torch
 from bench.peers.in_process import InProcessShard
-from transformers import LlamaConfig
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from millrace_proto.sampling import Sampling
 from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
@@ -27,8 +28,7 @@ from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.entry import Entry
-from millrace_router.request.request import SchedulingParameters
-from millrace_router.request.request import ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.planner import Planner
@@ -45,8 +45,7 @@ from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.router.fake_router import collect
-from millrace_testing.router.fake_router import tiny_tokenizer
+from millrace_testing.router.fake_router import collect, tiny_tokenizer
 
 VOCAB_SIZE = 97
 NUM_NEW, FEW_NEW = 40, 12

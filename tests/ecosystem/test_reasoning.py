@@ -1,24 +1,23 @@
 """Thoughts with the tokenizers, and where there is one the chat template, of published models."""
 
 from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
+
 import pytest
 from tests.ecosystem import prepare
+
 from millrace_router.reasoning.formats import reasoning_of
-from millrace_router.reasoning.reasoning_format import ReasoningFormat
-from millrace_router.reasoning.reasoning_format import ThoughtLimit
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
+from millrace_router.reasoning.reasoning_format import ReasoningFormat, Start, ThoughtLimit
+from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import load_vocabulary
-from millrace_testing.engines.grammars import lark
-from millrace_testing.engines.grammars import mask_of
-from millrace_router.reasoning.reasoning_format import Start
+from millrace_testing.engines.grammars import lark, mask_of
 
 pytestmark = pytest.mark.ecosystem
 

@@ -1,14 +1,14 @@
 """The length of a pause and its parts, from the arrivals at the clients and from the log."""
 
 from __future__ import annotations
+
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from itertools import pairwise
+from itertools import chain, pairwise
+
 from bench.faults.deployment import Line
 
 PARTS = ("noticed", "started", "imports", "weights", "listening", "warm-up", "replay")

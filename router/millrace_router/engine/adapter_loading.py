@@ -1,29 +1,24 @@
 """Loads adapters into the shards and frees their slots, beside the steps of the batch."""
 
 from __future__ import annotations
+
 import asyncio
 import time
-from collections.abc import Callable
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+
 import structlog
+
 from millrace_router.adapters.admission import AdapterAdmission
 from millrace_router.adapters.residency import MAX_LOADS
-from millrace_router.adapters.slots import AdapterSlot
-from millrace_router.adapters.slots import SlotState
+from millrace_router.adapters.slots import AdapterSlot, SlotState
 from millrace_router.engine.adapter_hooks import AdapterHooks
-from millrace_router.errors import AdapterTooLarge
-from millrace_router.errors import AdapterUnavailable
-from millrace_router.errors import RouterError
-from millrace_router.request.adapter import PAGE_BYTES
-from millrace_router.request.adapter import AdapterVersion
-from millrace_router.request.entry import Entry
-from millrace_router.request.entry import entry_of
+from millrace_router.errors import AdapterTooLarge, AdapterUnavailable, RouterError
+from millrace_router.request.adapter import PAGE_BYTES, AdapterVersion
+from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.shards.errors import ShardError
-from millrace_router.shards.errors import ShardHung
-from millrace_router.shards.errors import ShardLost
+from millrace_router.shards.errors import ShardError, ShardHung, ShardLost
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
 

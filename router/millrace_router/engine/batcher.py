@@ -1,33 +1,35 @@
 """The task that drives the shards: plan, send, receive, deliver, drop."""
 
 from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Callable
+
 import structlog
+
 from millrace_router.engine.adapter_hooks import AdapterHooks
 from millrace_router.engine.batch_metrics import BatchMetrics
-from millrace_router.engine.in_flight import AnsweredStep
-from millrace_router.engine.in_flight import InFlight
+from millrace_router.engine.in_flight import AnsweredStep, InFlight
 from millrace_router.engine.predictor import LatencyPredictor
-from millrace_router.errors import GenerationError
-from millrace_router.errors import GrammarFailed
-from millrace_router.errors import NonFiniteOutput
-from millrace_router.errors import Quarantined
-from millrace_router.errors import QueueExpired
-from millrace_router.errors import RouterError
-from millrace_router.errors import ShuttingDown
+from millrace_router.errors import (
+    GenerationError,
+    GrammarFailed,
+    NonFiniteOutput,
+    Quarantined,
+    QueueExpired,
+    RouterError,
+    ShuttingDown,
+)
 from millrace_router.prediction.forecast import Estimate
 from millrace_router.recovery.epochs import EpochManager
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
-from millrace_router.request.entry import Entry
-from millrace_router.request.entry import entry_of
+from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.queue import RequestQueue
-from millrace_router.scheduler.queue import WaitingQueue
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import ShardError
 from millrace_router.shards.step_result import StepResult

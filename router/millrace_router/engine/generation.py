@@ -1,24 +1,21 @@
 """A running generation and a complete one: their token counts, durations and metrics."""
 
 from __future__ import annotations
+
 import time
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+
 from millrace_router.errors import RouterError
-from millrace_router.request.events import Finished
-from millrace_router.request.events import PromptLogprobs
-from millrace_router.request.events import TokenEvent
-from millrace_router.request.request import FinishReason
-from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import TokenSink
-from millrace_router.request.token_stream import TokenStream
-from millrace_router.request.token_stream import read_tokens
+from millrace_router.request.events import Finished, PromptLogprobs, TokenEvent
+from millrace_router.request.request import FinishReason, ValidRequest
+from millrace_router.request.token_stream import TokenSink, TokenStream, read_tokens
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.progress_log import ProgressLog
 from millrace_router.validation.validator import Validated
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:

@@ -1,38 +1,35 @@
 """From a request's parameters to generations: permits, validation, and one or several samples of one prompt."""
 
 from __future__ import annotations
+
 import asyncio
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
+
 from millrace_router.adapters.resolver import Resolver
-from millrace_router.engine.generation import Collected
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.generation import RequestRecord
-from millrace_router.errors import AdapterNotFound
-from millrace_router.errors import AdapterRemoved
-from millrace_router.errors import Overloaded
-from millrace_router.errors import RouterError
-from millrace_router.errors import ShuttingDown
-from millrace_router.errors import SizeError
-from millrace_router.prediction.forecast import Appraisal
-from millrace_router.prediction.forecast import Estimate
+from millrace_router.engine.generation import Collected, Generation, RequestRecord
+from millrace_router.errors import (
+    AdapterNotFound,
+    AdapterRemoved,
+    Overloaded,
+    RouterError,
+    ShuttingDown,
+    SizeError,
+)
+from millrace_router.prediction.forecast import Appraisal, Estimate
 from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.seeds import seed_of_sample
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.validation.rules import check_best_of
-from millrace_router.validation.rules import check_stream
-from millrace_router.validation.validator import Validated
-from millrace_router.validation.validator import Validator
+from millrace_router.validation.rules import check_best_of, check_stream
+from millrace_router.validation.validator import Validated, Validator
+
 
 class Batcher(Protocol):
     """Queues valid requests."""

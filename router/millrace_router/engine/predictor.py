@@ -1,19 +1,18 @@
 """Predictions for requests: made on arrival, used to refuse requests that would wait too long, compared afterwards."""
 
 from __future__ import annotations
+
 import math
 import time
 from collections import deque
 from collections.abc import Collection
 from functools import partial
+
 from millrace_router.engine.adapter_hooks import AdapterHooks
 from millrace_router.engine.in_flight import InFlight
-from millrace_router.errors import QueueFull
-from millrace_router.errors import QueueTooLong
+from millrace_router.errors import QueueFull, QueueTooLong
 from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.forecast import Estimate
-from millrace_router.prediction.forecast import Forecaster
-from millrace_router.prediction.forecast import Prediction
+from millrace_router.prediction.forecast import Estimate, Forecaster, Prediction
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.request.entry import Entry
@@ -21,7 +20,6 @@ from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.multi_token import Progress
 from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.scheduler.queue.tenants import RequestQueue
 
 _QUEUE_RATE = 1 / 16
 """Weight of one admitted request in the mean of observed queue times."""

@@ -1,12 +1,11 @@
 """Statistics of served requests, which forecast the next ones."""
 
 from __future__ import annotations
+
 import math
-from bisect import bisect_left
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import Protocol
 
@@ -77,7 +76,7 @@ class AnswerLengths:
         place = bisect_right(self._lengths, limit) - 1
         if place < 0:
             return float(limit)
-        beyond = limit - self._lengths[place]
+        beyond = float(limit - self._lengths[place])
         if place == len(self._lengths) - 1 and self._hazard:
             beyond = -math.expm1(-self._hazard * beyond) / self._hazard
         return self._means[place] + self._survivals[place] * beyond

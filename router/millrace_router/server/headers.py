@@ -1,17 +1,14 @@
 """Headers of answers: TGI's counts and durations, and the names of what the server left out."""
 
 from __future__ import annotations
+
 import re
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
 import structlog
 from aiohttp import web
-from millrace_router.engine.generation import Collected
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.generation import Timings
-from millrace_router.engine.generation import Usage
+
+from millrace_router.engine.generation import Collected, Generation, Timings, Usage
 from millrace_router.errors import RouterError
 from millrace_router.server.recording import SseOptions
 from millrace_router.server.services import Services

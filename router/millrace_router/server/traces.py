@@ -1,25 +1,24 @@
 """Spans of requests, from the records of their moments; no text, no token and no key."""
 
 from __future__ import annotations
+
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
+
 from aiohttp import web
 from multidict import CIMultiDictProxy
-from millrace_router.engine.generation import Collected
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.generation import Timings
+
+from millrace_router.engine.generation import Collected, Generation, Timings
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.request import ValidRequest
-from millrace_router.telemetry.trace_context import TRACEPARENT_HEADER
-from millrace_router.telemetry.trace_context import TRACESTATE_HEADER
-from millrace_router.telemetry.trace_context import TraceContext
-from millrace_router.telemetry.trace_context import new_context
+from millrace_router.telemetry.trace_context import (
+    TRACEPARENT_HEADER,
+    TRACESTATE_HEADER,
+    TraceContext,
+    new_context,
+)
 
 CHAT_PATHS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
 PROVIDER = "millrace"

@@ -1,26 +1,24 @@
 """The files of a start, and what the model's own say about answers: sampling defaults, and the form of tool calls."""
 
 from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
+
 import structlog
+
 from millrace_router.config import RouterConfig
 from millrace_router.journal.rotation import JournalFolder
-from millrace_router.pooling.model import PoolingModel
-from millrace_router.pooling.model import pooling_of
+from millrace_router.pooling.model import PoolingModel, pooling_of
 from millrace_router.start.journal import journal_folder
 from millrace_router.start.shards import StartupError
 from millrace_router.telemetry.request_log import RequestFile
 from millrace_router.text.chat_template import ChatTemplate
-from millrace_router.text.model_files import ModelFiles
-from millrace_router.text.model_files import ModelFilesError
+from millrace_router.text.model_files import ModelFiles, ModelFilesError, find_snapshot
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.validation.sampling_defaults import NO_DEFAULTS
-from millrace_router.validation.sampling_defaults import SamplingDefaults
-from millrace_router.text.model_files import find_snapshot
-from millrace_router.tool_calls.formats.registry import detected
-from millrace_router.tool_calls.formats.registry import format_of
+from millrace_router.tool_calls.formats.registry import detected, format_of
 from millrace_router.tool_calls.parsing.call_format import CallFormat
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 log = structlog.get_logger(__name__)
 

@@ -1,36 +1,27 @@
 """Answers of every form of thought and every format of calls: no cut changes them, and no character is lost."""
 
 from __future__ import annotations
+
 import re
 from collections import Counter
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from millrace_router.api.chat.choice import ChoiceText
-from millrace_router.reasoning.formats import CHANNELS
-from millrace_router.reasoning.formats import TAGS
-from millrace_router.request.events import Finished
-from millrace_router.request.events import Token
-from millrace_router.request.events import TokenEvent
-from millrace_router.request.request import FinishReason
-from millrace_router.tool_calls.tool import Tool
-from millrace_router.tool_calls.tool import ToolChoice
-from millrace_testing.text.written_calls import TEMPLATES
-from millrace_testing.text.written_calls import WRITERS
-from millrace_router.reasoning.channels import EARLY_RECIPIENT
-from millrace_router.reasoning.channels import MARKERS
-from millrace_router.reasoning.channels import ChannelSplitter
-from millrace_router.reasoning.reasoning_format import Splitter
-from millrace_router.reasoning.reasoning_format import Start
+from millrace_router.reasoning.channels import EARLY_RECIPIENT, MARKERS, ChannelSplitter
+from millrace_router.reasoning.formats import CHANNELS, TAGS
+from millrace_router.reasoning.reasoning_format import Splitter, Start
 from millrace_router.reasoning.tags import TagSplitter
-from millrace_router.tool_calls.formats.registry import ALIASES
-from millrace_router.tool_calls.formats.registry import FORMATS
-from millrace_router.tool_calls.formats.registry import format_of
+from millrace_router.request.events import Finished, Token, TokenEvent
+from millrace_router.request.request import FinishReason
+from millrace_router.tool_calls.formats.registry import ALIASES, FORMATS, format_of
 from millrace_router.tool_calls.parsing.call_format import CallFormat
+from millrace_router.tool_calls.tool import Tool, ToolChoice
+from millrace_testing.text.written_calls import TEMPLATES, WRITERS
 
 PARAMETERS = {
     "type": "object",

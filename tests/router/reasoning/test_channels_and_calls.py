@@ -1,22 +1,19 @@
 """Calls of gpt-oss behind its thoughts: what the grammar allows is told apart, and what the model writes is allowed."""
 
 from __future__ import annotations
+
 import pytest
-from millrace_router.reasoning.channels import CONSTRAIN
-from millrace_router.reasoning.channels import ChannelReasoning
-from millrace_router.reasoning.reasoning_format import ThoughtLimit
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
-from millrace_router.tool_calls.tool import Tool
-from millrace_router.tool_calls.tool import ToolChoice
+
+from millrace_router.reasoning.channels import CONSTRAIN, MARKERS, ChannelReasoning
+from millrace_router.reasoning.reasoning_format import Start, ThoughtLimit
+from millrace_router.request.request import Grammar, GrammarKind
+from millrace_router.tool_calls.formats.registry import format_of
+from millrace_router.tool_calls.parsing.call_format import chat_grammar
+from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
 from millrace_testing.engines.grammars import lark
-from millrace_router.reasoning.channels import MARKERS
-from millrace_router.reasoning.reasoning_format import Start
-from millrace_router.tool_calls.formats.registry import format_of
-from millrace_router.tool_calls.parsing.call_format import chat_grammar
 
 EOS = 0
 IDS = {text: index for index, text in enumerate([*MARKERS, CONSTRAIN], start=1)}

@@ -1,28 +1,25 @@
 """Grammars of thoughts, compiled as in shards: what they allow, budgets, and the answers behind them."""
 
 from __future__ import annotations
+
 import json
 import random
 from dataclasses import replace
 from typing import Any
+
 import pytest
+
 from millrace_router.errors import ValidationError
-from millrace_router.reasoning.channels import CONSTRAIN
-from millrace_router.reasoning.channels import ChannelReasoning
+from millrace_router.reasoning.channels import CONSTRAIN, MARKERS, ChannelReasoning
 from millrace_router.reasoning.formats import TAGS
-from millrace_router.reasoning.reasoning_format import ReasoningFormat
-from millrace_router.reasoning.reasoning_format import ThoughtLimit
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
+from millrace_router.reasoning.reasoning_format import ReasoningFormat, Start, ThoughtLimit
+from millrace_router.reasoning.tags import TaggedReasoning
+from millrace_router.request.request import Grammar, GrammarKind
 from millrace_shard.structured_output.closing import short_ending
 from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
-from millrace_testing.engines.grammars import lark
-from millrace_testing.engines.grammars import mask_of
-from millrace_router.reasoning.channels import MARKERS
-from millrace_router.reasoning.reasoning_format import Start
-from millrace_router.reasoning.tags import TaggedReasoning
+from millrace_testing.engines.grammars import lark, mask_of
 
 EOS = 0
 TEXTS = [

@@ -1,15 +1,17 @@
 """Whether traces can be exported, before anything else starts."""
 
 from __future__ import annotations
+
 import sys
 from pathlib import Path
+
 import pytest
+
 from millrace_router.config import RouterConfig
 from millrace_router.start.shards import StartupError
-from millrace_router.start.traces import MODULES
-from millrace_router.start.traces import PACKAGES
-from millrace_router.start.traces import check_traces
+from millrace_router.start.traces import MODULES, PACKAGES, check_traces
 from millrace_testing.project import ROOT
+
 
 def config_of(protocol: str | None = None, endpoint: str | None = "http://c") -> RouterConfig:
     return RouterConfig.model_validate(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
-from millrace_router.model_start import with_model_folder
-from millrace_router.startup import start
+from millrace_router.start.files import with_model_folder
+from millrace_router.start.running import start
+from millrace_router.start.shards import StartupError
 from millrace_router.text.model_files import ModelFiles, ModelFilesError, find_snapshot
 
 

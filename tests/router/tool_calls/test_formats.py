@@ -1,33 +1,30 @@
 """Every format: what a model writes is what the client gets, however it is cut, and a grammar's texts are calls."""
 
 from __future__ import annotations
+
 import json
 import random
 import re
 from collections.abc import Iterable
 from typing import Any
+
 import jsonschema
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from millrace_router.errors import ToolError
 from millrace_router.request.request import GrammarKind
-from millrace_router.tool_calls.tool import Tool
-from millrace_router.tool_calls.tool import ToolChoice
-from millrace_shard.structured_output.grammar_source import lark_of
-from millrace_shard.structured_output.matcher import Matcher
-from millrace_shard.structured_output.vocabulary import Vocabulary
-from millrace_testing.engines.grammars import lark
-from millrace_testing.engines.grammars import mask_of
-from millrace_testing.text.written_calls import TEMPLATES
-from millrace_testing.text.written_calls import WRITERS
-from millrace_router.tool_calls.formats.registry import ALIASES
-from millrace_router.tool_calls.formats.registry import FORMATS
-from millrace_router.tool_calls.formats.registry import format_of
+from millrace_router.tool_calls.formats.registry import ALIASES, FORMATS, format_of
 from millrace_router.tool_calls.parsing.call_format import CallFormat
 from millrace_router.tool_calls.parsing.expression_format import ExpressionFormat
 from millrace_router.tool_calls.parsing.xml_format import XmlFormat
+from millrace_router.tool_calls.tool import Tool, ToolChoice
+from millrace_shard.structured_output.grammar_source import lark_of
+from millrace_shard.structured_output.matcher import Matcher
+from millrace_shard.structured_output.vocabulary import Vocabulary
+from millrace_testing.engines.grammars import lark, mask_of
+from millrace_testing.text.written_calls import TEMPLATES, WRITERS
 
 WEATHER = Tool(
     "weather",

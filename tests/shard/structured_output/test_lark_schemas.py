@@ -1,21 +1,22 @@
 """Schemas within grammars in Lark, those of tools among them, are kept as exactly as those that come alone."""
 
 from __future__ import annotations
+
 import json
 import string
 from typing import Any
+
 import pytest
 from bench.structured_output.schemas import problem
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_router.tool_calls.tool import Tool
-from millrace_shard.structured_output.grammar_source import GrammarInvalid
-from millrace_shard.structured_output.grammar_source import with_exact_schemas
-from millrace_shard.structured_output.matcher import Matcher
-from millrace_testing.engines.grammars import Words
-from millrace_testing.engines.grammars import lark
+
 from millrace_router.tool_calls.parsing.lark import json_value
 from millrace_router.tool_calls.parsing.parameters import arguments_schema
+from millrace_router.tool_calls.tool import Tool
+from millrace_shard.structured_output.grammar_source import GrammarInvalid, with_exact_schemas
+from millrace_shard.structured_output.matcher import Matcher
+from millrace_testing.engines.grammars import Words, lark
 
 WORDS = Words([bytes([byte]) for byte in range(256)], size=300)
 KEPT = [

@@ -1,41 +1,36 @@
 """Anthropic's answers: in one piece, as a stream of events in Anthropic's order, and errors."""
 
 from __future__ import annotations
+
 import secrets
 from base64 import b64encode
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from http import HTTPStatus
 from itertools import chain
 from typing import Any
+
 import orjson
 from pydantic_core import from_json
-from millrace_router.api.anthropic.protocol import BlockJson
-from millrace_router.api.anthropic.protocol import InputJsonDeltaJson
-from millrace_router.api.anthropic.protocol import MessageEndJson
-from millrace_router.api.anthropic.protocol import MessageEventJson
-from millrace_router.api.anthropic.protocol import MessagesAnswerJson
-from millrace_router.api.anthropic.protocol import MessagesErrorResponseJson
-from millrace_router.api.anthropic.protocol import MessagesToolUseJson
-from millrace_router.api.anthropic.protocol import MessagesUsageJson
-from millrace_router.api.anthropic.protocol import SignatureDeltaJson
-from millrace_router.api.anthropic.protocol import ThinkingDeltaJson
+
+from millrace_router.api.anthropic.protocol import (
+    BlockJson,
+    InputJsonDeltaJson,
+    MessageEndJson,
+    MessageEventJson,
+    MessagesAnswerJson,
+    MessagesErrorResponseJson,
+    MessagesToolUseJson,
+    MessagesUsageJson,
+    SignatureDeltaJson,
+    ThinkingDeltaJson,
+)
 from millrace_router.api.anthropic.to_chat import tool_use_id
-from millrace_router.api.chat.choice import ChatDelta
-from millrace_router.api.chat.choice import ChoiceText
-from millrace_router.api.chat.choice import ReadChoice
-from millrace_router.api.chat.choice import Thought
-from millrace_router.api.chat.choice import parts_of
-from millrace_router.api.chat.stream import ChunkTemplate
-from millrace_router.api.chat.stream import EventStream
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.generation import Usage
-from millrace_router.errors import GenerationError
-from millrace_router.errors import RouterError
+from millrace_router.api.chat.choice import ChatDelta, ChoiceText, ReadChoice, Thought, parts_of
+from millrace_router.api.chat.stream import ChunkTemplate, EventStream
+from millrace_router.engine.generation import Generation, Usage
+from millrace_router.errors import GenerationError, RouterError
 from millrace_router.server.sse import named_event
 from millrace_router.tool_calls.tool import CallDelta
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
-from millrace_router.reasoning.reasoning_format import ReasoningFormat
-from millrace_router.reasoning.splitter import Start
+from millrace_router.reasoning.reasoning_format import ReasoningFormat, Start
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.text.template_messages import Message, text_of
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.call_format import CallFormat
+from millrace_router.tool_calls.parsing.call_format import CallFormat
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 AUTO = ToolChoice("auto")

@@ -16,8 +16,7 @@ from millrace_router.api.chat.chat import Chat, PreparedChat
 from millrace_router.api.chat.choice import ReadChoice, read_choice
 from millrace_router.engine.generation import Generation
 from millrace_router.errors import TemplateError, ToolError
-from millrace_router.reasoning.reasoning_format import ReasoningFormat, ThoughtLimit
-from millrace_router.reasoning.splitter import Start
+from millrace_router.reasoning.reasoning_format import ReasoningFormat, Start, ThoughtLimit
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.request import Grammar, GrammarKind, SchedulingParameters
@@ -25,7 +24,7 @@ from millrace_router.request.scheduling import DEFAULT_SCHEDULING
 from millrace_router.server.access_log import watch
 from millrace_router.server.services import SERVICES, Services, scheduling_of
 from millrace_router.text.template_messages import Message, text_of
-from millrace_router.tool_calls.call_format import chat_grammar, has_grammar
+from millrace_router.tool_calls.parsing.call_format import chat_grammar, has_grammar
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_router.tool_calls.tool_prompt import with_tool_prompt
 

@@ -1,40 +1,43 @@
 """Answers and chunks of OpenAI's routes, as plain dictionaries for the JSON writer, in TGI's key order."""
 
 from __future__ import annotations
+
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-from typing import cast
-from millrace_router.api.chat.choice import LEAST_LOGPROB
-from millrace_router.api.chat.choice import STOP
-from millrace_router.api.chat.choice import TOOL_CALLS
-from millrace_router.api.chat.choice import ChatCompletionLogprobJson
-from millrace_router.api.chat.choice import ChatDelta
-from millrace_router.api.chat.choice import token_ids
-from millrace_router.api.chat.route import fingerprint
-from millrace_router.api.chat.route import model_name
+from typing import Any, cast
+
+from millrace_router.api.chat.choice import (
+    LEAST_LOGPROB,
+    STOP,
+    TOOL_CALLS,
+    ChatCompletionLogprobJson,
+    ChatDelta,
+    token_ids,
+)
+from millrace_router.api.chat.route import fingerprint, model_name
 from millrace_router.api.chat.start import ChatRun
-from millrace_router.api.openai.protocol import ChatCompletionChoiceJson
-from millrace_router.api.openai.protocol import ChatCompletionChunkJson
-from millrace_router.api.openai.protocol import ChatCompletionCompleteJson
-from millrace_router.api.openai.protocol import ChatCompletionDeltaJson
-from millrace_router.api.openai.protocol import ChatCompletionJson
-from millrace_router.api.openai.protocol import DeltaToolCallJson
-from millrace_router.api.openai.protocol import FunctionJson
-from millrace_router.api.openai.protocol import HeadJson
-from millrace_router.api.openai.protocol import OutputMessageJson
-from millrace_router.api.openai.protocol import PromptLogprobJson
-from millrace_router.api.openai.protocol import TextDeltaJson
-from millrace_router.api.openai.protocol import ThoughtDeltaJson
-from millrace_router.api.openai.protocol import ThoughtsJson
-from millrace_router.api.openai.protocol import ToolCallDeltaJson
-from millrace_router.api.openai.protocol import UsageJson
+from millrace_router.api.openai.protocol import (
+    ChatCompletionChoiceJson,
+    ChatCompletionChunkJson,
+    ChatCompletionCompleteJson,
+    ChatCompletionDeltaJson,
+    ChatCompletionJson,
+    DeltaToolCallJson,
+    FunctionJson,
+    HeadJson,
+    OutputMessageJson,
+    PromptLogprobJson,
+    TextDeltaJson,
+    ThoughtDeltaJson,
+    ThoughtsJson,
+    ToolCallDeltaJson,
+    UsageJson,
+)
 from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.engine.generation import Usage
-from millrace_router.request.dialect import MILLRACE
-from millrace_router.request.dialect import Dialect
+from millrace_router.request.dialect import MILLRACE, Dialect
 from millrace_router.request.events import PromptLogprobs
 from millrace_router.request.float32 import shortest
 from millrace_router.server.services import Services

@@ -1,32 +1,28 @@
 """OpenAI's chat and model list, in TGI's shapes."""
 
 from __future__ import annotations
+
 from pathlib import PurePath
+
 import orjson
 from aiohttp import web
+
 from millrace_router.adapters.names import Registration
 from millrace_router.api.body.adapters import token_of
 from millrace_router.api.body.reading import read_request
-from millrace_router.api.chat.route import counted_again
-from millrace_router.api.chat.route import openai_errors
-from millrace_router.api.chat.route import openai_route
-from millrace_router.api.chat.route import stream_errors
-from millrace_router.api.chat.start import prepare_chat
-from millrace_router.api.chat.start import start_chat
-from millrace_router.api.openai.protocol import ModelInfoJson
-from millrace_router.api.openai.protocol import ModelJson
+from millrace_router.api.chat.route import counted_again, openai_errors, openai_route, stream_errors
+from millrace_router.api.chat.start import prepare_chat, start_chat
+from millrace_router.api.openai.protocol import ModelInfoJson, ModelJson
 from millrace_router.api.openai.render import chat_answer
 from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.api.openai.stream import chat_streams
 from millrace_router.errors import UnknownModel
 from millrace_router.request.adapter import AdapterSource
 from millrace_router.server.bodies import json_response
-from millrace_router.server.headers import answer_headers
-from millrace_router.server.headers import sse_options
-from millrace_router.server.services import SERVICES
-from millrace_router.server.services import Services
+from millrace_router.server.headers import answer_headers, sse_options
+from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
-from millrace_router.engine.generation import Usage
+
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""

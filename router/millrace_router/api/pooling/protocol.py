@@ -1,23 +1,16 @@
 """Bodies and answers of the routes for embeddings and scores."""
 
 from __future__ import annotations
-from typing import Annotated
-from typing import Literal
-from typing import NotRequired
-from pydantic import AliasChoices
-from pydantic import ConfigDict
-from pydantic import Field
+
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import AliasChoices, ConfigDict, Field
 from typing_extensions import TypedDict
-from millrace_router.api.body.fields import Int32
-from millrace_router.api.body.fields import Items
-from millrace_router.api.body.fields import Place
-from millrace_router.api.body.fields import Prompt
-from millrace_router.api.body.fields import RequestModel
-from millrace_router.api.body.fields import Switch
+
+from millrace_router.api.body.fields import Int32, Items, Place, Prompt, RequestModel, Switch
 from millrace_router.api.body.sampling import Salt
 from millrace_router.errors import ValidationError
-from millrace_router.pooling.prompts import Side
-from millrace_router.pooling.prompts import Truncation
+from millrace_router.pooling.prompts import Side, Truncation
 
 MOST_PROMPTS = 2048
 """OpenAI's limit of inputs."""

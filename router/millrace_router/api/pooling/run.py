@@ -4,46 +4,40 @@ Several prompts run at a time, and no more than leaves permits to others.
 """
 
 from __future__ import annotations
+
 import asyncio
 import base64
 import math
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic
-from typing import TypeVar
+from typing import Generic, TypeVar
+
 import orjson
-from millrace_router.api.body.fields import Prompt
-from millrace_router.api.body.fields import prompts_of
-from millrace_router.api.pooling.protocol import MOST_PROMPTS
-from millrace_router.api.pooling.protocol import EmbeddingFields
-from millrace_router.api.pooling.protocol import PoolingFields
-from millrace_router.api.pooling.protocol import PoolingUsageJson
-from millrace_router.api.pooling.protocol import RerankRequest
-from millrace_router.api.pooling.protocol import ScoreRequest
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.generation import Usage
-from millrace_router.errors import Overloaded
-from millrace_router.errors import ValidationError
-from millrace_router.pooling.truncation import pair_tokens
-from millrace_router.pooling.truncation import tokens_of
+
+from millrace_router.api.body.fields import Prompt, prompts_of
+from millrace_router.api.pooling.protocol import (
+    MOST_PROMPTS,
+    EmbeddingFields,
+    PoolingFields,
+    PoolingUsageJson,
+    RerankRequest,
+    ScoreRequest,
+)
+from millrace_router.engine.generation import Generation, Usage
+from millrace_router.errors import Overloaded, ValidationError
+from millrace_router.pooling.prompts import Ids, pair_tokens, tokens_of
 from millrace_router.request.adapter import AdapterReference
-from millrace_router.request.generation_request import FieldNames
-from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.generation_request import FieldNames, GenerationRequest
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import Pooling
-from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.request import Pooling, SchedulingParameters
 from millrace_router.request.scheduling import DEFAULT_SCHEDULING
 from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import TokenizerError
-from millrace_router.pooling.prompts import Ids
 
 Result = TypeVar("Result")
 Pair = tuple[str, str]

@@ -1,42 +1,44 @@
 """Builds OpenAI's responses from their requests and their tokens: in one piece, and as events in OpenAI's order."""
 
 from __future__ import annotations
+
 import time
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from typing import Any
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
 import orjson
-from millrace_router.api.chat.choice import ChatCompletionLogprobJson
-from millrace_router.api.chat.choice import ChatDelta
-from millrace_router.api.chat.choice import ChoiceText
-from millrace_router.api.chat.choice import ReadChoice
-from millrace_router.api.chat.choice import Thought
-from millrace_router.api.chat.choice import parts_of
+
+from millrace_router.api.chat.choice import (
+    ChatCompletionLogprobJson,
+    ChatDelta,
+    ChoiceText,
+    ReadChoice,
+    Thought,
+    parts_of,
+)
 from millrace_router.api.chat.stream import EventStream
-from millrace_router.api.responses.items import GrowingCall
-from millrace_router.api.responses.items import GrowingCustomCall
-from millrace_router.api.responses.items import GrowingMessage
-from millrace_router.api.responses.items import GrowingThought
-from millrace_router.api.responses.items import new_id
-from millrace_router.api.responses.protocol import ResponseErrorJson
-from millrace_router.api.responses.protocol import ResponseItemJson
-from millrace_router.api.responses.protocol import ResponseJson
-from millrace_router.api.responses.protocol import ResponseReasoningJson
-from millrace_router.api.responses.protocol import ResponseUsageJson
-from millrace_router.api.responses.request import ResponsesReasoning
-from millrace_router.api.responses.request import ResponsesRequest
+from millrace_router.api.responses.items import (
+    GrowingCall,
+    GrowingCustomCall,
+    GrowingMessage,
+    GrowingThought,
+    new_id,
+)
+from millrace_router.api.responses.protocol import (
+    ResponseErrorJson,
+    ResponseItemJson,
+    ResponseJson,
+    ResponseReasoningJson,
+    ResponseUsageJson,
+)
+from millrace_router.api.responses.request import ResponsesReasoning, ResponsesRequest
 from millrace_router.api.responses.tools import LeftOutTool
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.generation import Usage
-from millrace_router.errors import Overloaded
-from millrace_router.errors import RouterError
+from millrace_router.engine.generation import Generation, Usage
+from millrace_router.errors import Overloaded, RouterError
 from millrace_router.request.float32 import shortest
 from millrace_router.server.sse import named_event
 from millrace_router.tool_calls.tool import CallDelta
-from millrace_router.validation.sampling_defaults import NO_DEFAULTS
-from millrace_router.validation.sampling_defaults import SamplingDefaults
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 ResponseEvent = dict[str, Any]
 """A `ResponseEventJson`."""

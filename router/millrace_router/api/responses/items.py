@@ -1,19 +1,22 @@
 """The items of a response while they are generated."""
 
 from __future__ import annotations
+
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
+
 from millrace_router.api.chat.choice import ChatCompletionLogprobJson
-from millrace_router.api.responses.protocol import ItemStatus
-from millrace_router.api.responses.protocol import ResponseCustomCallJson
-from millrace_router.api.responses.protocol import ResponseFunctionCallJson
-from millrace_router.api.responses.protocol import ResponseMessageJson
-from millrace_router.api.responses.protocol import ResponseOutputTextJson
-from millrace_router.api.responses.protocol import ResponseReasoningItemJson
-from millrace_router.api.responses.protocol import ResponseSummaryTextJson
+from millrace_router.api.responses.protocol import (
+    ItemStatus,
+    ResponseCustomCallJson,
+    ResponseFunctionCallJson,
+    ResponseMessageJson,
+    ResponseOutputTextJson,
+    ResponseReasoningItemJson,
+    ResponseSummaryTextJson,
+)
 from millrace_router.api.responses.tools import CalledAs
 from millrace_router.tool_calls.text_tool import TextReader
 

@@ -1,26 +1,24 @@
 """The tools of a response, and how their calls are named in the answer."""
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Iterator
+
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated
-from typing import Any
-from typing import ClassVar
-from typing import Literal
-from pydantic import Discriminator
-from pydantic import Field
-from pydantic import Tag
-from millrace_router.api.body.fields import Items
-from millrace_router.api.body.fields import RequestModel
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from millrace_router.api.body.fields import Items, RequestModel
 from millrace_router.api.body.messages import new_tool
-from millrace_router.api.responses.protocol import ResponseCustomToolJson
-from millrace_router.api.responses.protocol import ResponseFunctionToolJson
-from millrace_router.api.responses.protocol import ResponseNamespaceJson
+from millrace_router.api.responses.protocol import (
+    ResponseCustomToolJson,
+    ResponseFunctionToolJson,
+    ResponseNamespaceJson,
+)
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.request import GrammarKind
-from millrace_router.tool_calls.tool import Tool
 from millrace_router.tool_calls.text_tool import text_tool
+from millrace_router.tool_calls.tool import Tool
 
 JOINT = "__"
 """Between a namespace and a name, for the model."""

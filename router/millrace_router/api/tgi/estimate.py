@@ -1,24 +1,22 @@
 """Predicts the times of a request without running it. Not in TGI."""
 
 from __future__ import annotations
+
 from dataclasses import replace
+
 from aiohttp import web
 from typing_extensions import TypedDict
+
 from millrace_router.api.body.reading import request_of
 from millrace_router.api.chat.start import prepare_chat
-from millrace_router.api.openai.request import ChatCompletionRequest
-from millrace_router.api.openai.request import CompletionRequest
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
 from millrace_router.api.tgi.lorax import adapter_of
 from millrace_router.api.tgi.request import GenerateRequest
-from millrace_router.errors import BodyShapeError
-from millrace_router.errors import ValidationError
-from millrace_router.prediction.forecast import Appraisal
-from millrace_router.prediction.forecast import Prediction
+from millrace_router.errors import BodyShapeError, ValidationError
+from millrace_router.prediction.forecast import Appraisal, Prediction
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.server.bodies import json_response
-from millrace_router.server.bodies import read_json
-from millrace_router.server.services import SERVICES
-from millrace_router.server.services import scheduling_of
+from millrace_router.server.bodies import json_response, read_json
+from millrace_router.server.services import SERVICES, scheduling_of
 
 KEYS = ("inputs", "messages", "prompt")
 

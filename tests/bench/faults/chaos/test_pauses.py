@@ -1,15 +1,13 @@
 """The parts of a pause, from arrivals and logs written by hand."""
 
 from __future__ import annotations
+
 import json
+
 import pytest
-from bench.faults.chaos.pauses import PARTS
-from bench.faults.chaos.pauses import Arrivals
-from bench.faults.chaos.pauses import all_moving_at
-from bench.faults.chaos.pauses import parts
-from bench.faults.chaos.pauses import pause_end
-from bench.faults.deployment import Line
-from bench.faults.deployment import parse_lines
+from bench.faults.chaos.pauses import PARTS, Arrivals, all_moving_at, parts, pause_end
+from bench.faults.deployment import Line, parse_lines
+
 
 def test_tokens_under_way_do_not_end_a_pause() -> None:
     arrivals = [0.9, 1.01, 1.02, 4.0, 4.1, 4.2]

@@ -1,22 +1,20 @@
 """Chunks rendered from templates equal the JSON writer's rendering of the same answer."""
 
 from __future__ import annotations
+
 import orjson
-from hypothesis import example
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+
 from millrace_router.api.chat.choice import ChatDelta
 from millrace_router.api.chat.stream import ChunkTemplate
 from millrace_router.api.openai.completion_stream import CompletionChunks
 from millrace_router.api.openai.completion_text import CompletionDelta
-from millrace_router.api.openai.render import ChatRenderer
-from millrace_router.api.openai.render import ResponseMeta
-from millrace_router.api.tgi.answers import plain_frame
-from millrace_router.api.tgi.answers import stream_json
+from millrace_router.api.openai.render import ChatRenderer, ResponseMeta
+from millrace_router.api.tgi.answers import plain_frame, stream_json
 from millrace_router.engine.generation import Usage
 from millrace_router.request.dialect import dialect_of
-from millrace_router.request.events import Token
-from millrace_router.request.events import TokenEvent
+from millrace_router.request.events import Token, TokenEvent
 from millrace_router.server.sse import event
 
 TEXTS = st.text() | st.sampled_from(
