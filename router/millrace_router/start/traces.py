@@ -14,6 +14,7 @@ from millrace_router.kv_events.recorder import EventRecorder
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.server.traces import RequestTraces
 from millrace_router.start.shards import StartupError
+from millrace_router.telemetry.span_sender import SpanSender
 
 if TYPE_CHECKING:
     from millrace_router.kv_events.publisher import EventPublisher
@@ -47,15 +48,20 @@ def check_traces(config: RouterConfig) -> None:
 
 
 def open_traces(config: RouterConfig, status: ShardStatus) -> RequestTraces | None:
-    """Start the export of traces; None without `--otlp-endpoint`."""
+    """Start the process that exports traces; None without `--otlp-endpoint`."""
     target = config.trace_target
     if target is None:
         return None
-    # Only a router that exports traces loads OpenTelemetry.
-    from millrace_router.telemetry.span_export import SpanExport  # noqa: PLC0415
-
-    export = SpanExport(target.endpoint, target.protocol, service_name=target.service_name)
-    return RequestTraces(export, status, model=config.served_names[0])
+    sender = SpanSender(
+        {
+            "endpoint": target.endpoint,
+            "protocol": target.protocol,
+            "service_name": target.service_name,
+            "json_output": config.json_output,
+            "log_level": config.log_level,
+        }
+    )
+    return RequestTraces(sender, status, model=config.served_names[0])
 
 
 def _is_installed(module: str) -> bool:

@@ -1,25 +1,36 @@
-"""Spans on their way to a collector, and a collector that is down."""
+"""Spans on their way through the exporting process to a collector, and a collector that is down."""
 
 from __future__ import annotations
 
-import io
-import logging
+import asyncio
+import os
+import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from millrace_router.telemetry import logs, span_export
-from millrace_router.telemetry.span_export import SpanExport
+from millrace_router.telemetry import span_sender
+from millrace_router.telemetry.span_sender import SpanSender
 from millrace_testing.router.collector import attributes_of, grpc_collector, http_collector
 
 TRACE, SPAN, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", "00f067aa0ba902b7"
 COLLECTORS = {"grpc": grpc_collector, "http/protobuf": http_collector}
 SECONDS = 60
+
+
+def settings(endpoint: str, protocol: str) -> dict[str, Any]:
+    path = "" if protocol == "grpc" else "/v1/traces"
+    return {
+        "endpoint": endpoint + path,
+        "protocol": protocol,
+        "service_name": "mill",
+        "json_output": True,
+        "log_level": "info",
+    }
 
 
 def told(**changes: Any) -> dict[str, Any]:
@@ -41,28 +52,16 @@ def told(**changes: Any) -> dict[str, Any]:
 
 async def sent(endpoint: str, protocol: str, *spans: dict[str, Any]) -> None:
     """Send the spans, and close."""
-    path = "" if protocol == "grpc" else "/v1/traces"
-    export = SpanExport(endpoint + path, protocol, service_name="mill")
+    sender = SpanSender(settings(endpoint, protocol))
     for span in spans:
-        export.send(span)
-    await export.close()
+        sender.send(span)
+    await sender.close()
+    assert sender.num_lost == 0
 
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_export, "CLOSE_SECONDS", float(SECONDS))
-
-
-@pytest.fixture
-def log_file() -> Iterator[io.BytesIO]:
-    file = io.BytesIO()
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
-    logs.configure("info", json_output=True, file=file)
-    yield file
-    structlog.reset_defaults()
-    root.handlers = handlers
-    root.setLevel(level)
+    monkeypatch.setattr(span_sender, "CLOSE_SECONDS", float(SECONDS))
 
 
 @pytest.mark.parametrize("protocol", COLLECTORS)
@@ -99,7 +98,7 @@ async def test_what_the_client_does_not_sample_is_not_exported() -> None:
 
 @pytest.mark.parametrize("protocol", COLLECTORS)
 async def test_a_collector_that_is_down_is_logged_once(
-    protocol: str, log_file: io.BytesIO, monkeypatch: pytest.MonkeyPatch
+    protocol: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
@@ -108,13 +107,30 @@ async def test_a_collector_that_is_down_is_logged_once(
         url = collector.url
         stack.close()
         await sent(url, protocol, *[told(parts=[]) for _ in range(3)])
-    lines = log_file.getvalue().decode().splitlines()
+    lines = capfd.readouterr().out.splitlines()
     assert len(lines) == 1
     assert "traces cannot be exported" in lines[0]
 
 
-async def test_a_defect_of_a_span_is_logged_and_raises_nothing(log_file: io.BytesIO) -> None:
-    with grpc_collector() as collector:
-        await sent(collector.url, "grpc", {"trace_id": "no number"}, told(parts=[]))
-    assert b"a span could not be recorded" in log_file.getvalue()
-    assert len(collector.spans) == 1
+async def test_a_process_that_ends_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(span_sender, "RESTART_SECONDS", 0.0)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    program = f"import sys; open({str(pipe)!r}, 'w').write(sys.stdin.readline())"
+    sender = SpanSender({"a": 1}, command=(sys.executable, "-c", program))
+    for _ in range(3):
+        text = await asyncio.wait_for(asyncio.to_thread(pipe.read_text), SECONDS)
+        assert text == '{"a":1}\n'
+    sender._running.cancel()
+    await sender.close()
+
+
+async def test_what_does_not_fit_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_sender, "MAX_WAITING_LINES", 2)
+    sender = SpanSender({}, command=("/nowhere",))
+    for _ in range(5):
+        sender.send(told())
+    assert (sender.num_lost, len(sender._waiting)) == (3, 2)
+    await sender.close()
