@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from millrace.load.dialects import BadStreamError
+from millrace.load.apis import BadStreamError
 from millrace.load.load import READ_TIMEOUT_SECONDS, stamped_data
 
 TOPICS = ("prefill", "decode", "a KV cache", "the router", "a shard", "a block", "a token")

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import ClientResponse as Response
 
-from millrace.load.dialects import BadStreamError
+from millrace.load.apis import BadStreamError
 from millrace.load.load import READ_TIMEOUT_SECONDS, stamped_events
 
 DETAILS = {"ignore_eos": True, "details": True, "do_sample": False}

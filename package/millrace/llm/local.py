@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from millrace.errors import RequestError
-from millrace.llm.deployment import Deployment
+from millrace.llm.deployment import LocalModel
 from millrace.llm.outputs import Piece, Prompt
 from millrace.llm.params import SamplingParams
 from millrace_router.adapters.names.sources import check_name
@@ -40,9 +40,9 @@ WITHOUT_PLACE = ("echo", "best_of", "prompt_logprobs")
 
 
 class Local:
-    """A `Backend` over a `Deployment` of this process."""
+    """A `Backend` over a `LocalModel` of this process."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: LocalModel) -> None:
         self._deployment = deployment
         self._services = deployment.services
 

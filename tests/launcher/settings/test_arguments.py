@@ -8,9 +8,8 @@ import pytest
 from pydantic_settings import BaseSettings
 
 from millrace_launcher.settings.arguments import Settings, read_settings
-from millrace_launcher.settings.flags import all_flags
-from millrace_launcher.settings.foreign_flags import OURS as FOREIGN
-from millrace_launcher.settings.help_groups import LAST, NAMES, OTHERS, grouped
+from millrace_launcher.settings.flags import LAST, NAMES, OTHERS, all_flags, grouped
+from millrace_launcher.settings.flags import OURS as FOREIGN
 
 # (flag, a value, owner, what it becomes), by TGI's list; "" marks a switch.
 TGI_FLAGS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace import SamplingParams, StartError
-from millrace.llm.flags import arguments_of, settings_of
+from millrace.llm.deployment import arguments_of, settings_of
 from millrace_router.api.completions.request import CompletionRequest
 
 
