@@ -21,7 +21,7 @@ import psutil
 
 from bench.harness.freezing import Family
 from bench.harness.machine import CpuMeter, family
-from millrace.load.dialects import TGI, Dialect
+from millrace.load.apis import TGI, Dialect
 from millrace.load.levels import Level, closed
 from millrace.load.load import run_level
 from millrace.load.measurement import Measurement, summarise

@@ -8,7 +8,7 @@ from bench.comparison.plan import Attempt, installed
 from bench.peers.engines import OURS
 from bench.peers.process import EngineError
 
-from millrace.load.dialects import LLAMA, TGI, VLLM, BadStreamError, Dialect
+from millrace.load.apis import LLAMA, TGI, VLLM, BadStreamError, Dialect
 from millrace.load.levels import closed
 
 

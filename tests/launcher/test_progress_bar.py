@@ -10,7 +10,7 @@ import pytest
 
 from millrace_launcher import logs
 from millrace_launcher.config import LauncherConfig
-from millrace_launcher.progress_bar import bar
+from millrace_launcher.logs import bar
 
 
 class Terminal(io.StringIO):

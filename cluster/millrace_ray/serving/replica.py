@@ -15,7 +15,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from millrace_ray.ports import free_ports
+from millrace_ray.host import free_ports
 from millrace_ray.serving.directory import directory_of
 from millrace_ray.serving.errors import ServingError
 from millrace_ray.serving.launcher import LauncherProcess

@@ -18,6 +18,16 @@ from millrace_launcher.settings.flags import OWNERS, SECRETS
 from millrace_proto.flags import as_options
 from millrace_shard.config import ShardConfig
 
+
+@dataclass(frozen=True, slots=True)
+class ModelFolders:
+    """Local folders that the download found."""
+
+    model: Path
+    draft: Path | None = None
+    """The folder of a draft model or of Medusa heads."""
+
+
 COMMIT = re.compile(r"[0-9a-f]{40}")
 BAR_SECONDS = 0.5
 PLACE_SECONDS = 60.0

@@ -8,9 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from millrace.chat.conversation import Conversation
-from millrace.chat.screen import Screen
-from millrace.chat.session import Session
+from millrace.chat import Conversation, Screen, Session
 from millrace.commands.parser import Parser, positive, split
 from millrace.errors import MillraceError
 from millrace.http.client import Client, is_url

@@ -14,7 +14,7 @@ from millrace.verify.adapter_files import (
     checkpoint_of,
     write_adapters,
 )
-from millrace.verify.answers import Answer
+from millrace.verify.answers import ExactAnswer
 from millrace.verify.cases import CACHED, KILL_AFTER, MOST_ROUNDS, After, ServerUnderTest
 from millrace.verify.client import LOST, REPLAYED, STEPS, Client, counting
 from millrace.verify.comparison import Comparison, compare, merged
@@ -77,7 +77,9 @@ def mixed(questions: Sequence[Question], names: Sequence[str]) -> tuple[Question
     )
 
 
-def expected_of(client: Client, suite: Suite, questions: Sequence[Question]) -> tuple[Answer, ...]:
+def expected_of(
+    client: Client, suite: Suite, questions: Sequence[Question]
+) -> tuple[ExactAnswer, ...]:
     """The suite's answers of the base, and answers of the adapters to each request alone."""
     return tuple(
         answer if question.adapter is None else ask_alone(client, [question])[0]
@@ -86,7 +88,7 @@ def expected_of(client: Client, suite: Suite, questions: Sequence[Question]) -> 
 
 
 def _in_company(
-    client: Client, suite: Suite, questions: Sequence[Question], expected: Sequence[Answer]
+    client: Client, suite: Suite, questions: Sequence[Question], expected: Sequence[ExactAnswer]
 ) -> Row:
     with counting(client) as counted:
         answers = ask_together(client, questions, suite.num_workers)
@@ -103,7 +105,7 @@ def _in_company(
 
 
 def num_changed(
-    questions: Sequence[Question], base: Sequence[Answer], adapted: Sequence[Answer]
+    questions: Sequence[Question], base: Sequence[ExactAnswer], adapted: Sequence[ExactAnswer]
 ) -> int:
     """Requests with an adapter whose answer is not the base's."""
     return sum(

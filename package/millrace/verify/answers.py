@@ -32,7 +32,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer(Scored):
+class ExactAnswer(Scored):
     """A finished stream, or its part before a failure."""
 
     prompt: Scored = Scored()
@@ -44,7 +44,7 @@ class Answer(Scored):
     """The failure, if any."""
 
 
-def answer_from(events: Iterable[Mapping[str, Any]]) -> Answer:
+def answer_from(events: Iterable[Mapping[str, Any]]) -> ExactAnswer:
     """Combine the events of `/generate_stream`; an error event ends the answer.
 
     Raises StreamError unless the indexes are 1, 2, 3, … and only the last event has the text.
@@ -70,7 +70,7 @@ def answer_from(events: Iterable[Mapping[str, Any]]) -> Answer:
     if last is None:
         return failed(found, "the stream ended without its last event")
     details = last["details"] or {}
-    return Answer(
+    return ExactAnswer(
         ids=found.ids,
         logprobs=found.logprobs,
         candidates=found.candidates,
@@ -80,9 +80,11 @@ def answer_from(events: Iterable[Mapping[str, Any]]) -> Answer:
     )
 
 
-def failed(found: Scored, error: str) -> Answer:
+def failed(found: Scored, error: str) -> ExactAnswer:
     """A partial answer and its failure."""
-    return Answer(ids=found.ids, logprobs=found.logprobs, candidates=found.candidates, error=error)
+    return ExactAnswer(
+        ids=found.ids, logprobs=found.logprobs, candidates=found.candidates, error=error
+    )
 
 
 def message_of(error: object) -> str:
@@ -122,7 +124,7 @@ def _pair(token: Mapping[str, Any]) -> tuple[TokenId, float]:
     return int(token["id"]), as_float32(token["logprob"])
 
 
-def completion_from(chunks: Iterable[Mapping[str, Any]]) -> Answer:
+def completion_from(chunks: Iterable[Mapping[str, Any]]) -> ExactAnswer:
     """Combine the chunks: first the prompt's, then one for each token; an error chunk ends the answer.
 
     Raises StreamError unless only the last chunk has a finish reason, and usage has the number of received tokens.
@@ -158,7 +160,7 @@ def completion_from(chunks: Iterable[Mapping[str, Any]]) -> Answer:
         raise StreamError(
             f"{len(prompt.ids)} and {len(found.ids)} tokens came, usage counts {counted}"
         )
-    return Answer(
+    return ExactAnswer(
         ids=found.ids,
         logprobs=found.logprobs,
         candidates=found.candidates,

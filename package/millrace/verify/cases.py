@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
-from millrace.verify.answers import Answer
+from millrace.verify.answers import ExactAnswer
 from millrace.verify.client import (
     ACCEPTED,
     DRAFTED,
@@ -187,7 +187,7 @@ def restarted(server: ServerUnderTest, suite: Suite) -> Iterator[Row]:
 def speculated(server: ServerUnderTest, suite: Suite) -> Iterator[Row]:
     """Ask with speculative decoding, alone and together; repeat until draft tokens were accepted and rejected."""
     client, questions = server.client, suite.questions
-    rounds: Mapping[str, Callable[[], Sequence[Answer]]] = {
+    rounds: Mapping[str, Callable[[], Sequence[ExactAnswer]]] = {
         "speculation": lambda: ask_alone(client, questions),
         "speculation, batched": lambda: ask_together(client, questions, suite.num_workers),
     }

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from millrace.errors import ConnectionFailed, RequestError
 from millrace.http.client import Client as HttpClient
-from millrace.verify.answers import Answer, StreamError, answer_from, completion_from
+from millrace.verify.answers import ExactAnswer, StreamError, answer_from, completion_from
 from millrace.verify.questions import COMPLETIONS, Question
 
 MOST_TRIES = 20
@@ -65,7 +65,9 @@ class Client:
         pairs = (line.rpartition(" ") for line in lines)
         return {name: float(value) for name, _, value in pairs}
 
-    def answer(self, question: Question, on_token: Callable[[], None] = lambda: None) -> Answer:
+    def answer(
+        self, question: Question, on_token: Callable[[], None] = lambda: None
+    ) -> ExactAnswer:
         """Ask the question's route; `on_token` is called for each event. The answer has the error, if any.
 
         After 429 the request is repeated, up to `MOST_TRIES` tries.
@@ -78,7 +80,9 @@ class Client:
             answer, pause = self._try(question, on_token)
         return answer
 
-    def _try(self, question: Question, on_token: Callable[[], None]) -> tuple[Answer, float | None]:
+    def _try(
+        self, question: Question, on_token: Callable[[], None]
+    ) -> tuple[ExactAnswer, float | None]:
         """An answer, and the seconds before the next try after 429."""
         events: list[dict[str, Any]] = []
 
@@ -92,16 +96,16 @@ class Client:
         except RequestError as error:
             if error.status != HTTPStatus.OK:
                 is_full = error.status == HTTPStatus.TOO_MANY_REQUESTS
-                failure = Answer(error=f"status {error.status}: {error}")
+                failure = ExactAnswer(error=f"status {error.status}: {error}")
                 return failure, _pause(error) if is_full else None
             events.append({"error": str(error)})
         except ConnectionFailed as error:
-            return Answer(error=f"the connection broke: {error}"), None
+            return ExactAnswer(error=f"the connection broke: {error}"), None
         read = completion_from if question.route == COMPLETIONS else answer_from
         try:
             return read(events), None
         except StreamError as error:
-            return Answer(error=str(error)), None
+            return ExactAnswer(error=str(error)), None
 
     def _ask(self, call: Callable[[HttpClient], Awaitable[Result]]) -> Result:
         """Raises ServerError."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from millrace.verify.answers import Answer, Candidates, Scored, same_bits
+from millrace.verify.answers import Candidates, ExactAnswer, Scored, same_bits
 from millrace.verify.questions import Question
 
 
@@ -75,7 +75,7 @@ class _Pairs:
 
 
 def compare(
-    questions: Sequence[Question], expected: Sequence[Answer], found: Sequence[Answer]
+    questions: Sequence[Question], expected: Sequence[ExactAnswer], found: Sequence[ExactAnswer]
 ) -> Comparison:
     """Compare answers bit for bit; all three sequences have the same order."""
     pairs = [
@@ -121,7 +121,7 @@ def _earliest(places: Sequence[Place]) -> Place | None:
     return min(places, key=lambda place: (not place.in_prompt, place.position), default=None)
 
 
-def _compare(one: Answer, other: Answer, *, is_greedy: bool) -> _Pairs:
+def _compare(one: ExactAnswer, other: ExactAnswer, *, is_greedy: bool) -> _Pairs:
     prompt = _compare_scored(one.prompt, other.prompt, is_greedy=False)
     if prompt.other_tokens:
         # The prompts are equal, so one without scores is not close to one with scores.
@@ -180,7 +180,7 @@ def _gap(one: float, other: float) -> float:
     return math.inf if math.isnan(gap) else gap
 
 
-def _ends_differ(one: Answer, other: Answer) -> bool:
+def _ends_differ(one: ExactAnswer, other: ExactAnswer) -> bool:
     return (one.text, one.finish_reason, one.error) != (
         other.text,
         other.finish_reason,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 SHARED = (
-    "You are a careful assistant. Answer in plain words, say what you do not know, and never invent a source. "
+    "You are a careful assistant. ExactAnswer in plain words, say what you do not know, and never invent a source. "
     "The conversation below is between a reader of a technical manual and you. "
 )
 LONG = (

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from millrace.verify.answers import Answer, TokenId, as_float32
+from millrace.verify.answers import ExactAnswer, TokenId, as_float32
 from millrace.verify.questions import Question
 from millrace_launcher.settings.commands import Programs
 
@@ -23,7 +23,7 @@ class NoReference(Exception):  # noqa: N818
 class Greedy:
     """An answer of `transformers`, with the second-best token of each position: (id, log probability)."""
 
-    answer: Answer
+    answer: ExactAnswer
     runners_up: tuple[tuple[int, float], ...]
 
     def is_tie(self, position: int, other: TokenId, tolerance: float) -> bool:
@@ -65,7 +65,9 @@ class Reference:
         return tuple(map(_greedy, answers))
 
 
-def until_tie(one: Greedy, found: Answer, tolerance: float) -> tuple[Answer, Answer, bool]:
+def until_tie(
+    one: Greedy, found: ExactAnswer, tolerance: float
+) -> tuple[ExactAnswer, ExactAnswer, bool]:
     """Both answers up to the first tie, and whether there is one.
 
     At a tie two tokens are equally likely within the tolerance, so either is right and the texts after it differ.
@@ -80,7 +82,7 @@ def until_tie(one: Greedy, found: Answer, tolerance: float) -> tuple[Answer, Ans
     return expected, found, False
 
 
-def _cut(answer: Answer, length: int) -> Answer:
+def _cut(answer: ExactAnswer, length: int) -> ExactAnswer:
     return replace(answer, ids=answer.ids[:length], logprobs=answer.logprobs[:length])
 
 
@@ -88,6 +90,6 @@ def _greedy(line: str) -> Greedy:
     found = json.loads(line)
     logprobs = tuple(as_float32(value) for value in found["logprobs"])
     return Greedy(
-        Answer(ids=tuple(found["ids"]), logprobs=logprobs),
+        ExactAnswer(ids=tuple(found["ids"]), logprobs=logprobs),
         tuple((id_, as_float32(value)) for id_, value in found["runners_up"]),
     )

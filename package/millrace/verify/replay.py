@@ -12,8 +12,7 @@ from pathlib import Path
 from millrace.verify.options import Options
 from millrace_launcher import logs
 from millrace_launcher.errors import LaunchError, ShardCannotStart
-from millrace_launcher.processes.children import Children
-from millrace_launcher.processes.tasks import first
+from millrace_launcher.processes.children import Children, first
 from millrace_launcher.settings.arguments import read_settings
 from millrace_launcher.settings.commands import Commands, Programs
 from millrace_launcher.settings.prepare import prepare

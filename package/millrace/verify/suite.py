@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from threading import Event
 
-from millrace.verify.answers import Answer
+from millrace.verify.answers import ExactAnswer
 from millrace.verify.client import Client, ServerError
 from millrace.verify.comparison import BITS, Promise, close
 from millrace.verify.questions import UNRELATED, Kind, Question, kinds_for
@@ -87,7 +87,7 @@ class Suite:
     info: ServerInfo
     questions: tuple[Question, ...]
     unrelated: tuple[Question, ...]
-    expected: tuple[Answer, ...]
+    expected: tuple[ExactAnswer, ...]
 
     @property
     def num_workers(self) -> int:
@@ -177,7 +177,7 @@ def _question(
     )
 
 
-def ask_alone(client: Client, questions: Sequence[Question]) -> tuple[Answer, ...]:
+def ask_alone(client: Client, questions: Sequence[Question]) -> tuple[ExactAnswer, ...]:
     """Ask one request at a time."""
     return tuple(client.answer(question) for question in questions)
 
@@ -187,13 +187,13 @@ def ask_together(
     questions: Sequence[Question],
     num_workers: int,
     on_token: Callable[[], None] = lambda: None,
-) -> tuple[Answer, ...]:
+) -> tuple[ExactAnswer, ...]:
     """Ask all at once, or `num_workers` at a time; `on_token` is called from worker threads."""
     with ThreadPoolExecutor(num_workers) as pool:
         return tuple(pool.map(lambda question: client.answer(question, on_token), questions))
 
 
-def ask_in_traffic(client: Client, suite: Suite) -> tuple[Answer, ...]:
+def ask_in_traffic(client: Client, suite: Suite) -> tuple[ExactAnswer, ...]:
     """Ask all at once, beside unrelated requests that repeat until the last answer."""
     done, running = Event(), Event()
     rounds = count()

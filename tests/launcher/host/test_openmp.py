@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from millrace_launcher.host.openmp import remove_registration
+from millrace_launcher.host.leftovers import remove_registration
 
 
 def test_what_a_killed_process_left_is_removed_and_what_others_have_is_not(tmp_path: Path) -> None:

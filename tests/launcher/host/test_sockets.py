@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from millrace_launcher.errors import ArgumentValidation
-from millrace_launcher.host.sockets import clear_socket, refuse_busy_port, remove_dead_socket
+from millrace_launcher.host.claims import refuse_busy_port
+from millrace_launcher.host.leftovers import clear_socket, remove_dead_socket
 from millrace_testing.launcher.ports import kept_port
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace_launcher.supervision.breaker import Breaker, delay_seconds, is_steady
+from millrace_launcher.supervision.restarts import Breaker, delay_seconds, is_steady
 
 
 def restarts_until_no(breaker: Breaker) -> list[float]:

@@ -13,11 +13,9 @@ import pytest
 
 from millrace_launcher.errors import ShardCrashLoop
 from millrace_launcher.host.threads import ThreadPlan
-from millrace_launcher.processes.children import Children
-from millrace_launcher.processes.tasks import first
+from millrace_launcher.processes.children import Children, first
 from millrace_launcher.settings.arguments import read_settings
-from millrace_launcher.settings.commands import Commands, Programs
-from millrace_launcher.settings.folders import ModelFolders
+from millrace_launcher.settings.commands import Commands, ModelFolders, Programs
 from millrace_launcher.supervision.shards import STEADY_SECONDS, Shards
 from millrace_testing.launcher.fake_launcher import CHILDREN
 

@@ -10,9 +10,7 @@ import signal
 import pytest
 from tests.package.programs import OpenAI, run, started
 
-from millrace.chat.conversation import Conversation
-from millrace.chat.screen import Screen
-from millrace.chat.session import HELP, Session
+from millrace.chat import HELP, Conversation, Screen, Session
 from millrace.http.client import Client
 from millrace_testing.router.sse import served_application
 

@@ -12,9 +12,7 @@ import pytest
 from aiohttp import web
 from tests.package.programs import run, started
 
-from millrace.batch.lines import BadLine, BatchRequest, parse
-from millrace.batch.output import Output
-from millrace.batch.run import Counts, run_batch
+from millrace.batch import BadLine, BatchRequest, Counts, Output, parse, run_batch
 from millrace.http.client import Client
 from millrace_testing.router.sse import served_application
 

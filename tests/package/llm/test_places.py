@@ -1,4 +1,4 @@
-"""Places of requests: never more than there are, in order, and none lost to a caller that leaves."""
+"""RequestSlots of requests: never more than there are, in order, and none lost to a caller that leaves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.llm.places import Places
+from millrace.llm.async_llm import RequestSlots
 
 
 @settings(max_examples=100, deadline=None)
@@ -21,7 +21,7 @@ def test_all_get_their_places_and_give_them_back(
     most: list[int] = []
 
     async def run() -> None:
-        places, used = Places(count), 0
+        places, used = RequestSlots(count), 0
 
         async def work(number: int, size: int) -> None:
             nonlocal used
@@ -53,7 +53,7 @@ def test_all_get_their_places_and_give_them_back(
 
 
 async def test_places_that_are_given_to_one_who_leaves_go_to_the_next() -> None:
-    places, got = Places(1), []
+    places, got = RequestSlots(1), []
 
     async def work(number: int) -> None:
         async with places.taken(1):

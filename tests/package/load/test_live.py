@@ -7,7 +7,7 @@ import io
 
 from millrace.load.levels import closed
 from millrace.load.live import START_OF_LINE, LiveLine, header, line_of, moving_line
-from millrace.load.load import Outcome
+from millrace.load.load import RequestOutcome
 from millrace.load.measurement import Timeline, summarise
 
 
@@ -18,10 +18,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def outcome() -> Outcome:
+def outcome() -> RequestOutcome:
     """One request that has ended, and one that runs."""
     done, running = Timeline(0.0, [0.5, 0.6, 0.8]), Timeline(0.0, [1.0])
-    return Outcome([done], [], [done, running])
+    return RequestOutcome([done], [], [done, running])
 
 
 def test_the_running_level_is_told_by_what_came_so_far() -> None:

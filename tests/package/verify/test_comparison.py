@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from millrace.verify.answers import (
-    Answer,
     Candidates,
+    ExactAnswer,
     Scored,
     StreamError,
     answer_from,
@@ -40,17 +40,17 @@ NEXT_FLOAT32 = -1.5000001192092896
 
 def answer(
     ids: Sequence[int], logprobs: Sequence[float] | None = None, text: str | None = None
-) -> Answer:
+) -> ExactAnswer:
     values = tuple(logprobs) if logprobs is not None else (-1.5,) * len(ids)
-    return Answer(ids=tuple(ids), logprobs=values, text=text, finish_reason="length")
+    return ExactAnswer(ids=tuple(ids), logprobs=values, text=text, finish_reason="length")
 
 
-def beside(*candidates: Candidates) -> Answer:
+def beside(*candidates: Candidates) -> ExactAnswer:
     """Three fixed tokens with the given details."""
     return replace(answer([1, 2, 3]), candidates=candidates)
 
 
-def scoring(logprob: float, candidate: float = -2.0) -> Answer:
+def scoring(logprob: float, candidate: float = -2.0) -> ExactAnswer:
     """Three fixed tokens with a prompt of two."""
     prompt = Scored(
         ids=(7, 8), logprobs=(math.nan, logprob), candidates=((), ((9, candidate), (8, logprob)))
@@ -64,7 +64,7 @@ def event(index: int, id_: int, logprob: float | None, text: str | None = None) 
     return {"index": index, "token": token, "generated_text": text, "details": details}
 
 
-def one(expected: Answer, found: Answer, question: Question = GREEDY) -> Comparison:
+def one(expected: ExactAnswer, found: ExactAnswer, question: Question = GREEDY) -> Comparison:
     return compare([question], [expected], [found])
 
 
@@ -183,7 +183,7 @@ def test_a_sample_beside_other_candidates_is_far_where_they_are() -> None:
     ],
     ids=["one bit", "a candidate", "no number", "not scored"],
 )
-def test_a_prompt_that_is_scored_otherwise_is_a_difference(other: Answer, gap: float) -> None:
+def test_a_prompt_that_is_scored_otherwise_is_a_difference(other: ExactAnswer, gap: float) -> None:
     found = one(scoring(-1.5), other)
     assert (found.num_different, found.num_other_tokens) == (1, 0)
     place = found.first_difference
@@ -237,7 +237,7 @@ def test_the_earliest_difference_of_all_requests_is_named() -> None:
 
 
 def test_a_request_that_failed_breaks_every_promise() -> None:
-    failed = Answer(ids=(1,), logprobs=(-1.5,), error="gone")
+    failed = ExactAnswer(ids=(1,), logprobs=(-1.5,), error="gone")
     found = one(answer([1, 2]), failed)
     assert found.failures == ("request 0: gone",)
     for promise in (BITS, close("float32"), same_tokens(1.0)):

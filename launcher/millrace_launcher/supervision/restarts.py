@@ -1,9 +1,14 @@
-"""Decides when a dead child is restarted, and when restarting ends."""
+"""When a dead child is restarted, when restarting ends, and the signals that end it all."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+import signal
 from dataclasses import dataclass
+
+from millrace_launcher.logs import log
+from millrace_launcher.processes.children import Children
 
 FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 30.0
@@ -56,3 +61,30 @@ def delay_seconds(restarts: int) -> float:
 def is_steady(ready_at: float | None, now: float, *, enough_seconds: float) -> bool:
     """Whether a child that became ready at `ready_at`, if ever, served for `enough_seconds`."""
     return ready_at is not None and now - ready_at >= enough_seconds
+
+
+class Stop:
+    """Set by SIGINT or SIGTERM; a second Ctrl-C kills the children at once."""
+
+    def __init__(self, children: Children) -> None:
+        self._children = children
+        self._event = asyncio.Event()
+
+    def listen(self) -> None:
+        """Handle the signals from now on, in the running event loop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.receive, number)
+
+    def receive(self, number: signal.Signals) -> None:
+        """Begin an orderly end, or kill the children after a second Ctrl-C."""
+        if not self._event.is_set():
+            log.info("%s received, shutting down", signal.Signals(number).name)
+            self._event.set()
+        elif number == signal.SIGINT:
+            log.warning("interrupted again, ending at once")
+            self._children.kill()
+
+    async def wait(self) -> None:
+        """Wait for the first signal."""
+        await self._event.wait()

@@ -1,24 +1,12 @@
-"""Checks of ports, and removal of dead socket files."""
+"""Removes what killed processes leave: sockets without a listener, and files in shared memory."""
 
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from millrace_launcher.errors import ArgumentValidation
-
-
-def refuse_busy_port(hostname: str, port: int, flag: str = "--port") -> None:
-    """Raise ArgumentValidation if a program could not listen there; `flag` chooses the place."""
-    try:
-        family, kind, *_, place = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-    except OSError as error:
-        raise ArgumentValidation(
-            f"cannot listen on {hostname} port {port} ({error.strerror}); choose another {flag}"
-        ) from error
 
 
 def clear_socket(path: Path) -> None:
@@ -49,3 +37,16 @@ def remove_dead_socket(path: Path) -> bool:
         else:
             return False
     return True
+
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+
+
+def remove_registration(pid: int, folder: Path = SHARED_MEMORY) -> None:
+    """Remove the files with which the OpenMP runtime of an ended process was registered.
+
+    Intel's and LLVM's runtimes make `__KMP_REGISTERED_LIB_{pid}_{uid}` of 4 KiB, and remove it unless they are killed.
+    """
+    for entry in folder.glob(f"__KMP_REGISTERED_LIB_{pid}_*"):
+        with suppress(OSError):
+            entry.unlink()

@@ -1,16 +1,85 @@
-"""The loop of a chat: a line of the user, a streamed answer."""
+"""A chat in the terminal: the conversation, what the screen shows, and the loop that reads and answers."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import signal
-from contextlib import aclosing
+import sys
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.chat.conversation import Conversation
-from millrace.chat.screen import Screen
 from millrace.errors import MillraceError
 from millrace.http.client import Client
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages of a chat; each request begins with the `system` message."""
+
+    system: str | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Fields of the request beside the messages: the model, sampling, the length."""
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, text: str) -> dict[str, Any]:
+        """Add the user's message, and return the body of the request for its answer."""
+        self.messages.append({"role": "user", "content": text})
+        lead = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return {**self.parameters, "messages": [*lead, *self.messages], "stream": True}
+
+    def answered(self, text: str) -> None:
+        """Add the answer, or the part of it that was made."""
+        self.messages.append({"role": "assistant", "content": text})
+
+    def take_back(self) -> None:
+        """Remove the last message, which got no answer."""
+        self.messages.pop()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.messages.clear()
+
+
+PROMPT = "> "
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class Screen:
+    """Standard input and output. Without a terminal as input there is no prompt, and stdout has answers alone."""
+
+    def __init__(self) -> None:
+        self.is_interactive = sys.stdin.isatty()
+        self._has_colours = sys.stdout.isatty()
+        if self.is_interactive:
+            # Its import gives `input` a history and keys to edit; not every Python has it.
+            with suppress(ImportError):
+                importlib.import_module("readline")
+
+    def read(self) -> str:
+        """The user's next line. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C."""
+        if self.is_interactive:
+            return input(PROMPT)
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\n")
+
+    def write(self, text: str, *, is_thought: bool = False) -> None:
+        """Write a piece of an answer; a thought is dim, and only shown on a terminal."""
+        if is_thought:
+            if not self._has_colours:
+                return
+            text = f"{DIM}{text}{PLAIN}"
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Write a line that is no answer."""
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
 
 PATH = "/v1/chat/completions"
 HELP = """\
