@@ -19,8 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.harness.freezing import Family
-from bench.harness.machine import CpuMeter, family
+from bench.harness.machine import CpuMeter, Family, family
 from millrace.load.dialects import TGI, Dialect
 from millrace.load.levels import Level, closed
 from millrace.load.load import run_level

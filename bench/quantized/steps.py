@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.kernels import HEAD_DIM, SHAPES, Shape, new_cache, weight
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Kernels, Layer, LayerCache
+from millrace_shard.kernels.base import Kernels, Layer
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.int8_linear import int8_weight
 from millrace_shard.kernels.cpu.operators import CpuKernels
@@ -116,16 +116,13 @@ class Model:
         del name
         return _stored(kind.layers(weight(*size)))
 
-    def step(
-        self, contexts: list[int], queries: list[int], caches: list[LayerCache] | None = None
-    ) -> Callable[[], Tensor]:
-        """One forward pass, ready to call; `caches` are one for each layer, the model's own where not given."""
-        used = self._caches if caches is None else caches
+    def step(self, contexts: list[int], queries: list[int]) -> Callable[[], Tensor]:
+        """One forward pass, ready to call."""
         batch = ragged_batch(queries, contexts, block_size=self.kernels.block_size)
 
         def forward() -> Tensor:
             residual = F.embedding(batch.ids, self._embedding)
-            x = self._layers(residual, batch, used)
+            x = self._layers(residual, batch, self._caches)
             normed = self.kernels.add_rms_norm(x, residual, self._norm, EPS)
             return self._head(normed[batch.logit_rows])
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from bench.structured_output.schemas import Schemas, problem
+from bench.structured_output.schemas import problem
 
 from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar.json_schema import (
@@ -22,6 +22,7 @@ from millrace_shard.structured_output.grammar.json_schema import (
 )
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_testing.engines.grammars import Words, schema, walk
+from millrace_testing.engines.random_schemas import Schemas
 
 SUITE = os.environ.get("JSON_SCHEMA_TEST_SUITE")
 """The folder draft2020-12 of the official suite, which jsonschema's source distribution carries as json/tests."""
