@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import psutil
 
-from bench.harness.freezing import Family
+from bench.harness.machine import Family
 from bench.harness.paths import ROOT
 from bench.peers.worker import LOAD, RUN, Limits, Request
 from millrace.load.measurement import Timeline

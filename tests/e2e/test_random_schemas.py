@@ -13,9 +13,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from bench.structured_output.schemas import bodies, problem
+from bench.structured_output.schemas import problem
 
 from millrace_testing.engines.grammars import Words, schema, walk
+from millrace_testing.engines.random_schemas import bodies
 from millrace_testing.launcher.e2e import launch
 from millrace_testing.models.tiny_models import save_with_tokenizer
 

@@ -81,8 +81,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     found = parser.parse_args(arguments)
     if found.adapters and found.model != "demo":
         parser.error("adapters are of the demo model: add --no-adapters")
-    if not found.adapters and any(kind.needs_adapters for kind in found.kinds):
-        found.kinds = tuple(kind for kind in found.kinds if not kind.needs_adapters)
+    if not found.adapters and any(kind.value.needs_adapters for kind in found.kinds):
+        found.kinds = tuple(kind for kind in found.kinds if not kind.value.needs_adapters)
     return found
 
 

@@ -42,14 +42,14 @@ class NotRecoveredError(Exception):
 
 async def inject(scene: Scene, fault: Fault) -> Pause | None:
     """Inject a fault; returns what a fatal one cost the clients. Raises NotRecoveredError."""
-    if not fault.kind.is_fatal:
+    if not fault.kind.value.is_fatal:
         task = asyncio.create_task(CLIENT_FAULTS[fault.kind](scene, fault))
         scene.others.add(task)
         # Some client faults continue during the next fault, but a poison request is searched for by itself.
         alone = fault.kind is Kind.POISON
         await asyncio.wait([task], timeout=RECOVERY_SECONDS if alone else fault.delay)
         return None
-    if fault.kind.is_idle:
+    if fault.kind.value.is_idle:
         await _others_end(scene)
         await scene.load.pause()
     scene.client.arrivals.start(time.monotonic())
@@ -58,7 +58,7 @@ async def inject(scene: Scene, fault: Fault) -> Pause | None:
             old = await FATAL_FAULTS[fault.kind](scene, fault)
             await settled(scene, old)
     except TimeoutError:
-        raise NotRecoveredError(f"{fault.kind.value}: {missing(scene.server)}") from None
+        raise NotRecoveredError(f"{fault.kind.value.text}: {missing(scene.server)}") from None
     finally:
         scene.load.resume()
         scene.client.allowed.end(AllowedError.RESETS, time.monotonic())

@@ -59,7 +59,7 @@ def _rows(outcome: Outcome) -> list[tuple[Cell, ...]]:
         pauses = [pause for pause in recovered if pause is not None]
         rows.append(
             (
-                "all" if kind is None else kind.value,
+                "all" if kind is None else kind.value.text,
                 len(of_kind),
                 len(recovered),
                 *_spread([pause.silence for pause in pauses]),

@@ -189,7 +189,9 @@ async def _disturb(
         pids |= scene.server.members().pids()
         what = "" if pause is None else f", silence {pause.silence:.2f} s"
         new = outcome.ledger.num_problems - found
-        say(f"{number}/{len(faults)} {fault.kind.value}{what}{f', {new} PROBLEMS' if new else ''}")
+        say(
+            f"{number}/{len(faults)} {fault.kind.value.text}{what}{f', {new} PROBLEMS' if new else ''}"
+        )
 
 
 def _count(server: Deployment, outcome: Outcome) -> None:

@@ -1,46 +1,23 @@
 """Random weights of a shape, made on the model's device without a checkpoint."""
 
 from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
-
-from bench.harness.checkpoints import INITIALIZER_RANGE, Shape, describe
+from transformers import AutoConfig
+from transformers import PretrainedConfig
+from bench.harness.checkpoints import INITIALIZER_RANGE
+from bench.harness.checkpoints import Shape
+from bench.harness.checkpoints import describe
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.transfers import copy_directly
 from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.module_tensors import Cut
 from millrace_shard.weights.weights import Weights
-
-EMBEDDING = "model.embed_tokens.weight"
-
-
-def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint of `shape`, by the names of the Llama family."""
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
-    key_value = shape.num_key_value_heads * shape.head_size
-    found: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (shape.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for layer in range(shape.num_layers):
-        attention, mlp = (f"model.layers.{layer}.{part}" for part in ("self_attn", "mlp"))
-        found[f"{attention}.q_proj.weight"] = (hidden, hidden)
-        found[f"{attention}.k_proj.weight"] = (key_value, hidden)
-        found[f"{attention}.v_proj.weight"] = (key_value, hidden)
-        found[f"{attention}.o_proj.weight"] = (hidden, hidden)
-        found[f"{mlp}.gate_proj.weight"] = (intermediate, hidden)
-        found[f"{mlp}.up_proj.weight"] = (intermediate, hidden)
-        found[f"{mlp}.down_proj.weight"] = (hidden, intermediate)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            found[f"model.layers.{layer}.{norm}.weight"] = (hidden,)
-    return found
-
+from bench.harness.checkpoints import EMBEDDING
+from bench.harness.checkpoints import tensor_shapes
 
 def fill(out: Tensor, name: str) -> None:
     """Random values of a new model; the end token's row is zero, so that it is never sampled."""

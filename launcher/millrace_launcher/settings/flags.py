@@ -123,4 +123,3 @@ def grouped(flags: Sequence[Flag]) -> Iterator[tuple[str, list[Flag]]]:
     yield LAST, last
 
 
-ON = "is on without a flag"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from xml.etree import ElementTree as ET
 
 import pytest
-from bench.profile.flames import Event, Frame, flame_graph, own_times, tree
 
 from millrace.charts.lines import Panel, curves, round_numbers
 
@@ -85,49 +83,3 @@ def test_round_numbers_lie_between_the_ends(
     low: float, high: float, doubles: bool, numbers: list[float]
 ) -> None:
     assert round_numbers(low, high, doubles=doubles) == pytest.approx(numbers)
-
-
-def test_events_become_a_tree_by_what_holds_them() -> None:
-    events = [
-        Event("step", 0.0, 10.0),
-        Event("layer", 1.0, 3.0),
-        Event("linear", 1.5, 1.0, is_operator=True),
-        Event("layer", 4.0, 4.0),
-        Event("linear", 4.0, 4.0, is_operator=True),
-        Event("step", 10.0, 5.0),
-    ]
-    root = tree("all", events)
-    assert root.total == 15.0
-    step = root.children["step"]
-    assert (step.total, step.own) == (15.0, 8.0)
-    layer = step.children["layer"]
-    assert (layer.total, layer.own) == (7.0, 2.0)
-    assert layer.children["linear"].is_operator
-    assert own_times(root) == {"step": 8.0, "linear": 5.0, "layer": 2.0, "all": 0.0}
-    assert root.scaled(0.5).children["step"].children["layer"].total == 3.5
-
-
-def test_own_times_sum_to_the_whole_even_where_clocks_disagree() -> None:
-    generator = random.Random(0)
-    events = [Event("root", 0.0, 100.0)]
-    events += [
-        Event(generator.choice("abc"), generator.uniform(0, 99), generator.uniform(0, 30))
-        for _ in range(50)
-    ]
-    root = tree("all", events)
-    assert sum(own_times(root).values()) == pytest.approx(root.total)
-    assert all(us >= -1e-9 for us in own_times(root).values())
-
-
-def test_a_flame_graph_draws_frames_as_wide_as_they_are_long() -> None:
-    linear = Frame("linear <32x576>", 60.0, is_operator=True)
-    root = Frame("step", 100.0, children={"linear": linear, "norm": Frame("norm", 0.01)})
-    document = ET.fromstring(flame_graph("One step", root, ["a note"]))
-    frames = {
-        frame.findtext(f"{SVG}title"): float(frame.attrib["width"])
-        for frame in document.iter(f"{SVG}rect")
-        if frame.findtext(f"{SVG}title")
-    }
-    assert list(frames) == ["step: 100 µs, 100.0 %", "linear <32x576>: 60 µs, 60.0 %"]
-    whole, part = frames.values()
-    assert part / whole == pytest.approx(0.6, abs=0.01)

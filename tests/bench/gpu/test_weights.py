@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from bench.gpu.engine.checkpoint import num_bytes, temporary_checkpoint, write_weights
-from bench.gpu.engine.random_weights import EMBEDDING, RandomWeights, tensor_shapes
+from bench.gpu.engine.random_weights import RandomWeights
 from bench.gpu.engine.scale import TINY
-from bench.harness.checkpoints import describe, write_checkpoint
+from bench.harness.checkpoints import EMBEDDING, describe, tensor_shapes, write_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from aiohttp import web
-from bench.harness.scrape import grown, mean_above_zero, parse, sampling, scrape
-from bench.parts.client import Client
+from bench.harness.scrape import grown, parse
 
 from millrace_router.telemetry.exposition import render
 from millrace_router.telemetry.metrics import Metrics
-from millrace_testing.router.sse import served_application
 
 
 def exposed() -> str:
@@ -45,30 +42,3 @@ def test_a_counter_that_was_never_touched_counts_from_zero() -> None:
     assert grown({}, {"a": 5.0}, "a") == 5.0
     assert grown({"a": 2.0}, {"a": 5.0}, "a") == 3.0
     assert grown({}, {}, "a") == 0.0
-
-
-def test_the_mean_leaves_out_the_time_in_which_nothing_ran() -> None:
-    samples = [{"size": 0.0}, {"size": 4.0}, {"size": 8.0}, {}]
-    assert mean_above_zero(samples, "size") == 6.0
-    assert mean_above_zero([{"size": 0.0}], "size") == 0.0
-
-
-async def test_sampling_goes_on_for_as_long_as_the_block() -> None:
-    count = 0
-
-    async def metrics(_: web.Request) -> web.Response:
-        nonlocal count
-        count += 1
-        return web.Response(text=f"asked {count}\n")
-
-    application = web.Application()
-    application.router.add_get("/metrics", metrics)
-    async with served_application(application) as url, Client(url) as client:
-        async with sampling(client, every=0.0) as samples:
-            while len(samples) < 3:
-                await scrape(client)
-        taken = len(samples)
-        assert (await scrape(client))["asked"] == count
-        assert len(samples) == taken
-    values = [sample["asked"] for sample in samples]
-    assert values == sorted(set(values))

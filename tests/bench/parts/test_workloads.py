@@ -9,13 +9,10 @@ import pytest
 from bench.parts.client import Answer, Request
 from bench.parts.workloads import (
     exponential_lengths,
-    first_tokens,
     gaps_within,
-    lognormal_lengths,
     milliseconds,
     poisson_seconds,
     saturated_rate,
-    tokens_per_second,
     uniform_lengths,
 )
 
@@ -41,23 +38,14 @@ def test_poisson_arrivals_are_in_order_and_keep_their_rate() -> None:
 
 
 def test_the_same_seed_gives_the_same_workload_and_another_one_another() -> None:
-    def drawn(seed: str) -> tuple[list[float], list[int], list[int]]:
+    def drawn(seed: str) -> tuple[list[float], list[int]]:
         return (
             poisson_seconds(1.0, 20, seed=seed),
-            lognormal_lengths(20, median=50, sigma=1.0, most=500, seed=seed),
             uniform_lengths(20, least=1, most=100, seed=seed),
         )
 
     assert drawn("a") == drawn("a")
     assert all(one != other for one, other in zip(drawn("a"), drawn("b"), strict=True))
-
-
-def test_lognormal_lengths_have_their_median_a_heavy_tail_and_bounds() -> None:
-    lengths = lognormal_lengths(5000, median=96, sigma=1.1, most=1024, seed="a")
-    assert statistics.median(lengths) == pytest.approx(96, rel=0.1)
-    assert statistics.fmean(lengths) > 1.4 * statistics.median(lengths)
-    assert min(lengths) >= 1
-    assert max(lengths) == 1024
 
 
 def test_exponential_lengths_have_their_mean_and_deviation_and_caps_cut_the_same_draws() -> None:
@@ -67,10 +55,6 @@ def test_exponential_lengths_have_their_mean_and_deviation_and_caps_cut_the_same
     assert min(lengths) == 1
     capped = exponential_lengths(20_000, mean=128, most=100, seed="a")
     assert capped == [min(100, length) for length in lengths]
-
-
-def test_no_length_is_zero_however_short_answers_are() -> None:
-    assert set(lognormal_lengths(50, median=0.01, sigma=0.1, most=9, seed="a")) == {1}
 
 
 def test_uniform_lengths_reach_both_ends() -> None:
@@ -103,15 +87,6 @@ def test_a_stream_of_one_token_has_no_gap() -> None:
 
 def test_milliseconds_are_interpolated_between_ranks() -> None:
     assert milliseconds([0.3, 0.1, 0.2], 0.5, 0.75, 1.0) == pytest.approx((200.0, 250.0, 300.0))
-
-
-def test_first_tokens_leave_out_answers_in_one_piece() -> None:
-    assert first_tokens([answer(1.0, 1.5, 2.0), answer(1.0, ended=3.0)]) == [0.5]
-
-
-def test_tokens_per_second_reach_from_the_first_due_time_to_the_last_end() -> None:
-    answers = [answer(1.0, 2.0, 3.0), answer(2.0, ended=6.0, num_tokens=8)]
-    assert tokens_per_second(answers) == pytest.approx(10 / 5)
 
 
 def test_the_saturated_rate_ignores_how_a_burst_begins_and_ends() -> None:

@@ -1,25 +1,23 @@
 """Each encoded format, read by the shard, has the numbers that the encoder has chosen."""
 
 from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
-
 import pytest
 import torch
-from bench.quantized.encoders import ENCODERS, GROUP, int4
 from safetensors.torch import save_file
 from torch import Tensor
-
 from millrace_shard.weights.quantized.linear_reader import LinearReader
 from millrace_shard.weights.quantized.module_tensors import Cut
 from millrace_shard.weights.quantized.quantization_config import read_quantization
 from millrace_shard.weights.safetensor_files import SafetensorFiles
+from bench.quantized.formats import ENCODERS
+from bench.quantized.formats import GROUP
+from bench.quantized.formats import int4
 
 NAME = "model.layers.0.mlp.up_proj"
 OUTPUTS, INPUTS = 136, 2 * GROUP
-"""The last block of outputs is not whole."""
 
 
 def four_bits(weight: Tensor, _: dict[str, Tensor]) -> Tensor:
@@ -31,18 +29,9 @@ def eight_bits(_: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     return tensors[f"{NAME}.weight"].float() * tensors[f"{NAME}.weight_scale"].float()
 
 
-def fp8(_: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-    scales = tensors[f"{NAME}.weight_scale_inv"]
-    wide = scales.repeat_interleave(GROUP, 0)[:OUTPUTS].repeat_interleave(GROUP, 1)
-    return tensors[f"{NAME}.weight"].float() * wide
-
-
 NUMBERS: dict[str, tuple[Callable[[Tensor, dict[str, Tensor]], Tensor], float]] = {
     "compressed-int4": (four_bits, 1 / 15),
     "compressed-int8": (eight_bits, 1 / 127),
-    "gptq": (four_bits, 1 / 15),
-    "awq": (four_bits, 1 / 15),
-    "fp8": (fp8, 1 / 16),
 }
 """What the tensors stand for, and the largest error as a part of the largest weight of a group."""
 
@@ -66,5 +55,5 @@ def test_the_shard_reads_the_numbers_of_the_encoder(name: str, tmp_path: Path) -
     assert torch.equal(found.dequantized(), numbers(weight, tensors))
     # Scales are rounded, too.
     largest = weight.abs().view(OUTPUTS, -1, GROUP).amax(2).repeat_interleave(GROUP, 1)
-    largest = weight.abs().amax() if name in ("fp8", "compressed-int8") else largest
+    largest = weight.abs().amax() if name == "compressed-int8" else largest
     assert ((found.dequantized() - weight).abs() <= 1.02 * error * largest).all()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from bench.structured_output.schemas import Schemas, bodies, problem
+from bench.structured_output.schemas import problem
+
+from millrace_testing.engines.random_schemas import Schemas, bodies
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "number", "multipleOf": 0.01}}}
 

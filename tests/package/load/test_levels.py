@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bench.harness.default_levels import DEFAULT_LEVELS
+from bench.comparison.cases import DEFAULT_LEVELS
 
 from millrace.load.levels import closed, parse_level, poisson
 

@@ -171,7 +171,7 @@ def test_the_report_shows_faults_and_problems() -> None:
     assert "Audit: 1 problems" in shown
     assert "request 3: event 2" in shown
     cells = [cell.strip() for cell in shown.splitlines()[2].split("|")]
-    assert cells[1:6] == [Kind.KILL.value, "3", "2", "3.00", "4.00"]
+    assert cells[1:6] == [Kind.KILL.value.text, "3", "2", "3.00", "4.00"]
     assert cells[6:10] == ["3.25", "4.25", "3.00", "3.00"]
     assert "until a 429: p50 9, " in shown
     content = as_json(outcome)

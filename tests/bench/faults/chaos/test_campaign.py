@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from bench.faults.adapters import CHANGING, SHELVED, STEADY
 from bench.faults.chaos.__main__ import parse_arguments
-from bench.faults.chaos.campaign import USUAL, WEIGHTS, Kind, campaign
+from bench.faults.chaos.campaign import USUAL, Kind, campaign
 from bench.faults.chaos.malformed import MALFORMED, OVERSIZED
 from bench.faults.chaos.population import greedy_streams, mixed_streams, population
 from bench.faults.chaos.scenes import SCENES
@@ -20,10 +20,10 @@ def test_a_campaign_has_as_many_faults_as_asked_for(num_faults: int) -> None:
 
 def test_every_kind_is_there_and_the_weights_hold() -> None:
     counts = Counter(fault.kind for fault in campaign(7, num_faults=1000, num_ranks=1))
-    total = sum(WEIGHTS[kind] for kind in USUAL)
+    total = sum(kind.value.weight for kind in USUAL)
     assert set(counts) == set(USUAL) == set(Kind) - {Kind.POISON}
     for kind in USUAL:
-        assert counts[kind] == pytest.approx(1000 * WEIGHTS[kind] / total, abs=2)
+        assert counts[kind] == pytest.approx(1000 * kind.value.weight / total, abs=2)
 
 
 def test_the_seed_decides_everything() -> None:
@@ -50,7 +50,7 @@ def test_every_scene_is_a_command_line_that_further_flags_change(name: str) -> N
     assert (options.scene, options.faults, options.seed) == (name, 3, 5)
     expected = SCENES[name].get("clients", 12)
     assert options.clients == expected
-    assert options.adapters or not any(kind.needs_adapters for kind in options.kinds)
+    assert options.adapters or not any(kind.value.needs_adapters for kind in options.kinds)
 
 
 def test_adapters_need_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
