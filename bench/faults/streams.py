@@ -1,20 +1,18 @@
 """Seeded requests of all kinds, the bytes of their answers, and the differences of two runs."""
 
 from __future__ import annotations
+
 import asyncio
 import time
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
 import orjson
-from bench.harness.client import FAILURES
-from bench.harness.client import HttpClient
-from bench.harness.client import check
-from millrace.load.load import stamped_data
+
+from bench.harness.client import FAILURES, HttpClient, check
 from millrace.load.apis import BadStreamError
+from millrace.load.load import stamped_data
 
 TOPICS = ("prefill", "decode", "a KV cache", "the router", "a shard", "a block", "a token")
 STOPS = (" batch size", "launcher", " cannot", "prefix cache")

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from millrace.load.dialects import BadStreamError
+from millrace.load.apis import BadStreamError
 from millrace.load.load import READ_TIMEOUT_SECONDS
 
 FAILURES = (BadStreamError, aiohttp.ClientError, TimeoutError)

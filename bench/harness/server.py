@@ -1,6 +1,7 @@
 """Starts a server, waits until it is healthy, runs levels against it, and stops it."""
 
 from __future__ import annotations
+
 import asyncio
 import os
 import signal
@@ -11,24 +12,18 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
 import psutil
-from bench.harness.machine import CpuMeter
-from bench.harness.machine import family
-from millrace.load.apis import TGI
-from millrace.load.apis import Dialect
-from millrace.load.levels import Level
-from millrace.load.levels import closed
+
+from bench.harness.machine import CpuMeter, Family, family
+from millrace.load.apis import TGI, Dialect
+from millrace.load.levels import Level, closed
 from millrace.load.load import run_level
-from millrace.load.measurement import Measurement
-from millrace.load.measurement import summarise
-from bench.harness.machine import Family
+from millrace.load.measurement import Measurement, summarise
 
 LAUNCHER = ("-m", "millrace_launcher")
 READY_SECONDS = 600.0

@@ -1,19 +1,16 @@
 """Sends requests of different lengths, times and tenants, and takes the arrival times of their tokens."""
 
 from __future__ import annotations
+
 import asyncio
 import time
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-from bench.harness.client import FAILURES
-from bench.harness.client import HttpClient
-from bench.harness.client import check
-from millrace.load.load import stamped_events
+
+from bench.harness.client import FAILURES, HttpClient, check
 from millrace.load.apis import BadStreamError
+from millrace.load.load import stamped_events
 
 DETAILS = {"ignore_eos": True, "details": True, "do_sample": False}
 

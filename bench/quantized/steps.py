@@ -6,31 +6,30 @@ with more.
 """
 
 from __future__ import annotations
+
 import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from bench.kernels import HEAD_DIM
-from bench.kernels import SHAPES
-from bench.kernels import Shape
-from bench.kernels import new_cache
-from bench.kernels import weight
+
+from bench.kernels import HEAD_DIM, SHAPES, Shape, new_cache, weight
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.base import Layer
+from millrace_shard.kernels.base import Kernels, Layer
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.int8_linear import int8_weight
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.layer_weights import AttentionWeights
-from millrace_shard.kernels.layer_weights import LinearWeights
-from millrace_shard.kernels.layer_weights import MlpWeights
-from millrace_shard.kernels.layer_weights import NormWeights
-from millrace_shard.kernels.layer_weights import Rotation
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 

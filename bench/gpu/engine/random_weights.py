@@ -1,23 +1,22 @@
 """Random weights of a shape, made on the model's device without a checkpoint."""
 
 from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
+
 import torch
 from torch import Tensor
-from transformers import AutoConfig
-from transformers import PretrainedConfig
-from bench.harness.checkpoints import INITIALIZER_RANGE
-from bench.harness.checkpoints import Shape
-from bench.harness.checkpoints import describe
+from transformers import AutoConfig, PretrainedConfig
+
+from bench.harness.checkpoints import EMBEDDING, INITIALIZER_RANGE, Shape, describe, tensor_shapes
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.transfers import copy_directly
 from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.module_tensors import Cut
 from millrace_shard.weights.weights import Weights
-from bench.harness.checkpoints import EMBEDDING
-from bench.harness.checkpoints import tensor_shapes
+
 
 def fill(out: Tensor, name: str) -> None:
     """Random values of a new model; the end token's row is zero, so that it is never sampled."""

@@ -1,9 +1,11 @@
 """Checks for contradictory and unsupported settings, and for settings without effect."""
 
 from __future__ import annotations
+
+import ipaddress
 import os
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import Settings
 from millrace_launcher.settings.flags import WIRING
@@ -11,7 +13,6 @@ from millrace_launcher.settings.foreign_flags import OLLAMA_VARIABLES
 from millrace_proto.flags import option_name
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
-import ipaddress
 
 UNSUPPORTED = {"quantize": ("exl2",)}
 """Values of flags that are refused."""

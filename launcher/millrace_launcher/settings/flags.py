@@ -121,5 +121,3 @@ def grouped(flags: Sequence[Flag]) -> Iterator[tuple[str, list[Flag]]]:
     if left:
         yield OTHERS, list(left.values())
     yield LAST, last
-
-

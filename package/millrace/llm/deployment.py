@@ -1,37 +1,32 @@
 """The router's core in this process, over shards that the launcher's own code starts and watches."""
 
 from __future__ import annotations
+
 import asyncio
+import contextlib
+import io
 import logging
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
 import structlog
+
 from millrace.errors import StartError
-from millrace_launcher.errors import LaunchError
-from millrace_launcher.errors import ShardCrashLoop
+from millrace_launcher.errors import LaunchError, ShardCrashLoop
 from millrace_launcher.logs import log
-from millrace_launcher.processes.children import Children
-from millrace_launcher.settings.commands import Commands
-from millrace_launcher.settings.commands import Programs
+from millrace_launcher.processes.children import Children, cancel
+from millrace_launcher.settings.arguments import Settings, read_settings
+from millrace_launcher.settings.commands import Commands, Programs
 from millrace_launcher.settings.prepare import prepare
 from millrace_launcher.supervision.control import Control
 from millrace_launcher.supervision.download import resolve_model
 from millrace_launcher.supervision.shards import Shards
+from millrace_proto.flags import option_name
 from millrace_router.config import RouterConfig
 from millrace_router.server.services import Services
-from millrace_router.start.running import Running
-from millrace_router.start.running import start
+from millrace_router.start.running import Running, start
 from millrace_router.start.shards import StartupError
-import contextlib
-import io
-from millrace_launcher.processes.children import cancel
-from millrace_launcher.settings.arguments import Settings
-from millrace_launcher.settings.arguments import read_settings
-from millrace_proto.flags import option_name
 
 PROGRAM = "LLM"
 

@@ -1,20 +1,21 @@
 """Each encoded format, read by the shard, has the numbers that the encoder has chosen."""
 
 from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from pathlib import Path
+
 import pytest
 import torch
+from bench.quantized.formats import ENCODERS, GROUP, int4
 from safetensors.torch import save_file
 from torch import Tensor
+
 from millrace_shard.weights.quantized.linear_reader import LinearReader
 from millrace_shard.weights.quantized.module_tensors import Cut
 from millrace_shard.weights.quantized.quantization_config import read_quantization
 from millrace_shard.weights.safetensor_files import SafetensorFiles
-from bench.quantized.formats import ENCODERS
-from bench.quantized.formats import GROUP
-from bench.quantized.formats import int4
 
 NAME = "model.layers.0.mlp.up_proj"
 OUTPUTS, INPUTS = 136, 2 * GROUP

@@ -1,18 +1,15 @@
 """Every flag and variable of TGI is accepted, and errors point to the help."""
 
 from __future__ import annotations
+
 import socket
+
 import pytest
 from pydantic_settings import BaseSettings
-from millrace_launcher.settings.arguments import Settings
-from millrace_launcher.settings.arguments import read_settings
-from millrace_launcher.settings.flags import all_flags
+
+from millrace_launcher.settings.arguments import Settings, read_settings
+from millrace_launcher.settings.flags import LAST, NAMES, OTHERS, all_flags, grouped
 from millrace_launcher.settings.foreign_flags import WORDS
-from millrace_launcher.settings.flags import LAST
-from millrace_launcher.settings.flags import NAMES
-from millrace_launcher.settings.flags import OTHERS
-from millrace_launcher.settings.flags import grouped
-from millrace_launcher.settings.flags import OURS as FOREIGN
 
 # (flag, a value, owner, what it becomes), by TGI's list; "" marks a switch.
 TGI_FLAGS = [

@@ -1,12 +1,13 @@
 """Sampling parameters as a body, and keyword arguments as flags."""
 
 from __future__ import annotations
+
 import pytest
-from millrace import SamplingParams
-from millrace import StartError
+
+from millrace import SamplingParams, StartError
+from millrace.llm.deployment import arguments_of, settings_of
 from millrace_router.api.openai.request import CompletionRequest
-from millrace.llm.deployment import arguments_of
-from millrace.llm.deployment import settings_of
+
 
 def test_only_what_is_set_is_in_the_body() -> None:
     assert SamplingParams().body() == {"n": 1}
