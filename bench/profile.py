@@ -26,7 +26,7 @@ from millrace.load.measurement import quantile
 from millrace_launcher.host.threads import usable_cores
 from millrace_shard.batch.sequence import Sequence as ShardSequence
 from millrace_shard.batch.step import BatchChange, Forward
-from millrace_shard.commands.serve import load
+from millrace_shard.commands.composition import load
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.warmup import MemoryLimits, warm_up

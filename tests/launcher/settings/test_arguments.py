@@ -9,6 +9,7 @@ from pydantic_settings import BaseSettings
 
 from millrace_launcher.settings.arguments import Settings, read_settings
 from millrace_launcher.settings.flags import LAST, NAMES, OTHERS, all_flags, grouped
+from millrace_launcher.settings.foreign_flags import OURS as FOREIGN
 from millrace_launcher.settings.foreign_flags import WORDS
 
 # (flag, a value, owner, what it becomes), by TGI's list; "" marks a switch.
