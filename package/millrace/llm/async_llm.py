@@ -6,10 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from millrace.http.client import is_url
-from millrace.llm.backend import Backend
 from millrace.llm.outputs import (
     ChatOutput,
     ChatPiece,
@@ -20,6 +19,35 @@ from millrace.llm.outputs import (
     chat_pieces,
 )
 from millrace.llm.params import SamplingParams
+
+
+class Backend(Protocol):
+    """A model that answers. A stream that is closed ends its request.
+
+    Methods raise RequestError or ConnectionFailed.
+    """
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that may be in flight."""
+
+    def complete(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Piece, None]:
+        """Stream the answers to one prompt, interleaved as they come."""
+
+    async def chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The answer to the body of a chat, as OpenAI has it."""
+
+    def chat_stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
+        """The chunks of an answer to the body of a chat, as OpenAI has them."""
+
+    async def embed(self, body: Mapping[str, Any]) -> list[list[float]]:
+        """The embeddings of the `input` of a body, as OpenAI has it."""
+
+    async def score(self, body: Mapping[str, Any]) -> list[float]:
+        """The scores of the pairs of a body, as vLLM has it."""
+
+    async def close(self) -> None:
+        """End everything that was started for it."""
 
 
 class RequestSlots:

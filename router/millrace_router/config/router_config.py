@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -17,13 +17,175 @@ from pydantic_settings import (
 
 from millrace_proto.flags import read_arguments, refuse
 from millrace_router.config.adapters import AdapterFlags
-from millrace_router.config.limits import LimitFlags
 from millrace_router.config.listening import ListeningFlags
-from millrace_router.config.logs import LogFlags
 from millrace_router.config.model import ModelFlags
-from millrace_router.config.recovery import RecoveryFlags
 from millrace_router.config.scheduling import SchedulingFlags
 from millrace_router.config.text import TextFlags
+from millrace_router.config.traces import SERVICE_NAME, TraceTarget, trace_target
+from millrace_router.config.values import LogLevel, log_level
+
+
+class LimitFlags(BaseModel):
+    """The limits of requests and of batches."""
+
+    max_concurrent_requests: int = Field(
+        default=128, ge=1, description="Requests accepted at once; more are answered 429."
+    )
+    max_best_of: int = Field(default=2, ge=1, description="Largest `best_of`.")
+    max_n: int = Field(default=16, ge=1, description="Largest `n` on the OpenAI routes.")
+    max_stop_sequences: int = Field(
+        default=4, ge=0, description="Most stop sequences in one request."
+    )
+    max_top_n_tokens: int = Field(default=5, ge=0, description="Largest `top_n_tokens`.")
+    max_client_batch_size: int = Field(
+        default=4, ge=1, description="Most prompts in one completion call."
+    )
+    max_input_tokens: int | None = Field(
+        default=None, ge=1, description="Longest prompt in tokens; inferred when absent."
+    )
+    max_total_tokens: int | None = Field(
+        default=None, ge=2, description="Most tokens of prompt and answer; inferred when absent."
+    )
+    default_max_new_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most new tokens of a request that names no limit; what the context leaves when absent.",
+    )
+    max_new_tokens_limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most new tokens that a request may ask for, and get without asking; no limit of its own when"
+        " absent.",
+    )
+    max_batch_size: int | None = Field(
+        default=None,
+        description="Most sequences that run together; as many as --max-concurrent-requests when absent.",
+    )
+    max_batch_prefill_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most prompt tokens that one step computes; 4096, or what fits, when absent.",
+    )
+    max_batch_total_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Upper bound of the KV capacity in tokens; measured when absent.",
+    )
+
+
+class RecoveryFlags(BaseModel):
+    """The times of recovery and of resumption, and what is kept."""
+
+    step_timeout: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that a step always gets; one that takes longer, and far longer than "
+        "predicted, means that the shards hang: they are restarted.",
+    )
+    recovery_grace: float = Field(
+        default=300.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that shards may take to come back; then /health fails and requests end.",
+    )
+    resume_grace: float = Field(
+        default=10.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that a request with an Idempotency-Key outlives its connection, and can "
+        "be resumed; 0 ends it with the connection.",
+    )
+    responses_store: int = Field(
+        default=0,
+        ge=0,
+        description="MiB of memory for answers of /v1/responses, which `previous_response_id` refers "
+        "to; the oldest are forgotten first, and 0 stores none.",
+    )
+    responses_store_seconds: float = Field(
+        default=3600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds after which a stored response is forgotten.",
+    )
+    journal: Path | None = Field(
+        default=None,
+        description="Folder to record every step in, for replay; none is kept when absent.",
+    )
+    journal_tokens: bool = Field(
+        default=False,
+        description="Record token ids, log probabilities and grammars as well: all that is asked and "
+        "answered can be read from them.",
+    )
+    journal_max_bytes: int = Field(
+        default=1 << 30,
+        ge=1 << 16,
+        description="Bytes that journal files may take together; the oldest make room for new ones.",
+    )
+    supervisor_fd: int | None = Field(
+        default=None,
+        ge=0,
+        description="Socket to the launcher, inherited; for the launcher's use.",
+    )
+
+
+class LogFlags(BaseModel):
+    """What is logged and traced, and TGI's flags without effect."""
+
+    graceful_termination_timeout: int = Field(
+        default=90, ge=0, description="Seconds that running requests get after SIGTERM."
+    )
+    drain_delay: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds after SIGTERM in which new requests are still served while /readyz says 503, so that load"
+        " balancers learn of it; then the server drains.",
+    )
+    json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
+    log_level: LogLevel = Field(default="info", description="Least severity that is logged.")
+    log_requests: Path | None = Field(
+        default=None,
+        description="File for the log's line of each request, as JSON; it is created for this user alone.",
+    )
+    log_requests_max_bytes: int = Field(
+        default=100 << 20,
+        ge=0,
+        description="Bytes after which that file is set aside as PATH.1 and so on; five are kept. 0: never.",
+    )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        description="Collector to export traces to over OTLP, such as http://localhost:4317;"
+        " OTEL_EXPORTER_OTLP_ENDPOINT when absent.",
+    )
+    otlp_protocol: Literal["grpc", "http/protobuf"] | None = Field(
+        default=None,
+        description="Protocol of that collector; OTEL_EXPORTER_OTLP_PROTOCOL when absent, else http/protobuf on port"
+        " 4318 and grpc on others.",
+    )
+    otlp_service_name: str = Field(
+        default=SERVICE_NAME,
+        description="Name of this service in traces; OTEL_SERVICE_NAME beats the default.",
+    )
+    usage_stats: Literal["on", "off", "no-stack"] = Field(
+        default="on", description="No effect: no usage statistics are ever sent."
+    )
+    ngrok: bool = Field(default=False, description="Refused: tunnels are not supported.")
+    ngrok_authtoken: str | None = Field(default=None, description="No effect without --ngrok.")
+    ngrok_edge: str | None = Field(default=None, description="No effect without --ngrok.")
+
+    @property
+    def trace_target(self) -> TraceTarget | None:
+        """Where traces go, by the flags and by OpenTelemetry's variables; None for nowhere."""
+        return trace_target(
+            self.otlp_endpoint, self.otlp_protocol, self.otlp_service_name, os.environ
+        )
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _narrow_log_level(cls, value: object) -> object:
+        return log_level(value)
+
 
 COMMANDS = """other commands:
   millrace-router replay JOURNAL

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from millrace_ray.serving.directory import LEASE_TICKS, Replicas
 from millrace_ray.serving.errors import ServingError
 from millrace_ray.serving.haproxy import SLOTS, State
-from millrace_ray.serving.replicas import LEASE_TICKS, Replicas
 
 
 def test_a_replica_keeps_its_slot_when_the_list_is_made_anew() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_router.recovery.group_restart import GroupRestart
+from millrace_router.recovery.epochs import GroupRestart
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.group import ShardGroup

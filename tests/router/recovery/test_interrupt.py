@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from millrace_router.recovery.interrupt import Interrupt
+from millrace_router.recovery.epochs import Interrupt
 
 
 class Trouble(Exception):  # noqa: N818

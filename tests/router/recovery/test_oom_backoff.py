@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace_router.recovery.oom_backoff import STEPS_BEFORE_RELIEF, OomBackoff
+from millrace_router.recovery.recovery_policy import STEPS_BEFORE_RELIEF, OomBackoff
 from millrace_router.scheduler.step_plan import Budgets
 
 
