@@ -29,12 +29,10 @@ class Spec:
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
-        """Read what `to_json` writes."""
         fields = json.loads(text)
         return cls(**{**fields, "argv": tuple(fields["argv"])})
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self))
 
     @property

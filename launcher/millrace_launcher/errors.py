@@ -17,7 +17,6 @@ class LaunchError(Exception):
 
     @property
     def variant(self) -> str:
-        """TGI's word for it."""
         return type(self).__name__
 
 

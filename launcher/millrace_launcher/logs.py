@@ -33,7 +33,6 @@ class BarHandler(logging.StreamHandler[TextIO]):
     _has_bar = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
         fraction = getattr(record, "fields", {}).get("fraction")
         if isinstance(fraction, int | float):
             # A line that wraps could not be cleared.
@@ -122,7 +121,6 @@ class JsonFormatter(logging.Formatter):
     """`{"timestamp", "level", "fields": {"message", …}, "target"}`, as TGI's `--json-output`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
         fields = {**getattr(record, "fields", {}), "message": record.getMessage()}
         line = {
             "timestamp": _timestamp(record),
@@ -142,7 +140,6 @@ class PlainFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
         word = WORDS.get(record.levelno, "ERROR")
         level = f"\x1b[{COLOURS[word]}m{word:>5}\x1b[0m" if self._colour else f"{word:>5}"
         fields = {k: v for k, v in getattr(record, "fields", {}).items() if k != "message"}

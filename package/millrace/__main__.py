@@ -63,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """The help text."""
     lines = (f"  {name:10} {command.help}" for name, command in COMMANDS.items())
     return "\n".join(
         (

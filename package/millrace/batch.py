@@ -39,7 +39,6 @@ class BadLine:
     reason: str
 
     def answer(self) -> dict[str, Any]:
-        """Its line of the output."""
         message = f"line {self.line}: {self.reason}"
         error = {"code": self.code, "message": message, "line": self.line}
         return {
@@ -88,7 +87,6 @@ def read_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
 
 
 def parse(number: int, line: bytes) -> BatchRequest | BadLine:
-    """One line of the input."""
     try:
         value = orjson.loads(line)
     except ValueError as error:
@@ -199,7 +197,6 @@ class Counts:
 
     @property
     def done(self) -> int:
-        """All of them."""
         return self.skipped + self.answered + self.failed
 
 

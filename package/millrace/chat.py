@@ -38,7 +38,6 @@ class Conversation:
         self.messages.pop()
 
     def clear(self) -> None:
-        """Begin anew."""
         self.messages.clear()
 
 

@@ -42,7 +42,6 @@ def build(given: Mapping[str, object]) -> serve.Application:
 
 
 def options(arguments: Arguments) -> dict[str, Any]:
-    """Of the deployment."""
     own = arguments.own
     found: dict[str, Any] = {
         "name": NAME,

@@ -142,7 +142,6 @@ def flag_names() -> set[str]:
 
 
 def _text(value: object) -> str:
-    """As in an environment variable."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return value if isinstance(value, str) else json.dumps(value)

@@ -38,7 +38,6 @@ class Replicas:
 
     @property
     def servers(self) -> list[Server]:
-        """All of them."""
         return [lease.server for lease in self._leases.values()]
 
     def hold(self, replica: str, address: str, port: int, *, slot: int | None) -> bool:
@@ -63,7 +62,6 @@ class Replicas:
             lease.server = Server(old.slot, old.address, old.port, State.DRAIN)
 
     def remove(self, replica: str) -> None:
-        """It is gone."""
         self._leases.pop(replica, None)
 
     def tick(self) -> None:
@@ -136,7 +134,6 @@ class Directory:
         await self._tell_proxies()
 
     async def remove(self, replica: str) -> None:
-        """A replica has ended."""
         self._replicas.remove(replica)
         await self._tell_proxies()
 

@@ -73,7 +73,6 @@ class Replica:
         await asyncio.to_thread(self._launcher.check)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The figures of `WaitPolicy`."""
         series = await asyncio.to_thread(self._launcher.metrics)
         used = series["millrace_kv_blocks_in_use"] / max(1.0, series["millrace_kv_blocks"])
         return {WAIT: series["millrace_wait_seconds"], USED: used}

@@ -36,7 +36,6 @@ def runtime_info(variables: HostVariables) -> str:
 
 
 def millrace_version() -> str:
-    """The version of Millrace."""
     return VERSION
 
 

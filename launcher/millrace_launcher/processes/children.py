@@ -69,7 +69,6 @@ class Children:
         return process
 
     def kill(self) -> None:
-        """Kill all children."""
         for process in self._alive:
             process.kill()
 

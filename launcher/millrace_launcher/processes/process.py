@@ -129,12 +129,10 @@ class ManagedProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it runs."""
         return self.exit_code is None
 
     @property
     def ending(self) -> str:
-        """How it ended, as text."""
         code = self.exit_code
         if code is None:
             return "still running"
@@ -173,12 +171,10 @@ class ManagedProcess:
         log.info("%s terminated", self.name)
 
     def hang_up(self) -> None:
-        """Send SIGHUP."""
         if self.is_running:
             self._signal(signal.SIGHUP)
 
     def kill(self) -> None:
-        """Kill it and its descendants."""
         if self.is_running:
             _kill_group(self.pid)
 

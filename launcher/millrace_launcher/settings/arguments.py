@@ -94,7 +94,6 @@ class Settings:
 
     @property
     def chosen(self) -> frozenset[str]:
-        """Fields from either."""
         return self.given | self.from_environment
 
     @property

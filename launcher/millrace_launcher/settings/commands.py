@@ -57,7 +57,6 @@ class Placed:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Settings of the router."""
         return {
             "shard_addresses": self.addresses,
             "shard_tls_cert": self.cert,

@@ -40,7 +40,6 @@ class RemoteShards:
         log.warning("The shards run elsewhere; restart them there")
 
     async def run(self, folders: ModelFolders) -> None:
-        """Wait for ever."""
         del folders
         await asyncio.Event().wait()
 

@@ -28,7 +28,6 @@ class ShardGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank runs."""
         return len(self._ranks) == self._commands.num_shard and not self._dead()
 
     @property

@@ -49,7 +49,6 @@ class Client:
         )
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 

@@ -98,7 +98,6 @@ class LocalModel:
 
     @property
     def services(self) -> Services:
-        """The router's parts."""
         assert self._running is not None
         return self._running.services
 

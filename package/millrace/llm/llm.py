@@ -79,13 +79,11 @@ class LLM:
         return self._loop.iterate(self._llm.chat_stream(messages, params, **fields))
 
     def embed(self, texts: Prompts, **fields: object) -> list[list[float]]:
-        """See `AsyncLLM.embed`."""
         return self._loop.run(self._llm.embed(texts, **fields))
 
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], **fields: object
     ) -> list[float]:
-        """See `AsyncLLM.score`."""
         return self._loop.run(self._llm.score(text_1, text_2, **fields))
 
 
@@ -131,7 +129,6 @@ class _Loop:
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
-        """End the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

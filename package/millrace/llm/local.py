@@ -42,11 +42,9 @@ class Local:
 
     @property
     def max_requests(self) -> int:
-        """See `Backend.max_requests`."""
         return self._services.config.max_concurrent_requests
 
     async def complete(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Piece, None]:
-        """See `Backend.complete`."""
         services = self._services
         with _typed(), ExitStack() as cleanup:
             text = prompt if isinstance(prompt, str) else list(prompt)
@@ -74,7 +72,6 @@ class Local:
                 )
 
     async def chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Backend.chat`."""
         with _typed():
             request = self._read(body, ChatCompletionRequest)
             async with self._started_chat(request) as run:
@@ -82,7 +79,6 @@ class Local:
                 return cast("Mapping[str, Any]", answer)
 
     async def chat_stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
-        """See `Backend.chat_stream`."""
         with _typed():
             request = self._read(body, ChatCompletionRequest)
             async with self._started_chat(request) as run:
@@ -93,7 +89,6 @@ class Local:
                         yield cast("Mapping[str, Any]", chunk)
 
     async def embed(self, body: Mapping[str, Any]) -> list[list[float]]:
-        """See `Backend.embed`."""
         with _typed():
             asked = self._read(body, EmbeddingsRequest)
             check_task(Task.EMBED, self._services.limits)
@@ -105,7 +100,6 @@ class Local:
             return (await run.finish()).results
 
     async def score(self, body: Mapping[str, Any]) -> list[float]:
-        """See `Backend.score`."""
         with _typed():
             asked = self._read(body, ScoreRequest)
             check_task(Task.SCORE, self._services.limits)
@@ -114,7 +108,6 @@ class Local:
             return [sigmoid(raw) for raw in (await run.finish()).results]
 
     async def close(self) -> None:
-        """See `Backend.close`."""
         await self._deployment.close()
 
     def _started_chat(self, request: ChatCompletionRequest) -> AbstractAsyncContextManager[ChatRun]:

@@ -92,7 +92,6 @@ class ChatOutput:
 
     @property
     def usage(self) -> Mapping[str, Any]:
-        """Counts of tokens."""
         usage: Mapping[str, Any] = self.answer["usage"]
         return usage
 

@@ -24,12 +24,10 @@ class Timeline:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer."""
         return len(self.arrivals) if self.usage is None else self.usage[1]
 
     @property
     def first_token_seconds(self) -> float:
-        """Time to first token."""
         return self.arrivals[0] - self.due
 
     @property

@@ -52,7 +52,6 @@ class SimulatedAdapters:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their adapter."""
         return len(self._admission.waiting)
 
     def fits(self, version: AdapterVersion) -> bool:
@@ -72,7 +71,6 @@ class SimulatedAdapters:
             self.go_on(now)
 
     def ended(self, request: SchedulableRequest, now: float) -> None:
-        """Forget a request that has ended."""
         if request.adapter is not None:
             self._admission.ended(request)
             self.go_on(now)

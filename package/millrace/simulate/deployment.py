@@ -133,7 +133,6 @@ class Deployment(BaseModel):
         )
 
     def new_queue(self) -> RequestQueue:
-        """The router's queue, empty."""
         return queue_from(self.flags)
 
     def new_forecaster(self, cost: CostModel, late: LatePlanning) -> Forecaster:
@@ -150,7 +149,6 @@ class Deployment(BaseModel):
     def new_request(
         self, request_id: int, arrival: Arrival, prefixes: PrefixNames
     ) -> SimulatedRequest:
-        """A request of this arrival."""
         if self.fairness == "adapter":
             arrival = arrival._replace(tenant=arrival.adapter)
         room = self.max_total_tokens - arrival.prompt_tokens

@@ -67,7 +67,6 @@ class Distribution:
         """Count and sum by floor(100 ln value)."""
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` times."""
         key = math.floor(math.log(value) * STEPS_PER_E) if value > 0.0 else -(10**9)
         bucket = self.buckets.get(key)
         if bucket is None:
@@ -78,7 +77,6 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """The number of values."""
         return int(sum(times for times, _ in self.buckets.values()))
 
     @property

@@ -162,6 +162,5 @@ def _version_of(arrival: Arrival) -> AdapterVersion | None:
 
 
 def request_of(row: Row) -> SimulatedRequest:
-    """The simulated request of a row."""
     assert isinstance(row.entry, SimulatedRequest)
     return row.entry

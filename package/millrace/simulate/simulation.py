@@ -104,7 +104,6 @@ class Sweep:
 
     @property
     def field(self) -> str:
-        """The name of the field."""
         return self.flag.replace("-", "_")
 
     @staticmethod

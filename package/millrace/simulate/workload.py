@@ -62,7 +62,6 @@ class Lengths:
         return ":".join([self.kind, *(f"{number:g}" for number in (*self.parameters, *maximum))])
 
     def draw(self, random: Random) -> int:
-        """One length."""
         try:
             value = self._value(random)
         except OverflowError:
@@ -269,7 +268,6 @@ class OpenLoop:
         return math.inf if self._next is None else self._next.arrived_at
 
     def take(self) -> Arrival:
-        """The next request."""
         taken = self._next
         assert taken is not None
         self._next = next(self._arrivals, None)

@@ -93,7 +93,6 @@ def message_of(error: object) -> str:
 
 
 def joined(parts: Sequence[Scored]) -> Scored:
-    """Concatenate the parts."""
     return Scored(
         ids=tuple(chain.from_iterable(part.ids for part in parts)),
         logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),

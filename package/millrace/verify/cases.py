@@ -260,7 +260,6 @@ class After:
         self._lock = Lock()
 
     def on_token(self) -> None:
-        """Count one token."""
         with self._lock:
             self._left -= 1
             is_time = self._left == 0

@@ -44,7 +44,6 @@ class Comparison:
 
     @property
     def num_equal(self) -> int:
-        """Requests without a difference."""
         return self.num_requests - self.num_different
 
 
@@ -66,7 +65,6 @@ class _Pairs:
     answer: _Pair
 
     def difference(self, request: int) -> Place | None:
-        """The earlier difference."""
         if self.prompt.difference is not None:
             return Place(request, self.prompt.difference, in_prompt=True)
         if self.answer.difference is not None:

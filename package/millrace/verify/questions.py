@@ -106,7 +106,6 @@ class Question:
         return {"inputs": self.text, "parameters": parameters}
 
     def seeded(self, seed: int) -> Question:
-        """The same question with this seed."""
         return replace(self, parameters={**self.parameters, "seed": seed})
 
 

@@ -76,7 +76,6 @@ class ServerInfo:
         return BITS if self.deterministic else close(self.dtype)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """KV blocks for `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
 

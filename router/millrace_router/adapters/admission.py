@@ -37,7 +37,6 @@ class AdapterWaiting:
         return self._deadlines.next
 
     def park(self, request: SchedulableRequest) -> None:
-        """Add a request with an adapter."""
         self._requests.setdefault(_digest(request), {})[request.request_id] = request
         self._length += 1
         self._deadlines.add(request)

@@ -45,7 +45,6 @@ class AdapterCache:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all versions."""
         return sum(self._sizes.values())
 
     def size_of(self, digests: Collection[str]) -> int:

@@ -188,5 +188,4 @@ class BackOff:
         return seconds
 
     def succeed(self, source: Hashable) -> None:
-        """Forget the source's failures."""
         self._failures.drop(source)

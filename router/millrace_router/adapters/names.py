@@ -41,7 +41,6 @@ class NamedSource:
 
     @property
     def folder(self) -> Path:
-        """The folder of a local source."""
         return Path(self.location) if self.root is None else self.root / self.location
 
     @property
@@ -163,7 +162,6 @@ class Registry:
         return iter(self._by_name.values())
 
     def get(self, name: str) -> Registration | None:
-        """Return the registration of `name`."""
         return self._by_name.get(name)
 
     def was(self, name: str) -> bool:

@@ -64,7 +64,6 @@ class Residency:
         """Waiting versions by digest, the first one first."""
 
     def __iter__(self) -> Iterator[AdapterSlot]:
-        """All slots."""
         return iter(self._slots.values())
 
     def waiting_names(self) -> set[str]:
@@ -76,7 +75,6 @@ class Residency:
         return 2 * self.cycle_seconds + 3 * load_seconds + leave_seconds
 
     def slot(self, digest: str) -> AdapterSlot | None:
-        """The slot of a version."""
         return self._slots.get(digest)
 
     def request(self, version: AdapterVersion, num_pages: int, now: float) -> AdapterSlot | None:
@@ -96,7 +94,6 @@ class Residency:
         return None
 
     def leave(self, digest: str) -> None:
-        """Forget a waiting request."""
         pending = self._pending[digest]
         pending.num_requests -= 1
         if not pending.num_requests:

@@ -96,7 +96,6 @@ class Resolver:
         return await self._resolve(reference, caller)
 
     async def _resolve(self, reference: AdapterReference, caller: str) -> AdapterVersion:
-        """Return the version of one name."""
         name, digest = split_digest(check_name(reference.name))
         registration = self._registered(name, reference.source)
         if registration is None:
@@ -273,7 +272,6 @@ class Resolver:
         return await self._commits.run(_key(source, name, token, None), ask)
 
     async def _counted(self, fetch: Callable[[], Awaitable[AdapterVersion]]) -> AdapterVersion:
-        """Fetch or merge, and count it."""
         try:
             version = await fetch()
         except RouterError as error:

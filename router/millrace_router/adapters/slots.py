@@ -46,7 +46,6 @@ class AdapterSlot:
 
     @property
     def digest(self) -> str:
-        """The digest of its version."""
         return self.version.digest
 
     @property

@@ -45,7 +45,6 @@ class AdapterHooks:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their adapter."""
         return 0
 
     def expected_seconds(self, version: AdapterVersion) -> float:  # noqa: ARG002

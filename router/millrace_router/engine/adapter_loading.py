@@ -68,12 +68,10 @@ class AdapterLoading(AdapterHooks):
         wake: Callable[[], None],
         report: Callable[[ShardError], None],
     ) -> None:
-        """See the base."""
         self._end, self._wake, self._report = end, wake, report
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their adapter."""
         return len(self._admission.waiting)
 
     def expected_seconds(self, version: AdapterVersion) -> float:

@@ -94,7 +94,6 @@ class RequestRecord:
         self._on_token()
 
     def succeeded(self, timings: Timings, generated_tokens: int) -> None:
-        """Count a normal end."""
         self._ended = True
         self._on_token()
         metrics = self._metrics
@@ -107,7 +106,6 @@ class RequestRecord:
         metrics.request_generated_tokens.observe(generated_tokens)
 
     def failed(self, error: RouterError) -> None:
-        """Count an error, once."""
         error.is_counted = True
         if self._ended:
             return
@@ -310,12 +308,10 @@ class Collected:
 
     @property
     def generated_tokens(self) -> int:
-        """Number of tokens."""
         return len(self.tokens)
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Reason of the end."""
         return self.finished.finish_reason
 
     @property

@@ -92,7 +92,6 @@ class InFlight:
         return self._last_answered
 
     def oldest(self) -> OldestStep | None:
-        """The oldest step in flight."""
         if not self._flights:
             return None
         flight = self._flights[0]

@@ -63,7 +63,6 @@ class Permits:
         self._all_free.clear()
 
     def give(self, count: int = 1) -> None:
-        """Release `count` permits."""
         self.free += count
         assert self.free <= self._total
         if self.free == self._total:
@@ -71,7 +70,6 @@ class Permits:
 
     @property
     def taken(self) -> int:
-        """Number of permits taken."""
         return self._total - self.free
 
     async def all_free(self) -> None:

@@ -63,7 +63,6 @@ class Record(NamedTuple):
 
 
 def frame(records: bytes | bytearray) -> bytes:
-    """Compress and seal `records`."""
     body = zlib.compress(records, LEVEL)
     sizes = SIZES.pack(len(body), len(records))
     return b"".join((MARK, sizes, CHECKSUM.pack(_checksum(sizes, body)), body))
@@ -122,7 +121,6 @@ def _checksum(sizes: bytes, body: bytes) -> int:
 
 
 def pack(kind: Kind, time_ns: int, payload: bytes) -> bytes:
-    """Write a record."""
     return RECORD_HEAD.pack(kind, time_ns, len(payload)) + payload
 
 

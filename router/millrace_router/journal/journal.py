@@ -29,7 +29,6 @@ class Journal:
     """
 
     def __init__(self, writer: JournalWriter, dropped: Counter) -> None:
-        """`dropped` counts lost records."""
         self._writer = writer
         self._dropped = dropped
         self._dropped.inc(0)
@@ -61,7 +60,6 @@ class Journal:
         self._note(self._adapter_changed, {"epoch": epoch, "slot": slot, "digest": digest})
 
     async def close(self) -> None:
-        """Write the remaining records."""
         if not await asyncio.to_thread(self._writer.close):
             log.warning("the end of the journal could not be written")
         self._count_lost()

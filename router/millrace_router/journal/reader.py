@@ -165,7 +165,6 @@ class _Joiner:
         """Digests by adapter slot in this epoch."""
 
     def begin_file(self, header: Header) -> None:
-        """Begin a file."""
         before, self._header = self._header, header
         if before is None or (before.life, before.part + 1) != (header.life, header.part):
             self._is_whole = False

@@ -80,7 +80,6 @@ class Redaction:
         return blank.SerializeToString()
 
     def answer(self, answer: pb.StepResponse) -> bytes:
-        """Serialize `answer`."""
         if self._keeps_tokens:
             return answer.SerializeToString()
         blank = pb.StepResponse()

@@ -62,7 +62,6 @@ class JournalFolder:
         return os.open(self._current, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE, dir_fd=self._lock)
 
     def close(self) -> None:
-        """Unlock the folder."""
         os.close(self._lock)
 
     def make_room(self, num_bytes: int) -> None:

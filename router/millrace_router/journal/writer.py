@@ -70,7 +70,6 @@ class JournalWriter:
         self._thread = Thread(target=self._run, name="journal", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:

@@ -103,7 +103,6 @@ class AnswerLengths:
         return math.log(left / (1.0 - share)) / self._hazard
 
     def _refresh(self) -> None:
-        """Compute the curve."""
         self._is_stale = False
         answers = sorted(self.recent)
         self._lengths, self._means, self._survivals = [], [], []
@@ -136,7 +135,6 @@ class TrafficStatistics:
     def finished(
         self, *, num_prompt: int, num_generated: int, max_new_tokens: int, num_cached: int
     ) -> None:
-        """Learn from an answer."""
         self.lengths.add(num_generated, max_new_tokens)
         num_computed = num_prompt - num_cached
         share = num_computed / max(1, num_prompt)

@@ -62,7 +62,6 @@ class ChannelSplitter:
         self._step: Callable[[], bool] = self._in_thought if self.thinks else self._between
 
     def push(self, text: str) -> Split:
-        """Split more text."""
         self._rest += text
         return self._split()
 
@@ -183,7 +182,6 @@ class ChannelReasoning(ReasoningFormat):
         return Start.FREE if continued is None and not prompt.endswith(FINAL) else Start.CLOSED
 
     def splitter(self, start: Start, *, keeps_calls: bool = False) -> ChannelSplitter:
-        """See the base."""
         return ChannelSplitter(start, keeps_calls=keeps_calls)
 
     def _limited(self, start: Start, limit: ThoughtLimit) -> str:
@@ -221,7 +219,6 @@ class ChannelReasoning(ReasoningFormat):
         return "REST"
 
     def _terminals(self, rule: str) -> str:
-        """See the base."""
         return f"REST: {text_up_to((END,))}\n" if "REST" in rule else ""
 
     def _written(self, text: str) -> str:

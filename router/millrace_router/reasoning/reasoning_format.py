@@ -115,7 +115,6 @@ class ReasoningFormat(ABC):
         """Return the rule of a thought and the rule `answer` behind it."""
 
     def _terminals(self, rule: str) -> str:  # noqa: ARG002
-        """Return the terminals that `rule` names."""
         return ""
 
     def variables(self, effort: str | None) -> dict[str, Any]:

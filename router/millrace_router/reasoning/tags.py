@@ -43,7 +43,6 @@ class Tags:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All tags."""
         return tuple(
             filter(None, (*self.openers, *self.closers, self.answer_opener, self.answer_closer))
         )
@@ -67,7 +66,6 @@ class TagSplitter:
         self.thinks = start is Start.OPEN
 
     def push(self, text: str) -> Split:
-        """Split more text."""
         if self._step is None:
             return Split("", text)
         self._rest += text
@@ -223,5 +221,4 @@ class TaggedReasoning(ReasoningFormat):
         return _THOUGHT
 
     def _terminals(self, rule: str) -> str:
-        """See the base."""
         return f"{_THOUGHT}: {text_up_to(self.tags.closers)}\n" if _THOUGHT in rule else ""

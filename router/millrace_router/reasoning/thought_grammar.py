@@ -31,7 +31,6 @@ def written(text: str, ids: Mapping[str, int]) -> str:
 
 
 def token(id_: int) -> str:
-    """Return the rule of a token."""
     return f"<[{id_}]>"
 
 

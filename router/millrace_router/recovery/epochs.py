@@ -33,7 +33,6 @@ class GroupRestart:
         """Why ranks are being ended."""
 
     def request(self, reason: str) -> None:
-        """Have all ranks restarted."""
         if self._is_supervised:
             self._launcher.restart_shards(reason)
         else:
@@ -214,7 +213,6 @@ class EpochManager:
             self._group_restart.rank_lost(str(error))
 
     def step_computed(self) -> None:
-        """The shards computed a step."""
         if not self._has_computed:
             self._has_computed = True
             self._launcher.report_progress()

@@ -47,7 +47,6 @@ class HangDetector:
         self._report = report
 
     async def run(self) -> None:
-        """Watch until cancelled."""
         last_tick = last_check = time.monotonic()
         while True:
             await asyncio.sleep(self._timer.tick_seconds)

@@ -43,7 +43,6 @@ class LauncherChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a launcher."""
         return self._socket is not None
 
     async def run(self) -> None:

@@ -157,7 +157,6 @@ class RecoveryPolicy:
                     self._go_on()
 
     def ended(self, entry: SchedulableRequest) -> None:
-        """Record the end of an entry."""
         if self._search.ended(entry.request_id):
             self._go_on()
 

@@ -49,7 +49,6 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks without content."""
         return len(self._free) + self._num_fresh
 
     @property

@@ -68,7 +68,6 @@ class Expulsion:
         self._withdrawn: list[SchedulableRequest] = []
 
     def names(self, request: SchedulableRequest) -> bool:
-        """Whether a request has to leave."""
         return request.adapter is not None and request.adapter.digest in self.digests
 
     def take_rows(self, rows: Iterable[Row]) -> list[Row]:

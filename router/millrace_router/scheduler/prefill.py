@@ -31,7 +31,6 @@ class PromptBudget:
         self._cost = cost
 
     def share(self, part: float) -> PromptBudget:
-        """A budget of this part."""
         return PromptBudget(int(self.tokens * part), self.seconds * part, self._cost)
 
     def fitting(self, start: int = 0) -> int:

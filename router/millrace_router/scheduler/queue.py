@@ -216,7 +216,6 @@ class Deadlines:
 
     @property
     def next(self) -> float | None:
-        """The soonest deadline."""
         return self._order[0][0] if self._order else None
 
     def add(self, request: SchedulableRequest) -> None:
@@ -227,7 +226,6 @@ class Deadlines:
             self._requests[request.request_id] = request
 
     def discard(self, request: SchedulableRequest) -> None:
-        """Stop watching `request`."""
         if self._requests.pop(request.request_id, None) is not None:
             del self._order[bisect_left(self._order, (self._deadline(request), request.request_id))]
 

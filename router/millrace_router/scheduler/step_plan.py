@@ -118,7 +118,6 @@ class StepPlan:
 
     @property
     def method(self) -> str:
-        """Which of `METHODS` it is."""
         return "prefill" if self.chunks else "decode"
 
     @property

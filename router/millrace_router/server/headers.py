@@ -50,7 +50,6 @@ def note_ignored(request: web.Request, names: Iterable[str]) -> None:
 
 
 def ignored_header(request: web.Request) -> dict[str, str]:
-    """Return the header, or nothing."""
     names = list(request.get(_IGNORED, ()))
     if not names:
         return {}

@@ -108,7 +108,6 @@ class Run:
         self._known = asyncio.Event()
 
     def record(self, recording: Recording) -> None:
-        """Answer with a stream."""
         self.recording = recording
         self._known.set()
 
@@ -139,7 +138,6 @@ class Run:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the answer."""
         if self.recording is not None:
             return self.recording.num_bytes
         return len(self._outcome.body) if isinstance(self._outcome, Answer) else 0
@@ -230,7 +228,6 @@ class Runs:
                 self._drop(scope, run)
 
     async def close(self) -> None:
-        """Abort all runs."""
         tasks = tuple(self._tasks.values())
         for scope, run in tuple(self._runs.items()):
             self._drop(scope, run)

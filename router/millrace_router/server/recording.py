@@ -94,7 +94,6 @@ class Recording:
             self._finish()
 
     async def wait(self) -> None:
-        """Wait for the end."""
         await self._ended.wait()
 
     def frames_from(self, position: int, max_bytes: int) -> list[bytes]:
@@ -111,7 +110,6 @@ class Recording:
         self._readers.add(reader)
 
     def remove_reader(self, reader: ResumedStream) -> None:
-        """Hand `reader` nothing more."""
         self._readers.discard(reader)
 
     def _add(self, frame: bytes) -> None:
@@ -172,7 +170,6 @@ class ResumedStream(StreamWriter):
         super().token(frame)
 
     def follow_end(self) -> None:
-        """End as the recording has ended."""
         if not self.ended:
             self.error = self._recording.error
             self._end()

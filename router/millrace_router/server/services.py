@@ -76,7 +76,6 @@ class Services:
 
     @property
     def dialect(self) -> Dialect:
-        """The dialect of this server."""
         return self.limits.dialect
 
     def defect(self) -> InternalError:

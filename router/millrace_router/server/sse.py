@@ -44,7 +44,6 @@ def named_event(name: str, data: bytes) -> bytes:
 
 
 def error_event(error: RouterError) -> bytes:
-    """Frame TGI's error envelope."""
     return event(error_body(error))
 
 

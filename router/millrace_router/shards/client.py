@@ -54,7 +54,6 @@ class ShardClient:
     async def unload_adapter(
         self, request: pb.UnloadAdapterRequest, *, timeout: float
     ) -> pb.UnloadAdapterResponse:
-        """Free a slot."""
         return await self._stub.UnloadAdapter(request, timeout=timeout)
 
     async def end(self, group: int, reason: str, *, timeout: float) -> bool:
@@ -99,7 +98,6 @@ class ShardClient:
         self._connect()
 
     async def close(self) -> None:
-        """Close stream and channel."""
         await self._channel.close()
 
 

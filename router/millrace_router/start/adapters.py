@@ -38,7 +38,6 @@ class OpenAdapters:
     """Returns the digests of running requests, whose copies stay in the cache."""
 
     async def close(self) -> None:
-        """End all fetches."""
         await self.fetcher.close()
 
 

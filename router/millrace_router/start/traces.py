@@ -84,7 +84,6 @@ class KvEvents:
         self.recorder.on_event = lambda: loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """Publish what was recorded."""
         batch = self.recorder.take()
         if batch is not None:
             self.publisher.publish(batch)

@@ -88,7 +88,6 @@ class SpanRecorder:
         span.end(span_json["end"])
 
     def close(self) -> None:
-        """Export what waits."""
         self._provider.shutdown()
 
 

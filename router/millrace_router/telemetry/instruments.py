@@ -49,7 +49,6 @@ class Gauge:
 
     @property
     def value(self) -> float:
-        """The current value."""
         return self._value if self._read is None else self._read()
 
     def follow(self, read: Callable[[], float]) -> None:
@@ -58,12 +57,10 @@ class Gauge:
         self._read = read
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add `amount`."""
         self.touched = True
         self._value += amount
 
     def set(self, value: float) -> None:
-        """Replace the value."""
         self.touched = True
         self._value = value
 

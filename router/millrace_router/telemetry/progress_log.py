@@ -25,7 +25,6 @@ class ProgressLog:
         self._start(generated_tokens)
 
     def close(self) -> None:
-        """Log nothing more. Idempotent."""
         self._timer.cancel()
 
     def _start(self, generated_tokens: Callable[[], int]) -> None:

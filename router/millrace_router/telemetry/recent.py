@@ -44,7 +44,6 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """Length of the window."""
         return self.end.at - self.begin.at
 
     @property
@@ -76,7 +75,6 @@ class Recent:
 
     @property
     def uptime_seconds(self) -> float:
-        """Time since the start."""
         return self._clock() - self._started_at
 
     def window(self) -> Window:

@@ -39,7 +39,6 @@ class StopTrimmer:
 
     @property
     def stopped(self) -> bool:
-        """Whether one was found."""
         return self.stop is not None
 
     def push(self, text: str) -> str:

@@ -47,7 +47,6 @@ class TemplateShape:
 
     @classmethod
     def of(cls, tree: nodes.Template, source: str) -> TemplateShape:
-        """Inspect a parsed template."""
         constants = {
             node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
         }
@@ -211,7 +210,6 @@ def lacks_content(message: Message) -> bool:
 
 
 def text_of(content: object) -> str:
-    """Return content as one string."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content if isinstance(content, str) else ""

@@ -75,7 +75,6 @@ class AdapterStore:
             self._arena = AdapterArena(num_pages, self.table.device)
 
     def holds(self, slot: int, digest: str) -> bool:
-        """Whether `slot` holds this adapter."""
         adapter = self.table.get(slot)
         return adapter is not None and adapter.digest == digest
 
@@ -177,7 +176,6 @@ class AdapterStore:
             raise
 
     def _count_held(self, slot: int) -> None:
-        """Count the adapter in `slot` alone."""
         held = self.table.get(slot)
         self._set_pages(slot, 0 if held is None else held.num_pages)
 

@@ -84,12 +84,10 @@ class PageRuns:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
         with self._lock:
             return self.num_pages - sum(run.size for run in self._held)
 
     def free(self, run: Run) -> None:
-        """Free a held run."""
         with self._lock:
             self._held.remove(run)
 

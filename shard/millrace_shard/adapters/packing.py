@@ -41,7 +41,6 @@ class CanonicalModule:
 
     @property
     def rank(self) -> int:
-        """Ranks of this module."""
         return self.a.shape[0]
 
 

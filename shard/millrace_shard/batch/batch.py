@@ -146,7 +146,6 @@ class Batch:
         return self.slots.num_in_use
 
     def clear(self) -> None:
-        """Drop every sequence."""
         self.sequences.forget_last_step()
         self.failed.clear()
         self.slots.clear()
@@ -169,7 +168,6 @@ class Batch:
         return self._grow(change.grown_slots, change.grown_blocks)
 
     def drop(self, slots: Ints) -> None:
-        """Drop the sequences in `slots`."""
         if not len(slots):
             return
         self.sequences.forget_last_step()

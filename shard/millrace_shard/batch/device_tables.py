@@ -126,7 +126,6 @@ class BlockTables:
             self._tables[slots, columns] = blocks.to(torch.int32)
 
     def clear(self) -> None:
-        """Take back all blocks."""
         self._changes = _NO_CHANGES
         self._counts[:] = 0
         self._num_owners[:] = 0

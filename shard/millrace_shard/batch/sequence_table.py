@@ -73,7 +73,6 @@ class Slots:
         return int(self._in_use.sum())
 
     def clear(self) -> None:
-        """Free all slots."""
         self._in_use[:] = False
 
     def take(self, slot: int, *, is_valid: bool) -> None:
@@ -88,7 +87,6 @@ class Slots:
         self._admissions[slot] += 1
 
     def free(self, slots: Ints) -> None:
-        """Free `slots`."""
         self._in_use[slots] = False
 
     def is_valid(self, slot: int) -> bool:

@@ -24,7 +24,6 @@ class BatchChange:
     grown_blocks: Ints = field(default_factory=no_ints)
 
     def __bool__(self) -> bool:
-        """Whether anything changes."""
         grows = len(self.grown_slots) or len(self.grown_blocks)
         return bool(grows or self.admitted or len(self.dropped_slots))
 

@@ -135,7 +135,6 @@ class DraftTokens:
 
     @classmethod
     def none(cls, num_rows: int, device: torch.device) -> DraftTokens:
-        """No draft tokens for `num_rows` rows."""
         ids = torch.empty(0, dtype=torch.int64, device=device)
         return cls(counts=np.zeros(num_rows, dtype=np.int64), ids=ids)
 

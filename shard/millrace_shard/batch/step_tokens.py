@@ -204,7 +204,6 @@ class PendingVerification:
         """The last step that sampled for each slot."""
 
     def clear(self) -> None:
-        """Forget all steps."""
         self._steps.clear()
 
     def add(self, tokens: StepTokens) -> None:

@@ -168,12 +168,10 @@ class StagedCopies:
 
 
 def copy_directly(out: Tensor, values: Tensor) -> None:
-    """A Copy without buffers."""
     out.copy_(values)
 
 
 def copy_to(device: torch.device) -> Copy:
-    """The Copy for tensors on `device`."""
     if device.type != "cuda":
         return copy_directly
     buffers = [

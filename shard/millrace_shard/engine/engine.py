@@ -50,7 +50,6 @@ class Epoch:
         self.last_answered = 0
 
     def is_current(self, epoch: int) -> bool:
-        """Whether `epoch` is the open one."""
         return self._epoch == epoch
 
     def refusal(self, step: Step) -> str | None:
@@ -75,12 +74,10 @@ class Epoch:
             self.last_answered = step.number
 
     def fail(self, epoch: int) -> None:
-        """A step of `epoch` failed."""
         if epoch == self._epoch:
             self._has_failed = True
 
     def end(self) -> None:
-        """Close the epoch."""
         self._epoch = None
         self._has_failed = False
 
@@ -141,12 +138,10 @@ class Engine:
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model of `attach`."""
         assert self._loaded is not None, "no model is attached"
         return self._loaded
 
     def start(self) -> None:
-        """Start to run work."""
         self._threads.start()
 
     def attach(self, loaded: LoadedModel) -> None:

@@ -172,7 +172,6 @@ def _batch(kernels: Kernels, random: Random) -> RaggedBatch:
 
 
 def rope_table(head_dim: int, num_positions: int) -> Tensor:
-    """A table for `Kernels.rope_store`."""
     angles = torch.arange(num_positions).unsqueeze(1) / torch.arange(1, head_dim // 2 + 1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
@@ -243,7 +242,6 @@ def _head_norms(random: Random, head_dim: int) -> HeadNorms:
 
 
 def mlp_weights(random: Random, *, optional: bool) -> MlpWeights:
-    """Random weights, with biases if `optional`."""
     return MlpWeights(
         norm=NormWeights(weight=1 + random(HIDDEN) / 8, eps=EPS),
         gate_up=_linear(random, 2 * INTER, HIDDEN, bias=optional),

@@ -131,7 +131,6 @@ class ExpertsWeights:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts."""
         return len(self.router.weight)
 
     def peeked(self) -> tuple[ExpertWeights, ExpertsWeights]:

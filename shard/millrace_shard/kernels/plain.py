@@ -94,7 +94,6 @@ class PlainKernels(ComposedBlocks):
         return (wide * scale).to(x.dtype) * weight
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`residual += x`, then its norm."""
         residual += x
         return self.rms_norm(residual, weight, eps)
 

@@ -37,7 +37,6 @@ class ScoreRule:
     """[H] float32: a score of each head that takes part in the softmax and has no value."""
 
     def scores(self, products: Tensor) -> Tensor:
-        """Scale and cap `products`."""
         scores = products * self.scale
         if self.softcap is None:
             return scores

@@ -41,12 +41,10 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Outputs and inputs."""
         return self.codes.shape
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
         return len(self.values).bit_length() - 1
 
     def rows(self, start: int, end: int) -> QuantizedTensor:

@@ -36,7 +36,6 @@ class StoredWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property

@@ -64,7 +64,6 @@ class CudaCapture:
             caller.wait_stream(self._stream)
 
     def record(self, compute: Callable[[], Tensor]) -> Captured:
-        """Record `compute`, as Capture says."""
         graph = torch.cuda.CUDAGraph()
         try:
             # A failed capture may leave its stream current. Other threads that watch collectives and copies continue

@@ -90,7 +90,6 @@ class StepRunner:
         self.batch = batch
 
     def clear(self) -> None:
-        """Drop every sequence."""
         self.batch.clear()
         self._step_masks.clear()
         self._sampler.clear()

@@ -37,7 +37,6 @@ class StepPlanner:
         self._no_drafts = DraftTokens.none(0, batch.device)
 
     def clear(self) -> None:
-        """Every sequence has left."""
         self._pending.clear()
 
     def plan(self, step: Forward, on_ready: Callable[[], None]) -> StepPlan:

@@ -103,7 +103,6 @@ class TokenGraphs:
         )
 
     def _choose(self, choice: Choice, work: _Work) -> Tensor:
-        """The recorded work."""
         height = tile_height(work.logits.device, work.logits.shape[1])
         places = range(0, len(work.logits), height)
         tiles = [

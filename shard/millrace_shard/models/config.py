@@ -78,7 +78,6 @@ class ConfigReader:
         return self._fields.get(name)
 
     def count(self, name: str) -> int:
-        """A positive whole number."""
         found = self.value(name)
         if not _is_whole(found) or found < 1:
             raise UnsupportedModel(f"{name}={found!r} must be a positive whole number")
@@ -96,7 +95,6 @@ class ConfigReader:
         return None if self.value(name) is None else self.count(name)
 
     def number(self, name: str) -> float:
-        """A positive finite number."""
         found = self.value(name)
         if not is_number(found) or found <= 0:
             raise UnsupportedModel(f"{name}={found!r} must be a positive number")

@@ -82,14 +82,12 @@ class Decoder:
         return finished_logits(logits, self.spec.logit_multiplier, self.spec.logit_softcap)
 
     def first_layers(self, count: int) -> Decoder:
-        """See CausalModel."""
         first = copy.copy(self)
         first.geometry = KVGeometry(self.geometry.layers[:count])
         first.run_layers = self._runner_of(self._layers[:count])
         return first
 
     def with_layers(self, make: MakeLayers) -> Decoder:
-        """See CausalModel."""
         other = copy.copy(self)
         other.run_layers = make(self._layers[: len(self.geometry.layers)], self._reduce)
         return other

@@ -121,7 +121,6 @@ class LayerLoader:
         return read_kv_scales(self._weights, f"{self._spec.names.layers}.{index}.self_attn")
 
     def layer(self, index: int) -> Layer:
-        """Load layer `index`."""
         prefix, layer = f"{self._spec.names.layers}.{index}.", self._spec.layers[index]
         names = self._spec.names.layer
         attention = self._attention(prefix, layer)

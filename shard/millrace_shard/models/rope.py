@@ -196,7 +196,6 @@ class RopeTables:
         return (1 + scaling.beta * torch.log(1 + steps)).to(self._device)
 
     def table(self, rope: RopeSpec) -> Tensor:
-        """The table of `rope_table` for `rope`."""
         if rope not in self._tables:
             self._tables[rope] = model_rope_table(rope, self._max_total_tokens).to(self._device)
         return self._tables[rope]

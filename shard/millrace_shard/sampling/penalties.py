@@ -141,7 +141,6 @@ class BiasTable:
             self._biases.pop(slot, None)
 
     def clear(self) -> None:
-        """Remove all biases."""
         self._layout = None
         self._biases.clear()
 

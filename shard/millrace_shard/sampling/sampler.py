@@ -119,7 +119,6 @@ class Sampled:
 
     @classmethod
     def of_words(cls, words: Tensor) -> Sampled:
-        """Without top tokens."""
         ids, logprobs, failed = words
         return cls(
             ids=ids, logprobs=logprobs.view(torch.float32), failed=failed, top=(), words=words
@@ -160,7 +159,6 @@ class Sampler:
         self._processors.rules.drop(slots)
 
     def clear(self) -> None:
-        """Every sequence leaves."""
         self.biases.clear()
         self._processors.rules.clear()
 

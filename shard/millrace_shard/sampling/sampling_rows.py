@@ -138,7 +138,6 @@ class SamplingRows:
     """The same on the device, if it is there already."""
 
     def select(self, rows: Ints) -> SamplingRows:
-        """Some of the rows."""
         return SamplingRows(
             parameters=self.parameters[rows],
             positions=self.positions[rows],

@@ -142,7 +142,6 @@ class RuleTable:
         self._prepared: dict[int, _Prepared] = {}
 
     def put(self, slot: int, rules: SequenceRules) -> None:
-        """Replace the rules of `slot`."""
         self._prepared.pop(slot, None)
         self._rules.pop(slot, None)
         if rules:
@@ -155,7 +154,6 @@ class RuleTable:
             self._prepared.pop(slot, None)
 
     def clear(self) -> None:
-        """Remove all rules."""
         self._rules.clear()
         self._prepared.clear()
 

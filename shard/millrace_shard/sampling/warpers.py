@@ -170,7 +170,6 @@ class Candidates:
     """Whether the candidates are the whole vocabulary."""
 
     def select(self, rows: Tensor) -> Candidates:
-        """Some of the rows."""
         return replace(
             self,
             scores=self.scores[rows],

@@ -67,7 +67,6 @@ class ShardService(pb_grpc.ShardServiceServicer):
         self._prefill_logprobs = prefill_logprobs
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
-        """Describe the loaded model."""
         return info_to_pb(
             self.engine.loaded,
             deterministic=self._deterministic,

@@ -38,7 +38,6 @@ KINDS = {
 
 
 def warmup_from_pb(message: pb.WarmupRequest) -> WarmupRequest:
-    """Read the router's limits."""
     return WarmupRequest(
         max_batch_prefill_tokens=message.max_batch_prefill_tokens,
         max_batch_size=message.max_batch_size,
@@ -67,7 +66,6 @@ def capacity_to_pb(capacity: Capacity) -> pb.WarmupResponse:
 def info_to_pb(
     loaded: LoadedModel, *, deterministic: bool, prefill_logprobs: bool
 ) -> pb.InfoResponse:
-    """Describe the loaded model."""
     info = loaded.model.info
     return pb.InfoResponse(
         model_type=info.model_type,
@@ -117,7 +115,6 @@ def progress_to_pb(progress: Progress) -> pb.HealthResponse:
 
 
 def step_from_pb(message: pb.StepRequest) -> Step:
-    """Read a step."""
     return Step(message.epoch, message.number, _work(message))
 
 

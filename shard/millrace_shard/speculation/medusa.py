@@ -92,27 +92,22 @@ class MedusaModel:
         weights.close()
 
     def forward(self, batch: RaggedBatch, cache: Many[LayerCache]) -> Tensor:
-        """The decoder's logits."""
         self.last_states = self.decoder.states(batch, cache)
         return self.decoder.logits(self.last_states, batch.logit_adapters)
 
     def states(self, batch: RaggedBatch, cache: Many[LayerCache]) -> Tensor:
-        """The decoder's."""
         return self.decoder.states(batch, cache)
 
     def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """The decoder's."""
         return self.decoder.logits(states, adapters)
 
     def first_layers(self, count: int) -> MedusaModel:
-        """As CausalModel says, with all heads."""
         first = copy.copy(self)
         first.decoder = self.decoder.first_layers(count)
         first.geometry = first.decoder.geometry
         return first
 
     def with_layers(self, make: MakeLayers) -> MedusaModel:
-        """As CausalModel says."""
         other = copy.copy(self)
         other.decoder = self.decoder.with_layers(make)
         return other

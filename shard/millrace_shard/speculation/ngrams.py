@@ -53,11 +53,9 @@ class CopyingNgramProposer(NgramProposer):
         super().__init__(np.zeros((num_slots, max_tokens), dtype=np.int32), device)
 
     def admit(self, sequence: Sequence) -> None:
-        """Copy the prompt."""
         self._tokens[sequence.slot, : sequence.num_inputs] = sequence.input_ids
 
     def read(self, slots: Ints, positions: Ints, ids: Ints) -> None:
-        """Copy sampled tokens."""
         self._tokens[slots, positions] = ids
 
 

@@ -40,7 +40,6 @@ class MaskJob:
         self._take = take
 
     def result(self) -> Bitmasks:
-        """Wait for the bitmasks."""
         try:
             return self._take()
         # A panic of llguidance is no Exception; it must fail the step only.
@@ -83,7 +82,6 @@ class GrammarManager:
             self._sequences.pop(slot, None)
 
     def clear(self) -> None:
-        """Remove all sequences."""
         self._sequences.clear()
 
     def close(self) -> None:
@@ -190,7 +188,6 @@ class StepMasks:
             self._grammars.drop(np.array(guided, dtype=np.int64))
 
     def clear(self) -> None:
-        """Remove all matchers."""
         self._new_tokens.clear()
         if self._grammars is not None:
             self._grammars.clear()

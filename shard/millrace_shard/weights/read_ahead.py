@@ -56,7 +56,6 @@ class ReadAhead:
     """
 
     def __init__(self, paths: Sequence[Path], *, max_bytes: int | None = None) -> None:
-        """Start prefetching."""
         self._allowed = int(available_memory() * MEMORY_SHARE) if max_bytes is None else max_bytes
         self._is_closed = False
         self._changed = Condition()
@@ -76,7 +75,6 @@ class ReadAhead:
         self.close()
 
     def close(self) -> None:
-        """Stop prefetching."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()

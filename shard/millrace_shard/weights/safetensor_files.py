@@ -126,7 +126,6 @@ class SafetensorFiles:
         return found
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in the file."""
         stored = self._slice(name).get_dtype()
         if stored not in DTYPES:
             raise WeightsError(

@@ -100,7 +100,6 @@ class Weights:
         self.files.check_layers(count)
 
     def close(self) -> None:
-        """Close the files."""
         self._ahead.close()
         self._views.clear()
         self.files.close()

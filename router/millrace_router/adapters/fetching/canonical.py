@@ -119,7 +119,6 @@ class LoraModule:
 
     @property
     def rank(self) -> int:
-        """The number of ranks."""
         return self.a.shape[0]
 
     @property

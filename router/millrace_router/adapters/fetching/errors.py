@@ -21,7 +21,6 @@ class FetchError(Exception):
     kind: ClassVar[str]
 
     def answer(self) -> dict[str, JsonValue]:
-        """Render for the router."""
         return {"error": self.kind, "reason": str(self)}
 
 
@@ -54,7 +53,6 @@ class TooLarge(FetchError):
         self.limit = limit
 
     def answer(self) -> dict[str, JsonValue]:
-        """Render for the router."""
         return super().answer() | {"num_bytes": self.num_bytes, "limit": self.limit}
 
 
@@ -68,5 +66,4 @@ class Unavailable(FetchError):
         self.retry_after_seconds = retry_after_seconds
 
     def answer(self) -> dict[str, JsonValue]:
-        """Render for the router."""
         return super().answer() | {"retry_after_seconds": self.retry_after_seconds}

@@ -109,7 +109,6 @@ class MessageHead:
 
 
 def usage_json(usage: Usage) -> MessagesUsageJson:
-    """Render token counts."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

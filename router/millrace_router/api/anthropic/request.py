@@ -66,7 +66,6 @@ class PlainSource(RequestModel):
 
     @property
     def text(self) -> str:
-        """The text."""
         return self.data
 
 
@@ -78,7 +77,6 @@ class BlockSource(RequestModel):
 
     @property
     def text(self) -> str:
-        """The text."""
         return "\n".join(block.text for block in self.content)
 
 

@@ -23,7 +23,6 @@ class JsonGrammar(RequestModel):
     """None stands for any object if `type` is `json_object`."""
 
     def raw(self) -> RawGrammar:
-        """Translate."""
         if self.value is None and self.type == "json_object":
             return ANY_OBJECT
         return RawGrammar(GrammarKind.JSON_SCHEMA, self.value)
@@ -43,7 +42,6 @@ class JsonSchemaGrammar(RequestModel):
     value: JsonSchemaConfig
 
     def raw(self) -> RawGrammar:
-        """Translate."""
         return RawGrammar(GrammarKind.JSON_SCHEMA, self.value.schema_)
 
 
@@ -54,7 +52,6 @@ class RegexGrammar(RequestModel):
     value: str
 
     def raw(self) -> RawGrammar:
-        """Translate."""
         return RawGrammar(GrammarKind.REGEX, self.value)
 
 
@@ -65,7 +62,6 @@ class LarkGrammar(RequestModel):
     value: str
 
     def raw(self) -> RawGrammar:
-        """Translate."""
         return RawGrammar(GrammarKind.LARK, self.value)
 
 
@@ -86,7 +82,6 @@ class LoraxFormat(RequestModel):
     """None stands for any object."""
 
     def raw(self) -> RawGrammar:
-        """Translate."""
         return raw_schema(self.schema_)
 
 

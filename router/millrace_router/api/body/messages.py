@@ -41,7 +41,6 @@ class FunctionDefinition(RequestModel):
     """Whether the arguments of every call match `parameters`."""
 
     def as_tool(self) -> Tool:
-        """Translate."""
         return new_tool(self.name, self.description, self.parameters, strict=self.strict)
 
 
@@ -174,7 +173,6 @@ class RefusalPart(RequestModel):
 
     @property
     def text(self) -> str:
-        """Text for the template."""
         return self.refusal
 
 

@@ -30,7 +30,6 @@ class ChunkTemplate:
         self._parts = framed.split(orjson.dumps(mark))
 
     def fill(self, text: str) -> bytes:
-        """Render the chunk with `text`."""
         return orjson.dumps(text).join(self._parts)
 
 

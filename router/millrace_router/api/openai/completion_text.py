@@ -169,12 +169,10 @@ class CompletionLogprobs:
 
 
 def no_logprobs() -> CompletionLogprobsJson:
-    """Make empty columns."""
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def join(parts: Iterable[CompletionLogprobsJson]) -> CompletionLogprobsJson:
-    """Concatenate columns."""
     columns = no_logprobs()
     for part in parts:
         columns["tokens"] += part["tokens"]
@@ -234,7 +232,6 @@ class CompletionText(TrimmedText):
         return ChoiceDelta(self._echo.text, None, 0, logprobs)
 
     def push(self, event: TokenEvent) -> CompletionDelta:
-        """Take the next token."""
         self._num_tokens = event.index
         self._sum_of_logprobs += event.token.logprob
         if self._style.only_scores:

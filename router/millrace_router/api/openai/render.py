@@ -49,7 +49,6 @@ ROLE = "assistant"
 
 
 def usage_json(usage: Usage) -> UsageJson:
-    """Render token counts."""
     counts: UsageJson = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -99,7 +99,6 @@ class ReasoningFields(RequestModel):
 
     @property
     def effort(self) -> str | None:
-        """The effort, if there is one."""
         asked = self.reasoning or Reasoning()
         given = self.reasoning_effort or asked.effort
         return "none" if given is None and asked.enabled is False else given
@@ -112,7 +111,6 @@ class ReasoningFields(RequestModel):
 
     @property
     def shows_thought(self) -> bool:
-        """Whether the answer has the thought."""
         excluded = self.reasoning is not None and self.reasoning.exclude
         return not excluded and self.include_reasoning is not False
 
@@ -188,7 +186,6 @@ class CommonRequest(SamplingFields, GuidedFields):
 
     @property
     def num_choices(self) -> int:
-        """Choices for each prompt."""
         return 1 if self.n is None else self.n
 
     def adapter(self, request: web.Request) -> AdapterReference | None:

@@ -83,7 +83,6 @@ class ChatStream(ChoiceStream):
 
 
 def chat_streams(run: ChatRun, body: ChatCompletionRequest) -> list[ChatStream]:
-    """Return the stream of each choice."""
     renderer = chat_renderer(run.services, body)
     choices = OpenChoices(
         len(run.generations),

@@ -111,7 +111,6 @@ def openapi_json(*, admin: bool = True, root_path: str = "") -> bytes:
 
 
 def openapi(*, admin: bool = True) -> dict[str, Any]:
-    """Make the document."""
     schemas = _Schemas()
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:

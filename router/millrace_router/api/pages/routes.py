@@ -37,7 +37,6 @@ class Document:
 
     @property
     def digest(self) -> str:
-        """Hash of the body."""
         return sha256(self.body).hexdigest()[:32]
 
 
@@ -107,7 +106,6 @@ async def docs(request: web.Request) -> web.StreamResponse:
 
 @cache
 def page(name: str, root_path: str) -> Document:
-    """Load a page once."""
     return load(name, root_path)
 
 

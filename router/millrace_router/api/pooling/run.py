@@ -187,7 +187,6 @@ def pooling_request(
 
 
 def usage_json(usage: Usage) -> PoolingUsageJson:
-    """Render token counts."""
     return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
 
 

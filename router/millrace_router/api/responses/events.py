@@ -182,11 +182,9 @@ class ResponseEvents:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there have been events."""
         return self._num_events > 0
 
     def begin(self) -> Iterator[ResponseEvent]:
-        """Yield the first events."""
         response = self._head.begun()
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
@@ -215,7 +213,6 @@ class ResponseEvents:
         yield self._event(name, response=response)
 
     def fail(self, error: RouterError) -> Iterator[ResponseEvent]:
-        """Yield the events of a failure."""
         if not self.has_begun:
             yield from self.begin()
         yield self._event("error", code=error.error_type, message=str(error), param=None)
@@ -289,7 +286,6 @@ class ResponseEvents:
         self._open = None
 
     def _item(self, status: Literal["in_progress", "completed", "incomplete"]) -> ResponseItemJson:
-        """Render the open item."""
         assert self._open is not None
         if isinstance(self._open, GrowingCall | GrowingCustomCall):
             return self._open.json(status)

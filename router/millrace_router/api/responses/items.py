@@ -25,7 +25,6 @@ NUM_ID_BYTES = 24
 
 
 def new_id(prefix: Literal["resp", "item", "msg", "fc", "ctc", "rs"]) -> str:
-    """Make a unique id."""
     return f"{prefix}_{secrets.token_hex(NUM_ID_BYTES)}"
 
 

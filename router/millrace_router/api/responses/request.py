@@ -91,7 +91,6 @@ class ClientCallItem(RequestModel):
 
     @property
     def name(self) -> str:
-        """The tool's name."""
         return self.type.removesuffix("_call")
 
     @property
@@ -130,7 +129,6 @@ class McpCallItem(RequestModel):
 
     @property
     def text(self) -> str:
-        """The result."""
         if self.output is None and self.error is not None:
             return self.error if isinstance(self.error, str) else orjson.dumps(self.error).decode()
         return self.output or ""
@@ -266,7 +264,6 @@ class SchemaTextFormat(RequestModel):
     strict: bool | None = None
 
     def raw(self) -> RawGrammar:
-        """Translate."""
         return raw_schema(self.schema_)
 
 

@@ -71,7 +71,6 @@ class ResponseStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether responses are stored at all."""
         return self._max_bytes > 0
 
     def __len__(self) -> int:

@@ -35,7 +35,6 @@ class FunctionTool(RequestModel):
     """Whether the arguments of every call match `parameters`; unlike OpenAI's, absent means false."""
 
     def as_tool(self, name: str) -> Tool:
-        """Translate."""
         return new_tool(name, self.description, self.parameters, strict=self.strict)
 
     def repeated(self) -> ResponseFunctionToolJson:
@@ -66,7 +65,6 @@ class GrammarText(RequestModel):
     definition: str
 
     def raw(self) -> RawGrammar:
-        """Translate."""
         kind = GrammarKind.LARK if self.syntax == "lark" else GrammarKind.REGEX
         return RawGrammar(kind, self.definition)
 

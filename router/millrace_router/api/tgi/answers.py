@@ -99,7 +99,6 @@ class StreamResponse(TypedDict):
 
 
 def token_json(token: Token) -> TokenJson:
-    """Render one token."""
     return {
         "id": token.id,
         "text": token.text,

@@ -46,7 +46,6 @@ class EstimateJson(TypedDict):
 
 
 def estimate_json(appraisal: Appraisal) -> EstimateJson:
-    """Render."""
     estimate, fits = appraisal.estimate, appraisal.refusal is None
     prediction = estimate.prediction if fits else None
     return {

@@ -160,7 +160,6 @@ class GenerateRequest(RequestModel):
     """How to generate. Range: an object. Default: sampling with a temperature of 1."""
 
     def generation(self) -> GenerationRequest:
-        """Translate."""
         return self.parameters.generation(self.inputs)
 
 

@@ -182,7 +182,6 @@ class GenerateStream(GenerationStream):
         self._is_lorax = body.parameters.is_lorax
 
     def token(self, event: TokenEvent) -> None:
-        """Frame the next token."""
         if event.finished is not None:
             self._sink.token(framed(orjson.dumps(self._last(event, event.finished))))
             self._finish()

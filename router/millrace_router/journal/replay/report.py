@@ -49,7 +49,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def as_json(header: Header, notes: Sequence[str], outcomes: Sequence[Outcome]) -> str:
-    """The report as JSON."""
     report = {
         "model_id": header.model_id,
         "model_sha": header.model_sha,
@@ -98,7 +97,6 @@ def _remarks(outcome: Outcome) -> list[str]:
 
 
 def describe(difference: Difference) -> str:
-    """The text of a difference."""
     where = [f"step {difference.step}"]
     if difference.slot is not None:
         where.append(f"slot {difference.slot}")

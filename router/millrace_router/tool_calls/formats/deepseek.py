@@ -30,7 +30,6 @@ class DeepSeekV31(BlockFormat):
     tokens: ClassVar[tuple[str, ...]] = (_CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END)
 
     def reader(self, tools: Sequence[Tool]) -> NamedReader:
-        """See the base."""
         return NamedReader(
             names=[tool.name for tool in tools],
             before=(_CALL,),
@@ -55,7 +54,6 @@ class DeepSeekV3(DeepSeekV31):
     )
 
     def reader(self, tools: Sequence[Tool]) -> NamedReader:
-        """See the base."""
         return NamedReader(
             names=[tool.name for tool in tools],
             before=(_CALL, "function", _SEPARATOR),

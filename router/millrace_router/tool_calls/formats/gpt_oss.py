@@ -26,7 +26,6 @@ class HarmonyReader:
     names: Sequence[str]
 
     def read(self, cursor: Cursor, sink: CallSink) -> Wait[bool]:
-        """See `CallReader`."""
         for text in (_START, _ROLE, _CHANNEL):
             yield from cursor.take([text])
         yield from cursor.take(["commentary", "analysis"])
@@ -71,7 +70,6 @@ class Harmony(BlockFormat):
     )
 
     def reader(self, tools: Sequence[Tool]) -> HarmonyReader:
-        """See the base."""
         return HarmonyReader(names=[tool.name for tool in tools])
 
     def _call(self, name: str, arguments: str) -> str:

@@ -32,7 +32,6 @@ class KimiK2(BlockFormat):
     tokens: ClassVar[tuple[str, ...]] = (_SECTION, _BEGIN, _ARGUMENTS, _END, _SECTION_END)
 
     def reader(self, tools: Sequence[Tool]) -> NamedReader:
-        """See the base."""
         return NamedReader(
             names=[tool.name for tool in tools],
             before=(_BEGIN,),

@@ -40,7 +40,6 @@ class BlockFormat(CallFormat):
         """Return a reader of calls of `tools`."""
 
     def parser(self, tools: Sequence[Tool], choice: ToolChoice) -> AnswerParser:
-        """Return a parser for one answer."""
         return BlockParser(
             self.block,
             self.reader(tools),
@@ -99,7 +98,6 @@ class NamedReader:
     """A text that may precede the name."""
 
     def read(self, cursor: Cursor, sink: CallSink) -> Wait[bool]:
-        """See `CallReader`."""
         name = yield from self._header(cursor)
         if not name or (yield from cursor.peek()) != "{":
             return False

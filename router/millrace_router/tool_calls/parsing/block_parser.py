@@ -105,7 +105,6 @@ class BlockParser:
         return self._parsed()
 
     def start(self, name: str) -> None:
-        """See `CallSink`."""
         self._take()
         self._pending = self._num_started, self._new_id(), name
         self._num_started += 1
@@ -113,7 +112,6 @@ class BlockParser:
         self._cursor.holds = False
 
     def give(self, arguments: str) -> None:
-        """See `CallSink`."""
         self._arguments.append(arguments)
 
     def _take(self) -> None:

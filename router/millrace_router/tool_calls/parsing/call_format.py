@@ -79,7 +79,6 @@ class CallFormat(ABC):
         return read_text(GrammarKind.LARK, source)
 
     def parser(self, tools: Sequence[Tool], choice: ToolChoice) -> AnswerParser:
-        """Return a parser for one answer."""
         openers = self.syntax.openers
         # The grammar of a strict tool has calls at the start of the answer only, and any text on later lines.
         if self.syntax.bare and not any(tool.strict for tool in tools):

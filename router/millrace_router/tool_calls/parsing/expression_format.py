@@ -249,7 +249,6 @@ class ExpressionFormat(BlockFormat):
     expression: ClassVar[ExpressionSyntax]
 
     def reader(self, tools: Sequence[Tool]) -> ExpressionReader:
-        """See the base."""
         return ExpressionReader(self.expression, tools)
 
     def _rules_of_call(self, rule: str, tool: Tool) -> dict[str, str]:

@@ -253,7 +253,6 @@ class ExpressionReader:
         self._literals = LiteralReader(syntax)
 
     def read(self, cursor: Cursor, sink: CallSink) -> Wait[bool]:
-        """See `CallReader`."""
         syntax = self._syntax
         opener, closer = syntax.edges
         yield from cursor.take([_LIST])

@@ -69,7 +69,6 @@ class JsonScanner:
         return start + 1
 
     def _first(self, text: str, start: int) -> int:
-        """After an opening bracket."""
         start = behind_blanks(text, start)
         if start == len(text):
             return start

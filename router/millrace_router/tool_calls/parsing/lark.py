@@ -61,7 +61,6 @@ def escaped(text: str) -> str:
 
 
 def pattern(expression: str) -> str:
-    """The terminal of an expression."""
     closed = _SLASH.sub(lambda found: "\\/" if found[0] == "/" else found[0], expression)
     # A terminal is on one line.
     return "/" + closed.replace("\\\n", "\\n").replace("\n", "\\n") + "/"

@@ -110,7 +110,6 @@ class LarkSource:
         return made
 
     def references(self, name: str) -> set[str]:
-        """Return the names in a definition."""
         return {part.name for part in self.definitions[name] if isinstance(part, Reference)}
 
     def _check_names(self, parts: list[Part]) -> None:
@@ -151,7 +150,6 @@ def _range(text: str) -> Expression:
 
 
 def _plain(text: str) -> str:
-    """Decode a literal."""
     try:
         plain: str = json.loads(text, strict=False)
     except json.JSONDecodeError:

@@ -145,7 +145,6 @@ class RegexQuoter:
 
 
 def _of_character(char: str) -> str:
-    """The expression of one character."""
     if char in ESCAPES:
         return _QUOTED_CODE.format(ESCAPES[char])
     if char < " ":

@@ -64,7 +64,6 @@ class XmlReader:
         self._names = tuple(self._schemas)
 
     def read(self, cursor: Cursor, sink: CallSink) -> Wait[bool]:
-        """See `CallReader`."""
         syntax = self._syntax
         if syntax.before_name and not (yield from cursor.take([syntax.before_name])):
             return False
@@ -231,7 +230,6 @@ class XmlFormat(BlockFormat):
     xml: XmlSyntax
 
     def reader(self, tools: Sequence[Tool]) -> XmlReader:
-        """See the base."""
         return XmlReader(self.xml, tools)
 
     def _rules_of_call(self, rule: str, tool: Tool) -> dict[str, str]:

@@ -75,7 +75,6 @@ class Int8Kernels(ComposedBlocks):
         return self._kernels.head(weight, lora)
 
     def head_from(self, weights: LinearWeights) -> Linear:
-        """The head of the wrapped kernels."""
         return self._kernels.head_from(weights)
 
 

@@ -207,7 +207,6 @@ class TiledLayers:
     """All layers in one parallel region, since entering one takes as long as many phases of a step of few tokens."""
 
     def __init__(self, halves: Sequence[tuple[TiledAttention, TiledMlp]]) -> None:
-        """Combine `halves` from `tiled_halves`."""
         first, _ = halves[0]
         self._weights = [weight for pair in halves for half in pair for weight in half.weights]
         self._eps, self._rope = first.eps, first.rope

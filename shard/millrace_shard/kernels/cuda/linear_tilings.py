@@ -48,7 +48,6 @@ def part_length(num_outputs: int, num_inputs: int) -> int:
 
 
 def row_tiling(dtype: torch.dtype, num_rows: int) -> RowTiling:
-    """The tile for `num_rows` rows."""
     if dtype == torch.float32:
         return FLOAT32
     few, some, many = TENSOR_CORES

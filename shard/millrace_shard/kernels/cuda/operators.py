@@ -40,7 +40,6 @@ class TritonSampling:
     def find_threshold(
         self, keys: Tensor, probabilities: Tensor | None, limit: Tensor, /
     ) -> Tensor:
-        """See FindThreshold."""
         return triton_thresholds.find_threshold(keys, probabilities, limit)
 
     def count_tokens(

@@ -61,12 +61,10 @@ class PackedCodes:
 
     @property
     def num_steps(self) -> int:
-        """Steps of all groups."""
         return self.codes.shape[0]
 
     @property
     def num_outputs(self) -> int:
-        """Rows of the matrix."""
         return self.codes.shape[1]
 
     @property

@@ -112,7 +112,6 @@ def _counted(
 
 
 def _penalised(kernels: SamplingKernels, scores: Tensor, counts: Tensor) -> Pair:
-    """Scores under all penalties."""
     device, vocab_size = scores.device, scores.shape[1]
     table = _table(vocab_size, device)
     penalties = torch.tensor(PENALTIES, device=device)

@@ -177,7 +177,6 @@ def rope_store(
 
 
 def store(keys: Tensor, values: Tensor, cache_rows: Tensor, cache: LayerCache) -> None:
-    """See Kernels."""
     if keys.stride(2) != 1 or values.stride(2) != 1:
         keys, values = keys.contiguous(), values.contiguous()
     num_tokens, num_kv_heads, head_dim = keys.shape

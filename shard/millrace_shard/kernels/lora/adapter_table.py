@@ -113,13 +113,11 @@ class LoraPart:
 
     @property
     def num_inputs(self) -> int:
-        """Inputs on this rank."""
         start, end = self.input_range
         return end - start
 
     @property
     def num_outputs(self) -> int:
-        """Outputs on this rank."""
         start, end = self.output_range
         return end - start
 
@@ -235,7 +233,6 @@ class PackedAdapter:
 
     @property
     def most_slices(self) -> int:
-        """The most slices of a module."""
         return max((part.num_slices for part in self.parts.values()), default=0)
 
 
@@ -304,11 +301,9 @@ class AdapterTable:
         return all(site.packing == "slices" for site in self.sites)
 
     def get(self, slot: int) -> PackedAdapter | None:
-        """The adapter in `slot`."""
         return self._adapters.get(slot)
 
     def adapters(self) -> dict[int, PackedAdapter]:
-        """All adapters, by slot."""
         return dict(self._adapters)
 
     def part(self, slot: int, index: int) -> PackedPart | None:
@@ -333,7 +328,6 @@ class AdapterTable:
         self.lora_table[slot] = upload(row, self.device)
 
     def remove(self, slot: int) -> None:
-        """Empty `slot`."""
         if self._adapters.pop(slot, None) is not None:
             self.lora_table[slot] = 0
             self._changed(slot)

@@ -24,12 +24,10 @@ NAMES = WeightNames(layer=LayerNames(before_mlp=None))
 
 
 def cohere_attention(config: ConfigReader) -> AttentionSpec:
-    """Attention without norms."""
     return llama_attention(config, bias=config.flag("attention_bias"), interleaved=True)
 
 
 def cohere_norm(config: ConfigReader) -> NormSpec:
-    """The norm of all layers."""
     return NormSpec(eps=config.number("layer_norm_eps"), centred=True, wide=True)
 
 

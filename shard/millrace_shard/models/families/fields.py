@@ -32,7 +32,6 @@ class Heads:
 
 
 def activation(config: ConfigReader, field: str = "hidden_act") -> Activation:
-    """The activation of the gates."""
     name = config.value(field)
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise UnsupportedModel(f"{field}={name!r} is not supported for {config.model_type}")

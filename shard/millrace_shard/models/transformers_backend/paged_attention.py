@@ -66,7 +66,6 @@ class PagedAttention:
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule
     ) -> Tensor:
-        """See Attention."""
         self.kernels.store(keys, values, self.batch, self.cache[layer])
         return self.kernels.attend(
             queries,

@@ -44,7 +44,6 @@ def rope_parameters(
 
 
 def _scaling(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_type` with its parameters."""
     prefix = f"{arch}.rope.scaling"
     kind = metadata.text(f"{prefix}.type")
     factor = metadata.number(f"{prefix}.factor") or metadata.number(f"{arch}.rope.scale_linear")

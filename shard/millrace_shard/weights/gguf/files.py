@@ -203,15 +203,12 @@ class GgufFiles:
         return False
 
     def paths(self) -> list[Path]:
-        """The path of the file."""
         return [self._path]
 
     def num_bytes(self) -> int:
-        """The size of the file."""
         return self._header.size
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _tensor(self, name: str) -> StoredTensor:

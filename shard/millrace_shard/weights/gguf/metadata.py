@@ -32,7 +32,6 @@ class Metadata:
         )
 
     def describe(self, key: str) -> str:
-        """`key=value` for messages."""
         text = repr(self._values[key])
         return f"{key}={text if len(text) <= 60 else text[:60] + '…'}"
 

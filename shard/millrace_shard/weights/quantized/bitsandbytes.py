@@ -37,7 +37,6 @@ class FourBitLinear:
         return math.gcd(inputs, BLOCK)
 
     def read(self, tensors: ModuleTensors, cut: Cut) -> QuantizedTensor:
-        """See LinearFormat."""
         state, count = self._state(tensors), cut.outputs * cut.inputs
         block = _positive(tensors, self._state_name, state, "blocksize")
         if list(state.get("shape", ())) != [cut.outputs, cut.inputs]:
@@ -99,11 +98,9 @@ class Int8Linear:
     whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
-        """See LinearFormat."""
         return inputs
 
     def read(self, tensors: ModuleTensors, cut: Cut) -> QuantizedTensor:
-        """See LinearFormat."""
         shape = (cut.outputs, cut.inputs)
         weight = tensors.read("weight", [shape], [torch.int8], rows=cut.rows)
         scales = tensors.scales("SCB", [(cut.outputs,)], [torch.float32], rows=cut.rows)

@@ -41,11 +41,9 @@ class IntegerLinear:
     whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
-        """See LinearFormat."""
         return self.group or inputs
 
     def read(self, tensors: ModuleTensors, cut: Cut) -> QuantizedTensor:
-        """See LinearFormat."""
         size = self.group_size(cut.inputs)
         shape = (1 if self.one_scale else cut.outputs, -(-cut.inputs // size))
         order = None

@@ -27,11 +27,9 @@ class Mxfp4Linear:
     whole_groups: bool = True
 
     def group_size(self, inputs: int) -> int:  # noqa: ARG002
-        """See LinearFormat."""
         return MX_GROUP
 
     def read(self, tensors: ModuleTensors, cut: Cut) -> QuantizedTensor:
-        """See LinearFormat."""
         check_width(tensors, cut.inputs, MX_GROUP)
         shape = (cut.outputs, cut.inputs // MX_GROUP)
         exponents = tensors.read("weight_scale", [shape], [torch.uint8], rows=cut.rows)
@@ -51,11 +49,9 @@ class Nvfp4Linear:
     whole_groups: bool = True
 
     def group_size(self, inputs: int) -> int:  # noqa: ARG002
-        """See LinearFormat."""
         return NV_GROUP
 
     def read(self, tensors: ModuleTensors, cut: Cut) -> QuantizedTensor:
-        """See LinearFormat."""
         check_width(tensors, cut.inputs, NV_GROUP)
         whole = tensors.scales(self.whole, [(), (1,)])
         shape = (cut.outputs, cut.inputs // NV_GROUP)

@@ -34,11 +34,9 @@ class Fp8Linear:
     whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
-        """See LinearFormat."""
         return self.block[1] if self.block else inputs
 
     def read(self, tensors: ModuleTensors, cut: Cut) -> QuantizedTensor:
-        """See LinearFormat."""
         shape = (cut.outputs, cut.inputs)
         weight = tensors.read("weight", [shape], [FLOAT8], rows=cut.rows)[:, slice(*cut.columns)]
         scales, size = block_scales(tensors, cut, self.block)

@@ -57,11 +57,9 @@ class GptqLinear:
     whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
-        """See LinearFormat."""
         return self.group or inputs
 
     def read(self, tensors: ModuleTensors, cut: Cut) -> QuantizedTensor:
-        """See LinearFormat."""
         size = self.group_size(cut.inputs)
         num_groups = -(-cut.inputs // size)
         order = None
@@ -189,11 +187,9 @@ class AwqLinear:
     whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
-        """See LinearFormat."""
         return self.group or inputs
 
     def read(self, tensors: ModuleTensors, cut: Cut) -> QuantizedTensor:
-        """See LinearFormat."""
         size, words = self.group_size(cut.inputs), -(-cut.outputs // 8)
         num_groups = -(-cut.inputs // size)
         groups, rows = Groups.of(size, cut.columns), slice(*cut.rows)

@@ -88,11 +88,9 @@ class ModuleTensors:
         return tuple(found)
 
     def dtype(self, kind: str) -> torch.dtype:
-        """The dtype in the file."""
         return self._files.dtype(self._name(kind))
 
     def shape(self, kind: str) -> Shape:
-        """The shape of the whole tensor."""
         return self._files.shape(self._name(kind))
 
     def read(

@@ -26,7 +26,6 @@ class Settings:
         return next((self._raw[name] for name in names if self._raw.get(name) is not None), None)
 
     def choice(self, *names: str, allowed: Sequence[object], default: object = None) -> Any:  # noqa: ANN401
-        """One of `allowed`."""
         found = self.value(*names)
         if found is None:
             found = default
@@ -40,7 +39,6 @@ class Settings:
         return found
 
     def flag(self, *names: str, default: bool = False) -> bool:
-        """True or false."""
         found = self.value(*names)
         if found is None:
             return default
