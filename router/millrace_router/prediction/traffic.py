@@ -76,7 +76,7 @@ class AnswerLengths:
         place = bisect_right(self._lengths, limit) - 1
         if place < 0:
             return float(limit)
-        beyond = limit - self._lengths[place]
+        beyond: float = limit - self._lengths[place]
         if place == len(self._lengths) - 1 and self._hazard:
             beyond = -math.expm1(-self._hazard * beyond) / self._hazard
         return self._means[place] + self._survivals[place] * beyond
@@ -92,7 +92,7 @@ class AnswerLengths:
         if place < len(self._lengths):
             end = float(self._lengths[place])
         elif self._hazard:
-            end = max(num_generated, self._lengths[-1]) + self._tail(alive, share)
+            end = float(max(num_generated, self._lengths[-1])) + self._tail(alive, share)
         else:
             end = math.inf
         return max(0.0, min(end, limit) - num_generated)
