@@ -1,18 +1,20 @@
 """Predicts when a request that arrives now is served."""
 
 from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
+from heapq import heapify
+from heapq import heapreplace
 from itertools import islice
-
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.prediction.traffic import RunningRow, TrafficStatistics
-from millrace_router.scheduler.prefill_order import longest_overtaking, max_step_seconds
+from millrace_router.prediction.traffic import RunningRow
+from millrace_router.prediction.traffic import TrafficStatistics
+from millrace_router.scheduler.prefill_order import longest_overtaking
+from millrace_router.scheduler.prefill_order import max_step_seconds
 
 _MOST_ENDS = 128
 """Ends of rows that are simulated one by one; further requests ahead are counted at the mean rate."""
@@ -168,34 +170,19 @@ class Forecaster:
         """
         if not self._predicts:
             return None
-        running, traffic = list(rows), self._traffic
-        num_ahead, tokens_ahead = ahead
-        num_kv_tokens = sum([row.num_kv_tokens for row in running])
-        queue = _Queue(
-            running,
-            num_kv_tokens,
-            num_ahead,
-            tokens_ahead / max(1, num_ahead) * traffic.computed_share,
-            self._num_free(
-                running,
-                num_kv_tokens,
-                num_ahead + 1,
-                tokens_ahead + num_prompt_tokens,
-                max_new_tokens,
-            ),
-            max(1, num_prompt_tokens - num_cached),
-            max_new_tokens,
-        )
+        traffic = self._traffic
+        num_left = max(1, num_prompt_tokens - num_cached)
+        queue = self._queue(list(rows), ahead, num_prompt_tokens, num_left, max_new_tokens)
         length = traffic.lengths.expected(max_new_tokens)
         step = self._typical_step(queue, num_prompt_tokens + length / 2)
         if step is None:
             return None
         planned, begins = self._next_step(queue, step, now_in_step, in_flight)
-        wait, num_left = self._queue_seconds(queue, step), queue.num_left
+        wait = self._queue_seconds(queue, step)
         first = begins + wait + math.ceil(num_left / step.room) * step.seconds
         first += step.prompt_seconds(num_left, num_prompt_tokens - num_left)
         between = step.seconds
-        if running:
+        if queue.running:
             # The load stays as it is: each row that ends is replaced by a request with a prompt.
             replaced = (step.decodes - 1) / traffic.mean_steps(max_new_tokens)
             between += replaced * step.prompt_seconds(traffic.mean_prompt)
@@ -227,15 +214,31 @@ class Forecaster:
         traffic = self._traffic
         return max(1, round(traffic.mean_prompt)), max(1, round(traffic.mean_length(longest)))
 
-    def _num_free(
+    def _queue(
         self,
         running: Sequence[RunningRow],
-        num_kv_tokens: int,
-        num_joining: int,
-        num_tokens: int,
+        ahead: tuple[int, int],
+        num_prompt_tokens: int,
+        num_left: int,
         max_new_tokens: int,
+    ) -> _Queue:
+        num_ahead, tokens_ahead = ahead
+        num_tokens = tokens_ahead + num_prompt_tokens
+        return _Queue(
+            running,
+            sum([row.num_kv_tokens for row in running]),
+            num_ahead,
+            tokens_ahead / max(1, num_ahead) * self._traffic.computed_share,
+            self._num_free(running, num_ahead + 1, num_tokens, max_new_tokens),
+            num_left,
+            max_new_tokens,
+        )
+
+    def _num_free(
+        self, running: Sequence[RunningRow], num_joining: int, num_tokens: int, max_new_tokens: int
     ) -> int:
         """The number of the next `num_joining` requests that find a slot and blocks at once."""
+        num_kv_tokens = sum([row.num_kv_tokens for row in running])
         free_slots = self._max_batch_size - len(running)
         if self._reserve_all:
             num_tokens += num_joining * max_new_tokens

@@ -76,7 +76,7 @@ class AnswerLengths:
         place = bisect_right(self._lengths, limit) - 1
         if place < 0:
             return float(limit)
-        beyond = float(limit - self._lengths[place])
+        beyond: float = limit - self._lengths[place]
         if place == len(self._lengths) - 1 and self._hazard:
             beyond = -math.expm1(-self._hazard * beyond) / self._hazard
         return self._means[place] + self._survivals[place] * beyond
@@ -92,7 +92,7 @@ class AnswerLengths:
         if place < len(self._lengths):
             end = float(self._lengths[place])
         elif self._hazard:
-            end = max(num_generated, self._lengths[-1]) + self._tail(alive, share)
+            end = float(max(num_generated, self._lengths[-1])) + self._tail(alive, share)
         else:
             end = math.inf
         return max(0.0, min(end, limit) - num_generated)
@@ -103,6 +103,7 @@ class AnswerLengths:
         return math.log(left / (1.0 - share)) / self._hazard
 
     def _refresh(self) -> None:
+        """Compute the curve."""
         self._is_stale = False
         answers = sorted(self.recent)
         self._lengths, self._means, self._survivals = [], [], []
@@ -135,6 +136,7 @@ class TrafficStatistics:
     def finished(
         self, *, num_prompt: int, num_generated: int, max_new_tokens: int, num_cached: int
     ) -> None:
+        """Learn from an answer."""
         self.lengths.add(num_generated, max_new_tokens)
         num_computed = num_prompt - num_cached
         share = num_computed / max(1, num_prompt)
