@@ -1,19 +1,17 @@
 """The distributions say the same thing: versions, requirements and programs."""
 
 from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
 from millrace_proto.version import VERSION
-from millrace_testing.project import ROOT, project_files
+from millrace_testing.project import ROOT
+from millrace_testing.project import project_files
 
 PARTS = ("proto", "router", "shard", "launcher")
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
@@ -62,7 +60,13 @@ def test_the_whole_has_every_program_of_its_parts() -> None:
         programs |= project(part).get("scripts", {})
     own = {name: place for name, place in project()["scripts"].items() if name not in programs}
     assert {**programs, **own} == project()["scripts"]
+<<<<<<< ours
     assert set(own) == {"millrace", "millrace-verify", "text-generation-benchmark"}
+||||||| base
+    assert set(own) == {"millrace", "text-generation-benchmark"}
+=======
+    assert set(own) == {"millrace", "millrace-simulate", "text-generation-benchmark"}
+>>>>>>> theirs
 
 
 @pytest.mark.parametrize("part", PARTS)

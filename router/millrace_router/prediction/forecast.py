@@ -1,20 +1,18 @@
 """Predicts when a request that arrives now is served."""
 
 from __future__ import annotations
+
 import math
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify
-from heapq import heapreplace
+from heapq import heapify, heapreplace
 from itertools import islice
+
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.prediction.traffic import RunningRow
-from millrace_router.prediction.traffic import TrafficStatistics
-from millrace_router.scheduler.prefill_order import longest_overtaking
-from millrace_router.scheduler.prefill_order import max_step_seconds
+from millrace_router.prediction.traffic import RunningRow, TrafficStatistics
+from millrace_router.scheduler.prefill_order import longest_overtaking, max_step_seconds
 
 _MOST_ENDS = 128
 """Ends of rows that are simulated one by one; further requests ahead are counted at the mean rate."""
