@@ -1,17 +1,19 @@
 """The distributions say the same thing: versions, requirements and programs."""
 
 from __future__ import annotations
+
 import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
 from millrace_proto.version import VERSION
-from millrace_testing.project import ROOT
-from millrace_testing.project import project_files
+from millrace_testing.project import ROOT, project_files
 
 PARTS = ("proto", "router", "shard", "launcher")
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
