@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial, wraps
+from http import HTTPStatus
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -20,11 +21,19 @@ from millrace_router.server.idempotency import (
     scope_of,
     unknown_event,
 )
+from millrace_router.server.operation import Operation
 from millrace_router.server.recording import Recording, ResumedStream
 from millrace_router.server.services import SERVICES, count_refusal, counting_refusals
 from millrace_router.server.sse import RUN, cut_off, send
 
 RUNS: web.AppKey[Runs] = web.AppKey("runs", Runs)
+END_OPERATION = Operation(
+    method="delete",
+    path="/v1/requests/{key}",
+    id="end_request",
+    summary="End the request with this `Idempotency-Key`",
+    failures=(HTTPStatus.GONE, HTTPStatus.UNPROCESSABLE_ENTITY),
+)
 
 
 async def end_runs(app: web.Application) -> None:

@@ -7,13 +7,15 @@ from base64 import b64encode
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from http import HTTPStatus
 from importlib.resources import files
 
 from aiohttp import ETag, web
 
-from millrace_router.api.tgi.probes import RECENT, health, status_json
+from millrace_router.api.tgi.probes import RECENT, StatusJson, health, status_json
 from millrace_router.errors import RouterError
 from millrace_router.server.bodies import json_response
+from millrace_router.server.operation import Operation
 from millrace_router.server.services import SERVICES
 from millrace_router.telemetry.recent import Recent
 
@@ -65,6 +67,36 @@ def _read(name: str) -> str:
 def _hashes(texts: list[str]) -> str:
     digests = (b64encode(sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+STATUS_OPERATION = Operation(
+    method="get",
+    is_open=True,
+    path="/status",
+    id="status",
+    summary="How busy the server is, in a few figures; a page for browsers",
+    answer=StatusJson,
+)
+ROOT_OPERATION = Operation(
+    method="get",
+    is_open=True,
+    path="/",
+    id="root",
+    summary="Whether the server can do its work",
+    failures=(HTTPStatus.SERVICE_UNAVAILABLE,),
+)
+OPERATIONS = tuple(
+    Operation(
+        method="get",
+        path=path,
+        is_open=True,
+        id=id_,
+        summary="This document, for people with a browser",
+        answer=bytes,
+        text_type="text/html",
+    )
+    for path, id_ in zip(PATHS, ("docs", "docs_alias"), strict=True)
+)
 
 
 def register(app: web.Application) -> None:

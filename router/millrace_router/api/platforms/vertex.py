@@ -28,6 +28,7 @@ from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest,
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError, ValidationError
 from millrace_router.server.bodies import json_response
+from millrace_router.server.operation import PREDICTING, SCHEDULING, Operation
 from millrace_router.server.services import SERVICES, Services, count_refusal, counting_refusals
 
 PATH = "/vertex"
@@ -72,6 +73,20 @@ class VertexResponse(TypedDict):
     """Answer of `/vertex`: a text for each instance, in their order."""
 
     predictions: list[str]
+
+
+OPERATIONS = (
+    Operation(
+        method="post",
+        path=PATH,
+        id="vertex_compatibility",
+        summary="Predict a text for each instance; for Vertex AI",
+        body=VertexRequest,
+        answer=VertexResponse,
+        failures=PREDICTING,
+        headers=SCHEDULING,
+    ),
+)
 
 
 def register(app: web.Application) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from http import HTTPStatus
 
 from aiohttp import web
 from typing_extensions import TypedDict
@@ -14,8 +15,10 @@ from millrace_router.api.tgi.lorax import adapter_of
 from millrace_router.api.tgi.request import GenerateRequest
 from millrace_router.errors import BodyShapeError, ValidationError
 from millrace_router.prediction.forecast import Appraisal, Prediction
+from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.server.bodies import json_response, read_json
+from millrace_router.server.operation import NAMING, READING, SCHEDULING, Operation
 from millrace_router.server.services import SERVICES, scheduling_of
 
 KEYS = ("inputs", "messages", "prompt")
@@ -66,6 +69,20 @@ def _predicted(prediction: Prediction) -> PredictedJson:
         "first_token_ms": round(prediction.first_token_seconds * 1000, 3),
         "finish_ms": round(prediction.finish_seconds * 1000, 3),
     }
+
+
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/v1/estimate",
+        id="estimate",
+        summary="What would become of a request, without running it",
+        body=GenerateRequest | ChatCompletionRequest | CompletionRequest,
+        answer=EstimateJson,
+        failures=(*READING, *NAMING, HTTPStatus.SERVICE_UNAVAILABLE),
+        headers=(*SCHEDULING, ADAPTER_TOKEN_HEADER),
+    ),
+)
 
 
 def register(app: web.Application) -> None:

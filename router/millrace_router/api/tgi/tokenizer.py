@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 from millrace_router.api.body.fields import RequestModel, UInt32
 from millrace_router.errors import ValidationError
 from millrace_router.server.bodies import json_response, read_model, to_model
+from millrace_router.server.operation import ADMITTING, Operation
 from millrace_router.server.services import SERVICES
 from millrace_router.text.tokenizer import TokenizerError
 
@@ -52,6 +53,26 @@ class TokenizerInfoJson(TypedDict):
     pad_token: str | None
     chat_template: str | None
     model_max_length: int
+
+
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/detokenize",
+        id="detokenize",
+        summary="Turn token ids into text",
+        body=DetokenizeRequest,
+        answer=DetokenizeJson,
+        failures=ADMITTING,
+    ),
+    Operation(
+        method="get",
+        path="/tokenizer_info",
+        id="tokenizer_info",
+        summary="Special tokens of the model, and its chat template",
+        answer=TokenizerInfoJson,
+    ),
+)
 
 
 def register(app: web.Application) -> None:
