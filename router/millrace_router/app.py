@@ -140,7 +140,7 @@ async def describe_errors(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def _misdirected(request: web.Request, error: web.HTTPException) -> web.Response:
-    """Answer a request without a route: with OpenAI's error on its paths, with a tip on those of other servers.
+    """Answer a request without a route: with OpenAI's error on its paths, with a tip on paths of other servers.
 
     Else with an empty 404 or 405, as in TGI.
     """
@@ -194,14 +194,14 @@ async def answer_preflight(request: web.Request, handler: Handler) -> web.Stream
     """Answer the preflight requests of browsers; every OPTIONS counts as one."""
     if request.method != "OPTIONS":
         return await handler(request)
-    wanted = request.headers.get("access-control-request-headers", "")
-    if not (wanted.isascii() and wanted.isprintable()):
-        wanted = ""
+    requested_headers = request.headers.get("access-control-request-headers", "")
+    if not (requested_headers.isascii() and requested_headers.isprintable()):
+        requested_headers = ""
     return web.Response(
         headers={
             "access-control-allow-methods": "GET,POST",
             # Browsers do not apply `*` to `Authorization`.
-            "access-control-allow-headers": wanted or ALLOWED_HEADERS,
+            "access-control-allow-headers": requested_headers or ALLOWED_HEADERS,
         }
     )
 

@@ -42,7 +42,7 @@ async def end_runs(app: web.Application) -> None:
 
 
 async def end_request(request: web.Request) -> web.Response:
-    """`DELETE /v1/requests/{key}`: abort and forget what the caller asked for with this key, or 410."""
+    """`DELETE /v1/requests/{key}`: abort and forget the caller's request with this key, or 410."""
     if not request.app[RUNS].end(owned_key(request.headers, request.match_info["key"])):
         raise NotResumable
     return web.Response()
@@ -51,7 +51,7 @@ async def end_request(request: web.Request) -> web.Response:
 def idempotent(handler: Handler) -> Handler:
     """Let requests with the same key, body, caller and path share one call of `handler`.
 
-    The call outlives the connection of the first request: it runs in a task of its own, in which the headers and the
+    The call outlives the connection of the first request: it runs in its own task, in which the headers and the
     body of the first request stay readable. Requests without a key go straight to `handler`. What `handler` refuses
     counts as a request that failed, unless its body cannot be read.
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace_router.api.body.fields import Place
+from millrace_router.api.body.fields import FieldScope
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ SAMPLING = (
     *_refused("routed_experts_prompt_start", neutral=[0]),
     *_refused("prompt_embeds session_params"),
     *_refused("dynatemp_range mirostat min_keep n_indent t_max_predict_ms", neutral=[0]),
-    *_refused("samplers", "the [order](sampling.md#order) is fixed"),
+    *_refused("samplers", "the order of sampling is fixed"),
     *_refused("repeat_penalty", "use `repetition_penalty`", neutral=[1]),
     *_refused("n_predict", "use `max_tokens`", neutral=[-1]),
     *_refused("n_cmpl", "use `n`", neutral=[1]),
@@ -89,10 +89,10 @@ COMMON_WITHOUT_EFFECT = f"{SAMPLING_WITHOUT_EFFECT} guided_decoding_backend"
 POOLING = (*_refused("embed_dtype endianness", "numbers are float32, little-endian"),)
 POOLING_WITHOUT_EFFECT = "mm_processor_kwargs user request_id rid"
 
-UNUSED_FIELDS: dict[Place, UnusedFields] = {
-    Place.GENERATE: _unused(),
-    Place.PARAMETERS: _unused(),
-    Place.CHAT: _unused(
+UNUSED_FIELDS: dict[FieldScope, UnusedFields] = {
+    FieldScope.GENERATE: _unused(),
+    FieldScope.PARAMETERS: _unused(),
+    FieldScope.CHAT: _unused(
         COMMON,
         _refused("functions function_call", "use `tools` and `tool_choice`"),
         _refused("audio web_search_options"),
@@ -107,42 +107,42 @@ UNUSED_FIELDS: dict[Place, UnusedFields] = {
         _refused("echo", neutral=[False]),
         without_effect=f"{COMMON_WITHOUT_EFFECT} prediction",
     ),
-    Place.COMPLETION: _unused(
+    FieldScope.COMPLETION: _unused(
         COMMON, _refused("suffix", neutral=[""]), without_effect=COMMON_WITHOUT_EFFECT
     ),
-    Place.RESPONSE: _unused(
+    FieldScope.RESPONSE: _unused(
         SAMPLING,
         _refused("conversation prompt", "send everything as `input`"),
         _refused("background", "read the answer, or a stream", neutral=[False]),
         without_effect=f"""{SAMPLING_WITHOUT_EFFECT} client_metadata background_options prompt_cache_options
         max_tool_calls stream_options truncation context_management""",
     ),
-    Place.STRUCTURED_OUTPUTS: _unused(
+    FieldScope.STRUCTURED_OUTPUTS: _unused(
         _refused("structural_tag whitespace_pattern", neutral=[""]),
         _refused("disable_any_whitespace disable_additional_properties", neutral=[False]),
         without_effect="disable_fallback",
     ),
-    Place.MESSAGE: _unused(
+    FieldScope.MESSAGE: _unused(
         _refused("output_format", "use `output_config`"),
         _refused("container mcp_servers", "only Anthropic's servers have them", neutral=[[]]),
         _refused("thread", "send everything as `messages`"),
         without_effect="""context_management cache_control metadata service_tier inference_geo speed betas diagnostics
         user_profile_id workspace_id billing_policy fallback_credit_token fallbacks compaction""",
     ),
-    Place.EMBEDDINGS: _unused(
+    FieldScope.EMBEDDINGS: _unused(
         POOLING,
         _refused("messages", "send the text as `input`"),
         without_effect=POOLING_WITHOUT_EFFECT,
     ),
-    Place.EMBED: _unused(POOLING, without_effect=POOLING_WITHOUT_EFFECT),
-    Place.EMBED_PARAMETERS: _unused(),
-    Place.RERANK: _unused(
+    FieldScope.EMBED: _unused(POOLING, without_effect=POOLING_WITHOUT_EFFECT),
+    FieldScope.EMBED_PARAMETERS: _unused(),
+    FieldScope.RERANK: _unused(
         POOLING,
         _refused("rank_fields", "send texts"),
         _refused("max_tokens_per_doc max_chunks_per_doc", "use `truncate_prompt_tokens`"),
         without_effect=POOLING_WITHOUT_EFFECT,
     ),
-    Place.SCORE: _unused(POOLING, without_effect=POOLING_WITHOUT_EFFECT),
+    FieldScope.SCORE: _unused(POOLING, without_effect=POOLING_WITHOUT_EFFECT),
 }
 
 NESTED = frozenset(

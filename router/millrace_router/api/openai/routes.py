@@ -96,12 +96,12 @@ async def models(request: web.Request) -> web.StreamResponse:
 
 async def model(request: web.Request) -> web.StreamResponse:
     """`GET /v1/models/{model}`: the one that is served, or an adapter of it, by its name."""
-    asked = request.match_info["model"]
-    served = [one for one in _models(request.app[SERVICES]) if one["id"] == asked]
-    found = served[0] if served else adapter_json(request, asked)
-    if found is None:
-        raise UnknownModel(asked)
-    return json_response(found)
+    name = request.match_info["model"]
+    served = [one for one in _models(request.app[SERVICES]) if one["id"] == name]
+    model_json = served[0] if served else adapter_json(request, name)
+    if model_json is None:
+        raise UnknownModel(name)
+    return json_response(model_json)
 
 
 def _models(services: Services) -> list[ModelJson]:

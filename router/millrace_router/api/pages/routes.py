@@ -45,7 +45,7 @@ class Document:
 def load(name: str, root_path: str = "") -> Document:
     """Read `<name>/<name>.html` from this folder, and put its styles and scripts into it.
 
-    `root_path`, where a proxy has the server, is told to the scripts: a page cannot tell it from an address such as
+    `root_path`, where a proxy has the server, is passed to the scripts: a page cannot derive it from an address such as
     `/llm` that lacks the last slash.
     """
     source = _read(f"{name}/{name}.html")
@@ -54,8 +54,8 @@ def load(name: str, root_path: str = "") -> Document:
     styles = [_read(file) for file in _STYLE.findall(source)]
     scripts = [_read(file) for file in _SCRIPT.findall(source)]
     hashes = {"style-src": _hashes(styles), "script-src": _hashes(scripts)}
-    source = _STYLE.sub(lambda found: f"<style>{_read(found[1])}</style>", source)
-    source = _SCRIPT.sub(lambda found: f"<script>{_read(found[1])}</script>", source)
+    source = _STYLE.sub(lambda match: f"<style>{_read(match[1])}</style>", source)
+    source = _SCRIPT.sub(lambda match: f"<script>{_read(match[1])}</script>", source)
     allowed = "; ".join(f"{directive} {values}" for directive, values in hashes.items())
     return Document(source.encode(), f"{_POLICY}; {allowed}")
 
@@ -171,8 +171,8 @@ def _answer(
     request: web.Request, document: Document, *, status: int = 200, vary: str | None = None
 ) -> web.Response:
     tag = ETag(document.digest)
-    known = request.if_none_match or ()
-    if status == 200 and any(one.value in {tag.value, "*"} for one in known):
+    known_tags = request.if_none_match or ()
+    if status == 200 and any(one.value in {tag.value, "*"} for one in known_tags):
         answer = web.Response(status=304)
     else:
         answer = web.Response(

@@ -265,7 +265,7 @@ async def model(request: web.Request) -> web.StreamResponse:
 
 
 async def infer(request: web.Request) -> web.StreamResponse:
-    """`POST /v2/models/{model_name}/infer`: each text of each tensor is a prompt of its own."""
+    """`POST /v2/models/{model_name}/infer`: each text of each tensor is one prompt."""
     services = request.app[SERVICES]
     body = await read_request(request, KserveRequest)
     with counting_refusals(services.metrics):
@@ -275,8 +275,8 @@ async def infer(request: web.Request) -> web.StreamResponse:
     prompts = [text for tensor in texts for text in tensor]
     answers = iter(await gather([_answer(request, text, body.parameters) for text in prompts]))
     outputs = [
-        tensor.answered(name, [next(answers) for _ in asked])
-        for tensor, name, asked in zip(body.inputs, body.output_names(), texts, strict=True)
+        tensor.answered(name, [next(answers) for _ in tensor_texts])
+        for tensor, name, tensor_texts in zip(body.inputs, body.output_names(), texts, strict=True)
     ]
     return json_response(_response(request, body, outputs))
 

@@ -202,15 +202,15 @@ async def get_input_items(request: web.Request) -> web.StreamResponse:
 def _stored(request: web.Request) -> StoredResponse:
     """Return the response that the path names; raises NotStored."""
     id_, store = request.match_info["id"], request.app[STORE]
-    found = store.find(tenant_of(request), id_)
-    if found is None:
+    response = store.find(tenant_of(request), id_)
+    if response is None:
         raise NotStored(id_, are_stored=store.is_on)
-    return found
+    return response
 
 
-def _limit(given: str | None) -> int:
-    if given is None:
+def _limit(text: str | None) -> int:
+    if text is None:
         return USUAL_ITEMS
-    if _NUMBER.fullmatch(given) is None or not 1 <= int(given) <= MAX_ITEMS:
+    if _NUMBER.fullmatch(text) is None or not 1 <= int(text) <= MAX_ITEMS:
         raise ValidationError(f"`limit` must be from 1 to {MAX_ITEMS}")
-    return int(given)
+    return int(text)

@@ -93,9 +93,9 @@ def register(app: web.Application) -> None:
 async def estimate(request: web.Request) -> web.StreamResponse:
     """`POST /v1/estimate`: takes the body of `/generate`, of a chat or of a completion."""
     services = request.app[SERVICES]
-    asked, priority = await _read(request, await read_json(request))
-    asked = replace(asked, scheduling=scheduling_of(request, priority))
-    appraisal = await services.infer.estimate(asked)
+    generation_request, priority = await _read(request, await read_json(request))
+    generation_request = replace(generation_request, scheduling=scheduling_of(request, priority))
+    appraisal = await services.infer.estimate(generation_request)
     return json_response(estimate_json(appraisal))
 
 
@@ -120,10 +120,10 @@ async def _read(request: web.Request, body: object) -> tuple[GenerationRequest, 
                 f"`prompt` must be one prompt to be estimated. Given: {len(completion.prompts)}"
             )
         (prompt,) = completion.prompts
-        asked = replace(
+        generation_request = replace(
             completion.generation(services.dialect),
             prompt=prompt,
             adapter=completion.adapter(request),
         )
-        return asked, completion.priority
+        return generation_request, completion.priority
     raise BodyShapeError("needs one of `inputs`, `messages` and `prompt`, and no more than one")

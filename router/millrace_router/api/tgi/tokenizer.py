@@ -115,11 +115,12 @@ def names_prompt(body: object) -> bool:
 async def tokenize_prompt(request: web.Request, body: object) -> web.StreamResponse:
     """`POST /tokenize` with a `prompt`: token ids alone; raises RouterError."""
     services = request.app[SERVICES]
-    asked = to_model(body, TokenizePromptRequest)
+    prompt_request = to_model(body, TokenizePromptRequest)
     with services.infer.permit():
         try:
             ids = await services.tokenizer.encode_async(
-                asked.prompt, add_special_tokens=asked.add_special_tokens is not False
+                prompt_request.prompt,
+                add_special_tokens=prompt_request.add_special_tokens is not False,
             )
         except TokenizerError as error:
             raise ValidationError(f"tokenizer error {error}") from error
