@@ -45,6 +45,10 @@ def _unused(*groups: Iterable[RefusedField], without_effect: str = "") -> Unused
     return UnusedFields({one.name: one for one in fields}, frozenset(without_effect.split()))
 
 
+SAMPLERS = "the order of sampling is fixed, and other samplers do not exist here"
+ENDS = "a text ends by tokens, stop strings and `max_tokens`"
+NOT_IN_ANSWERS = "answers do not contain it here"
+ONE_FORM = "structured output has one form here"
 SAMPLING = (
     *_refused("truncation_side", "the last tokens are kept", neutral=["left"]),
     *_refused(
@@ -57,21 +61,26 @@ SAMPLING = (
         "clients bring no code",
         neutral=[[], {}],
     ),
-    *_refused("repetition_detection stop_regex logprob_token_ids", neutral=["", [], {}]),
+    *_refused("repetition_detection stop_regex", ENDS, neutral=["", [], {}]),
+    *_refused("logprob_token_ids", neutral=["", [], {}]),
     *_refused(
-        "return_hidden_states return_routed_experts return_cached_tokens_details", neutral=[False]
+        "return_hidden_states return_routed_experts return_cached_tokens_details",
+        NOT_IN_ANSWERS,
+        neutral=[False],
     ),
-    *_refused("routed_experts_prompt_start", neutral=[0]),
+    *_refused("routed_experts_prompt_start", NOT_IN_ANSWERS, neutral=[0]),
     *_refused("prompt_embeds session_params"),
-    *_refused("dynatemp_range mirostat min_keep n_indent t_max_predict_ms", neutral=[0]),
-    *_refused("samplers", "the order of sampling is fixed"),
+    *_refused("dynatemp_range mirostat min_keep", SAMPLERS, neutral=[0]),
+    *_refused("n_indent t_max_predict_ms", ENDS, neutral=[0]),
+    *_refused("samplers", SAMPLERS),
     *_refused("repeat_penalty", "use `repetition_penalty`", neutral=[1]),
     *_refused("n_predict", "use `max_tokens`", neutral=[-1]),
     *_refused("n_cmpl", "use `n`", neutral=[1]),
     *_refused("n_probs", "use `logprobs`", neutral=[0]),
     *_refused("return_tokens", "use `return_token_ids`", neutral=[False]),
-    *_refused("timings_per_token return_progress", neutral=[False]),
-    *_refused("response_fields lora", neutral=[[]]),
+    *_refused("timings_per_token return_progress", NOT_IN_ANSWERS, neutral=[False]),
+    *_refused("response_fields", NOT_IN_ANSWERS, neutral=[[]]),
+    *_refused("lora", "name the adapter as `model`", neutral=[[]]),
     *_refused("grammar", "use `structured_outputs`", neutral=[""]),
 )
 """Of chats, text completions and responses."""
@@ -83,7 +92,7 @@ SAMPLING_WITHOUT_EFFECT = """
     mirostat_eta repeat_last_n post_sampling_probs n_keep n_discard n_cache_reuse cache_prompt id_slot
     sse_ping_interval speculative.n_max speculative.n_min speculative.p_min
 """
-COMMON = (*SAMPLING, *_refused("guided_whitespace_pattern structural_tag", neutral=[""]))
+COMMON = (*SAMPLING, *_refused("guided_whitespace_pattern structural_tag", ONE_FORM, neutral=[""]))
 """Of chats and text completions."""
 COMMON_WITHOUT_EFFECT = f"{SAMPLING_WITHOUT_EFFECT} guided_decoding_backend"
 POOLING = (*_refused("embed_dtype endianness", "numbers are float32, little-endian"),)
@@ -95,12 +104,12 @@ UNUSED_FIELDS: dict[FieldScope, UnusedFields] = {
     FieldScope.CHAT: _unused(
         COMMON,
         _refused("functions function_call", "use `tools` and `tool_choice`"),
-        _refused("audio web_search_options"),
+        _refused("audio web_search_options", "answers are text"),
         _refused("modalities", "answers are text", neutral=[["text"]]),
-        _refused("verbosity", "ask for it in a message", neutral=["medium"]),
-        _refused("stream_reasoning", neutral=[True]),
+        _refused("verbosity", "request it in a message", neutral=["medium"]),
+        _refused("stream_reasoning", "use `separate_reasoning`", neutral=[True]),
         _refused("reasoning_format", "use `separate_reasoning`", neutral=["auto", "deepseek"]),
-        _refused("parse_tool_calls", neutral=[True]),
+        _refused("parse_tool_calls", "calls are always parsed", neutral=[True]),
         _refused(
             "chat_template", "templates are code; `--tokenizer-config-path` chooses the server's"
         ),
@@ -118,8 +127,8 @@ UNUSED_FIELDS: dict[FieldScope, UnusedFields] = {
         max_tool_calls stream_options truncation context_management""",
     ),
     FieldScope.STRUCTURED_OUTPUTS: _unused(
-        _refused("structural_tag whitespace_pattern", neutral=[""]),
-        _refused("disable_any_whitespace disable_additional_properties", neutral=[False]),
+        _refused("structural_tag whitespace_pattern", ONE_FORM, neutral=[""]),
+        _refused("disable_any_whitespace disable_additional_properties", ONE_FORM, neutral=[False]),
         without_effect="disable_fallback",
     ),
     FieldScope.MESSAGE: _unused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -112,9 +113,29 @@ async def test_what_has_no_effect_is_accepted() -> None:
             assert (status, ignored) == (200, ""), (name, text)
 
 
-def test_every_refused_field_is_in_the_api_page() -> None:
+def refused_section() -> str:
+    """Write the table of docs/api.md: the refused fields by their reason and the bodies that may have them."""
+    scopes: dict[tuple[str, str], list[FieldScope]] = {}
+    for scope, field in REFUSED:
+        scopes.setdefault((field.name, field.reason), []).append(scope)
+    rows: dict[tuple[str, tuple[FieldScope, ...]], list[str]] = {}
+    for (name, reason), bodies in scopes.items():
+        rows.setdefault((reason or "not supported", tuple(bodies)), []).append(name)
+    lines = ["| field | body | reason |", "|---|---|---|"]
+    for (reason, bodies), names in rows.items():
+        cells = (
+            ", ".join(f"`{one}`" for one in names),
+            ", ".join(one.name.lower() for one in bodies),
+        )
+        lines.append(f"| {' | '.join(cells)} | {reason} |")
+    return "\n".join(lines)
+
+
+def test_the_api_page_lists_every_refused_field() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    assert sorted({field.name for _, field in REFUSED if f"`{field.name}`" not in page}) == []
+    _, section, _ = re.split("<!-- /?refused fields -->\n", page)
+    table = refused_section()
+    assert section == f"{table}\n", f"replace what is between the markers in docs/api.md:\n{table}"
 
 
 @pytest.mark.parametrize("scope", FieldScope)
