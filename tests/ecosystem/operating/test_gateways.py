@@ -18,7 +18,7 @@ from tests.ecosystem.operating.proxies import (
 )
 from tests.router.api.openapi.test_openapi import BODIES, STREAM, STREAMS
 
-from millrace_router.api.openapi.operations import OPERATIONS
+from millrace_router.api.openapi.document import OPERATIONS
 from millrace_testing.router.edge import echo, finished, token_event
 
 pytestmark = pytest.mark.ecosystem

@@ -33,8 +33,8 @@ def test_names_and_keys(file: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "has no key"),
-        (b"# nothing\n\n", "has no key"),
+        (b"", "does not contain a key"),
+        (b"# nothing\n\n", "does not contain a key"),
         (b"a:secret\nsecret", "line 2: must be NAME:KEY"),
         (b":secret", "line 1: must be NAME:KEY"),
         (b"a b:secret", "line 1: must be NAME:KEY"),

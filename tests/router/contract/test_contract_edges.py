@@ -142,7 +142,7 @@ BROWSERS = [
     ),
     Rule(
         section="3.1",
-        says="a preflight that names no headers is told of those that are read",
+        says="a preflight that names no headers gets the headers that are read",
         path="/anything",
         method="OPTIONS",
         default=Reply(
@@ -151,7 +151,7 @@ BROWSERS = [
     ),
     Rule(
         section="3.1",
-        says="nor is what no header can be called told again",
+        says="nor is what cannot be the name of a header repeated",
         path="/generate",
         method="OPTIONS",
         headers={"access-control-request-headers": "x-\u00e9"},
@@ -323,14 +323,14 @@ MISDIRECTED = [
     ),
     Rule(
         section="3.2",
-        says="OpenAI's clients are told of an unknown path",
+        says="OpenAI's clients get an error for an unknown path",
         path="/v1/nothing",
         default=Reply(status=404, body=openai_error("Unknown path: /v1/nothing", "not_found", 404)),
         strict=Reply(status=404, body=EMPTY),
     ),
     Rule(
         section="3.2",
-        says="OpenAI's clients are told of a wrong method",
+        says="OpenAI's clients get an error for a wrong method",
         path="/v1/completions",
         method="GET",
         default=Reply(

@@ -107,7 +107,7 @@ async def test_nothing_of_a_request_is_logged_or_public(script: Any, json_output
 
 
 async def no_http(url: str) -> None:
-    """Bytes that are no request, with secrets in them."""
+    """Bytes that are not a request, with secrets in them."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(

@@ -271,7 +271,7 @@ async def test_the_end_of_the_server_ends_what_is_kept() -> None:
 
 @asynccontextmanager
 async def streaming_deaf(edge: Edge) -> AsyncIterator[asyncio.StreamWriter]:
-    """Ask for a stream on a connection of its own, and never read from it."""
+    """Request a stream on its own connection, and never read from it."""
     host, port = edge.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     # As aiohttp writes it, for it to be the same request.

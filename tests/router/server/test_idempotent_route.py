@@ -57,7 +57,7 @@ WHOLE = [
 async def test_a_dropped_stream_resumes_at_every_token(path: str, body: dict[str, object]) -> None:
     """Its two parts are what another reader got undisturbed, to the byte; for every place, before and after the end."""
     prompts = prompts_of(body)
-    # A choice of a chat begins with an event of its own.
+    # A choice of a chat begins with an event without a token.
     events_before = prompts if "chat" in path else 0
     for num_rounds in range(NUM_TOKENS + 1):
         for num_read in range(num_rounds * prompts + (events_before if num_rounds else 0) + 1):

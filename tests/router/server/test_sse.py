@@ -357,7 +357,7 @@ async def deaf_client(edge: Edge) -> tuple[asyncio.StreamReader, asyncio.StreamW
 async def ask_for_stream(
     edge: Edge, *, version: bytes = b"1.1"
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Ask for a stream on a connection of its own."""
+    """Request a stream on its own connection."""
     host, port = edge.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(ASKED).encode()

@@ -1,4 +1,4 @@
-"""What agents send to Anthropic's API beside a chat: their server's tools and blocks, marks, beta headers."""
+"""What agents send to Anthropic's API in addition to a chat: their server's tools and blocks, marks, beta headers."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             {"role": "tool", "tool_call_id": "1", "name": "add", "content": "2"},
         ],
     ),
-    "a call alone has no content": (
+    "a call without text is a message without content": (
         [
             USER,
             {"role": "assistant", "content": [CALL]},
@@ -271,7 +271,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         "`messages[0].content[0]` must be a block of type 'text'",
     ),
     "another block": (in_content({"type": "telepathy"}), "images and all others are not supported"),
-    "a document that is no text": (
+    "a document that is not text": (
         in_content({"type": "document", "source": {"type": "base64", "data": ""}}),
         "`messages[0].content[0].source` must be of type 'text' or 'content'",
     ),

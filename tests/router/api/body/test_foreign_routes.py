@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from millrace_router.api.body.foreign_routes import TIPS, foreign_route
-from millrace_router.api.openapi.operations import OPERATIONS
+from millrace_router.api.openapi.document import OPERATIONS
 from millrace_testing.router.edge import serving
 
 

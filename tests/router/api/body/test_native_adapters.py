@@ -78,7 +78,7 @@ async def test_a_request_gets_the_adapter_that_it_names(path: str) -> None:
     async with serving(adapters=adapters()) as edge:
         for fields in ({"adapter_id": "a"}, {"lora_path": "b"}, {}, {"adapter_id": ""}):
             assert (await edge.post(path, asked(**fields)))[0] == 200
-        # The base's own name is no adapter.
+        # The base's own name is not an adapter.
         assert (await edge.post(path, asked(adapter_id="org/tiny")))[0] == 200
         assert digests(edge) == [A.digest, B.digest, None, None, None]
         lines = await edge.exposition()

@@ -221,7 +221,7 @@ async def test_usage_comes_with_every_chunk_if_asked_for(include_usage: bool | N
 
 
 async def test_bytes_of_all_tokens_make_the_text() -> None:
-    """A token may be a part of a character: OpenAI tells its bytes, so that a client can put them together."""
+    """A token may be a part of a character: OpenAI gives its bytes, so that a client can put them together."""
     shown = "Grüße 好!"
     whole = {BYTES.token_bytes(id_): id_ for id_ in range(BYTES.vocab_size)}
     ids = [whole[bytes([byte])] for byte in shown.encode()]

@@ -1,4 +1,4 @@
-"""Chat under `--strict-tgi`: each of TGI's oddities beside what is done without the flag."""
+"""Chat under `--strict-tgi`: each of TGI's oddities, compared with the behaviour without the flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools of a chat: which are offered, how calls are told, in one piece and streamed, and what is refused."""
+"""Tools of a chat: which are offered, how calls are reported, in one piece and streamed, and what is refused."""
 
 from __future__ import annotations
 

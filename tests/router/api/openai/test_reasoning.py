@@ -1,4 +1,4 @@
-"""The thought of a chat: beside the text in answers and streams, counted, asked for, and given back."""
+"""The thought of a chat: separate from the text in answers and streams, counted, requested, and given back."""
 
 from __future__ import annotations
 

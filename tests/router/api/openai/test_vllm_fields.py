@@ -44,7 +44,7 @@ def text_in(answer: Any) -> str:
 
 
 async def said(tokens: list[int], route: str, **fields: Any) -> str:
-    """The text of a generation of `tokens`, whole, which has to be that of the stream."""
+    """The whole text of a generation of `tokens`, checked to equal the streamed text."""
     script = Generations(tokens, tokens, tokenizer=BYTES)
     async with serving(script, limits=WIDE, template=TEMPLATE) as edge:
         body = body_of(route, **fields)
@@ -123,7 +123,7 @@ async def test_the_prompt_is_cut_to_its_last_tokens() -> None:
             body["prompt"] = list(edge.services.tokenizer.encode(words))
             assert (await edge.post("/v1/completions", body))[0] == 200
             assert edge.batcher.requests[-1].input_ids == kept_ids
-        # As many as fit beside the answer.
+        # As many as fit together with the answer.
         body = {"prompt": words, "max_tokens": 6, "truncate_prompt_tokens": -1}
         assert (await edge.post("/v1/completions", body))[0] == 200
         assert len(edge.batcher.requests[-1].input_ids) == 2

@@ -16,8 +16,7 @@ import pytest
 from millrace_router.__main__ import main
 from millrace_router.adapters.resolver import Resolver
 from millrace_router.api.anthropic.answers import STATUSES
-from millrace_router.api.openapi.operation import Operation
-from millrace_router.api.openapi.operations import OPERATIONS
+from millrace_router.api.openapi.document import OPERATIONS
 from millrace_router.errors import (
     AdapterForbidden,
     AdapterNotFound,
@@ -33,6 +32,7 @@ from millrace_router.request.request import Task, ValidRequest
 from millrace_router.request.scheduling import PRIORITY_HEADER
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import bodies
+from millrace_router.server.operation import Operation
 from millrace_testing.adapters.fake_fetcher import FakeFetcher, Repository, registered, resolver_of
 from millrace_testing.contract.openapi import (
     DOCUMENT,

@@ -14,14 +14,14 @@ from millrace_testing.contract.openapi import DOCUMENT, Schema, resolved
 NAMES = json.loads(Path(openapi.__file__).with_name("tgi_openapi_names.json").read_text())
 OPERATIONS: dict[str, str] = NAMES["operations"]
 SCHEMAS: dict[str, list[str]] = NAMES["schemas"]
-"""TGI's schemas, and the properties of each with those of its variants."""
+"""TGI's schemas, and the properties of each and of its variants."""
 EXCEPTIONS = {
     "TextMessage.tool_call_id": "no answer has it in TGI either, whose server leaves out what is null",
 }
 
 
 def properties_of(schema: Schema) -> set[str]:
-    """Names of a schema's properties, and of those of its variants."""
+    """Names of the properties of a schema and of its variants."""
     if "$ref" in schema:
         schema = resolved(schema["$ref"])
     variants = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]

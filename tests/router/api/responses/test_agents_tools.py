@@ -1,4 +1,4 @@
-"""The tools that agents offer beside functions: in namespaces, of OpenAI's servers, and how they are told."""
+"""The tools that agents offer besides functions: in namespaces, of OpenAI's servers, and how they are reported."""
 
 from __future__ import annotations
 

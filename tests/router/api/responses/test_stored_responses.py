@@ -1,4 +1,4 @@
-"""Stored responses on a real socket: conversations go on by an id, and nobody reads another's."""
+"""Stored responses on a real socket: conversations go on by an id, and no client reads another's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/estimate`: what it reads, what it tells, and that it takes nothing."""
+"""`/v1/estimate`: what it reads, what it reports, and that it takes no permit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of `/status`, and where those of `/metrics` are."""
+"""The figures of `/status`, and where `/metrics` has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The description of one route."""
+"""The description of one route in the OpenAPI document, and the sets of statuses and headers that routes share."""
 
 from __future__ import annotations
 
