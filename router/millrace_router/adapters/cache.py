@@ -48,7 +48,7 @@ class AdapterCache:
         return sum(self._sizes.values())
 
     def size_of(self, digests: Collection[str]) -> int:
-        """Size of those of `digests` that are in the cache."""
+        """Size of the `digests` that are in the cache."""
         return sum(self._sizes.get(digest, 0) for digest in set(digests))
 
     def use(self, digest: str, num_bytes: int) -> None:

@@ -24,7 +24,7 @@ MAX_GRANTS = 16_384
 _SALT = secrets.token_bytes(16)
 
 Holder = bytes
-"""Hash of a token; that of no token is empty."""
+"""Hash of a token; empty without a token."""
 
 MAX_REMEMBERED = 4096
 FIRST_SECONDS = 1.0

@@ -123,7 +123,7 @@ class Resolver:
         return source.kind is AdapterSource.HUB or source.folder.is_dir()
 
     def named_by(self, token: str | None) -> list[str]:
-        """Return the ids that nobody registered and that the holder of `token` may use now."""
+        """Return the ids that are not registered and that the holder of `token` may use now."""
         return [
             repository if revision is None else f"{repository}@{revision}"
             for repository, revision in self._access.allowed(holder_of(token))
@@ -179,7 +179,7 @@ class Resolver:
         return registration if source in {None, registration.source.kind} else None
 
     def _clients_source(self, name: str, kind: AdapterSource | None) -> NamedSource | None:
-        """Return the source of a name that nobody registered, if clients may name it."""
+        """Return the source of a name that is not registered, if clients may name it."""
         rules = self._rules
         if (kind or rules.source) is AdapterSource.LOCAL:
             return None if rules.root is None else local_source(name, rules.root)

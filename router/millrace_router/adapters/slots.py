@@ -17,7 +17,7 @@ class SlotState(Enum):
     RESIDENT = auto()
     """All ranks have loaded it."""
     STALE = auto()
-    """They had it before the last failure; nobody knows whether they have it now."""
+    """They had it before the last failure; whether they still do is unknown."""
     LEAVING = auto()
     """They are removing it."""
 

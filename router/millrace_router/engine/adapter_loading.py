@@ -1,4 +1,4 @@
-"""Loads adapters into the shards and frees their slots, beside the steps of the batch."""
+"""Loads adapters into the shards and frees their slots while the batch goes on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 class AdapterLoading(AdapterHooks):
     """Calls the shards for an `AdapterAdmission`.
 
-    A failed load ends the requests for that adapter alone. A lost shard ends the epoch, and the load is repeated in the
+    A failed load ends only the requests for that adapter. A lost shard ends the epoch, and the load is repeated in the
     next one.
     """
 

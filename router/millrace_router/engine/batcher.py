@@ -59,7 +59,7 @@ class Batcher:
         metrics: BatchMetrics,
         adapters: AdapterHooks | None = None,
     ) -> None:
-        """`in_flight`, `epochs` and `adapters` use the same channel; `new_entry` makes an entry with an id of its own.
+        """`in_flight`, `epochs` and `adapters` use the same channel; `new_entry` makes an entry with a new id.
 
         `adapters` is for shards that take them.
         """

@@ -26,7 +26,7 @@ class Usage:
     cached_tokens: int = 0
     """Tokens of the prompt that were in the prefix cache."""
     reasoning_tokens: int | None = None
-    """Tokens of the answer that belong to thoughts; None if thoughts are not told from text."""
+    """Tokens of the answer that belong to thoughts; None if the model's format does not separate thoughts from text."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -77,7 +77,7 @@ class RequestRecord:
         metrics.request_count.inc()
 
     def sibling(self) -> RequestRecord:
-        """The record of another sample of the same request; it counts as a request of its own."""
+        """The record of another sample of the same request; it counts as a separate request."""
         other = RequestRecord(self._metrics, self._on_failure, self._on_token)
         other.arrived_at = self.arrived_at
         return other

@@ -31,7 +31,7 @@ class _Flight:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredStep:
-    """A step and its answer; times are those of `time.monotonic`."""
+    """A step and its answer; times are in seconds by `time.monotonic`."""
 
     plan: StepPlan
     result: StepResult

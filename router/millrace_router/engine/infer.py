@@ -100,7 +100,7 @@ class Infer:
         on_token: Callable[[], None] = noop,
         on_entry: Callable[[float], None] = noop,
     ) -> None:
-        """Without `adapters` there are none; with `by_adapter` each is a tenant of its own.
+        """Without `adapters` there are none; with `by_adapter` each is a tenant.
 
         `on_entry` receives the seconds from the arrival of a request until it was queued.
         """
@@ -305,7 +305,7 @@ def _best_of(collected: Sequence[Collected]) -> Collected:
 
 
 def _samples_of(validated: Validated, count: int) -> list[Validated]:
-    """Copy the request `count` times, each copy with a seed of its own.
+    """Copy the request `count` times, each copy with its own seed.
 
     The first copy alone wants the log probabilities of the prompt: they are the same for all, and require that the
     whole prompt is computed.

@@ -111,7 +111,7 @@ class LatencyPredictor:
         """Predict the latencies of `entry`, and keep the prediction.
 
         Raises:
-            QueueFull: the queue has no room.
+            QueueFull: the queue is full.
             QueueTooLong: the entry would wait longer than its scheduling parameters allow.
 
         """

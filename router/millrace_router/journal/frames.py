@@ -78,7 +78,7 @@ def read_frames(stream: BinaryIO) -> Iterator[bytes]:
     """
     magic = stream.read(len(MAGIC))
     if not MAGIC.startswith(magic.rstrip(b"\0")):
-        raise JournalUnusable("is no journal")
+        raise JournalUnusable("is not a journal")
     position = len(MAGIC)
     while head := stream.read(HEAD_SIZE):
         size, records = _body(stream, head)
@@ -129,7 +129,7 @@ def split(records: bytes) -> Iterator[Record]:
     position = 0
     while position < len(records):
         if len(records) - position < RECORD_HEAD.size:
-            raise JournalDamaged("a record has no head")
+            raise JournalDamaged("a record lacks its head")
         kind, time_ns, size = RECORD_HEAD.unpack_from(records, position)
         position += RECORD_HEAD.size
         if len(records) - position < size:

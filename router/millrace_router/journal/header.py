@@ -24,7 +24,7 @@ class Header:
     life: str
     """Id of the router process: the same in all files that it wrote."""
     part: int = 0
-    """Number of the file among those of the process."""
+    """Number of the file among the process's files."""
     version: str
     """Version of Millrace."""
     model_id: str

@@ -21,7 +21,7 @@ MAX_FILES = 256
 
 
 class JournalFolder:
-    """A folder of journal files. The order of their names is that of their creation."""
+    """A folder of journal files. The names sort in the order of creation."""
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
         """Create the folder for this user only, and lock it; raises JournalError."""

@@ -45,7 +45,7 @@ class Replays:
 
 
 class EventPublisher:
-    """Publishes batches from a thread of its own, so that no subscriber and no replay delays the caller.
+    """Publishes batches from its own thread, so that no subscriber and no replay delays the caller.
 
     A message has three frames: the topic, the number of the batch (8 bytes, big-endian, from 0), and the batch as
     msgpack. A replay is asked for by the first number that is missing, as 8 bytes; each answer has a number and a

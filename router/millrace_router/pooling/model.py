@@ -62,7 +62,7 @@ def read_files(folder: Path) -> SentenceTransformersFiles:
             "`prompts` of config_sentence_transformers.json must be texts by name"
         )
     if default is not None and default not in prompts:
-        raise ModelFilesError(f"config_sentence_transformers.json has no prompt {default!r}")
+        raise ModelFilesError(f"config_sentence_transformers.json lacks the prompt {default!r}")
     modules = _modules(folder)
     score = None
     if "LogitScore" in modules:

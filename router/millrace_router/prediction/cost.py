@@ -239,7 +239,7 @@ class CostModel:
         return cls.fixed(coefficients) if coefficients else cls()
 
     def to_json(self) -> dict[str, float]:
-        """All coefficients, also those of extra positions and of adapters; empty before the first fit.
+        """All coefficients, also for extra positions and adapters; empty before the first fit.
 
         They describe the last hundreds of steps. The pace of the last seconds is left out: it may vary by a tenth and
         more, and does not predict the next hour.

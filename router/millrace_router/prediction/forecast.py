@@ -54,7 +54,7 @@ class Appraisal:
     num_prompt_tokens: int
     max_new_tokens: int
     refusal: str | None
-    """Why the request does not fit; the estimate is then that of the shortest request."""
+    """Why the request does not fit; the estimate is then for the shortest request."""
     estimate: Estimate
 
 
@@ -84,7 +84,7 @@ class _Step:
     seconds: float
     """Its duration without prompts."""
     room: int
-    """Prompt tokens that it can hold beside its decodes."""
+    """Prompt tokens that it can hold in addition to its decodes."""
 
     def prompt_seconds(self, num_tokens: float, start: float = 0.0) -> float:
         """Seconds that a prompt, computed from position `start` on, adds to the steps that it shares with decodes."""

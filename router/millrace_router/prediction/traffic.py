@@ -159,7 +159,7 @@ class TrafficStatistics:
         ]
 
     def steps_to_come(self, unknown: int) -> Iterator[float]:
-        """Steps of the next requests: those of the last answers, repeated; `unknown` tokens before the first."""
+        """Steps of the next requests: the steps of the last answers, repeated; `unknown` tokens before the first."""
         lengths = [length for length, _ in self.lengths.recent] or [unknown]
         return (length / self.tokens_per_step for length in cycle(lengths))
 
@@ -169,5 +169,5 @@ class TrafficStatistics:
         return sum([length for length, _ in recent]) / len(recent) if recent else float(unknown)
 
     def mean_steps(self, unknown: int) -> float:
-        """Mean number of steps of an answer; that of `unknown` tokens before the first answer."""
+        """Mean number of steps of an answer; before the first one, the steps of `unknown` tokens."""
         return self.mean_length(unknown) / self.tokens_per_step

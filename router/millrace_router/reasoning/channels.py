@@ -185,7 +185,7 @@ class ChannelReasoning(ReasoningFormat):
         return ChannelSplitter(start, keeps_calls=keeps_calls)
 
     def _limited(self, start: Start, limit: ThoughtLimit) -> str:
-        """See the base; the budget is that of the first thought."""
+        """See the base; the budget applies to the first thought."""
         thought = self._thought(limit)
         if start is Start.OPEN:
             return f"start: {thought} {ANY_TOKENS}\n"

@@ -14,7 +14,7 @@ from millrace_router.tool_calls.parsing.call_format import NO_IDS
 
 
 class Start(Enum):
-    """Where an answer begins, as the end of its prompt tells."""
+    """Where an answer begins, by the end of its prompt."""
 
     FREE = auto()
     """The model may open a thought."""
@@ -53,7 +53,7 @@ NO_EFFORT = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThoughtLimit:
-    """What ends a thought beside its tag."""
+    """What ends a thought besides its tag."""
 
     budget: int | None = None
     """Tokens between the tags, after which the closing tag must follow."""
@@ -90,7 +90,7 @@ class ReasoningFormat(ABC):
     ) -> Grammar | None:
         """Return the grammar of a thought and then `answer`, which is None for any; None if any text is valid.
 
-        With `is_text` the answer has no calls.
+        With `is_text` the answer contains no calls.
 
         Raises:
             ValidationError: there is a budget, and the model's tags are not single tokens.

@@ -39,7 +39,7 @@ class Tags:
     answer_opener: str = ""
     answer_closer: str = ""
     trimmed: str = "\n"
-    """Characters that belong to a tag that they stand beside."""
+    """Characters that belong to a tag next to them."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ class TagSplitter:
         return found is not None
 
     def _num_given(self, end: int) -> int:
-        """The length of the text before `end` that is certain; blanks at its end may stand beside a closer."""
+        """The length of the text before `end` that is certain; blanks at its end may belong to a closer."""
         text = self._rest[max(0, end - MAX_BLANKS) : end]
         return end - len(text) + len(text.rstrip(self._tags.trimmed))
 
@@ -181,7 +181,7 @@ class TaggedReasoning(ReasoningFormat):
         return Start.CLOSED if end.endswith(behind) else Start.FREE
 
     def splitter(self, start: Start, *, keeps_calls: bool = False) -> TagSplitter:  # noqa: ARG002
-        """See the base; calls are not told from text."""
+        """See the base; calls are not separated from text."""
         return TagSplitter(self.tags, start)
 
     def _limited(self, start: Start, limit: ThoughtLimit) -> str:

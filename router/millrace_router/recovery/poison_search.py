@@ -53,7 +53,7 @@ class PoisonSearch:
         return frozenset(self._group)
 
     def fail(self, positions: Mapping[int, int]) -> int | None:
-        """Record a failed step; returns the poison request if one is found, which then is no suspect.
+        """Record a failed step; returns the poison request once it is identified, which ends the suspicion against it.
 
         `positions` has the requests of the step, the most senior first, each with its number of KV positions after
         the step.

@@ -70,7 +70,7 @@ class TokenEvent:
     token: Token
     top_tokens: tuple[Token, ...] = ()
     finished: Finished | None = None
-    """Set with the last token alone, and always there."""
+    """Set with the last token, and only there."""
 
 
 def end_without_token() -> TokenEvent:

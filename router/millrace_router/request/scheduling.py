@@ -35,7 +35,7 @@ def scheduling_from(
 ) -> SchedulingParameters:
     """Read the scheduling parameters; `headers` ignore case, and a body's `priority` beats the header's.
 
-    With `by_tenant` the tenant is `key_name`, the name of the client's API key, or that of `tenant_of`.
+    With `by_tenant` the tenant is `key_name`, the name of the client's API key, or `tenant_of` of the headers.
     `max_queue_seconds` is the longest wait that the server allows; a client's limit may be shorter.
 
     Raises:

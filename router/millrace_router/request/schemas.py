@@ -97,8 +97,8 @@ def with_implied_types(schema: Schema) -> Schema:
 def with_closed_objects(schema: Schema) -> Schema:
     """Return `schema` with `additionalProperties: false` at objects that list properties, at every level.
 
-    Schemas that hold together, such as those of an `allOf`, are closed as one: with the properties of all of them.
-    Schemas under `not` and `if` stay as they are. So do the options of a `oneOf` that no required constant tells apart:
+    Schemas that hold together, such as an `allOf`'s, are closed as one: with the properties of all of them.
+    Schemas under `not` and `if` stay as they are. So do options of a `oneOf` that no required constant distinguishes:
     what is closed off from one of them would match another one.
     """
     closer = _Closer(schema)
@@ -115,7 +115,7 @@ class _Closer:
         """Ids of schemas that are closed with others, or not at all."""
 
     def find_composed(self) -> None:
-        """Find the schemas that hold together with others, or that no constant tells apart."""
+        """Find the schemas that hold together with others, or that no constant distinguishes."""
         waiting = [self._root]
         while waiting:
             one = waiting.pop()

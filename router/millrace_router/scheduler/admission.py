@@ -55,7 +55,7 @@ class Admission:
         return found
 
     def take_over(self, other: Admission) -> None:
-        """Make all future admissions junior to those of `other`."""
+        """Make all future admissions junior to the admissions of `other`."""
         self._seniority = other._seniority
 
     def take_all(self) -> list[tuple[int, SchedulableRequest]]:
@@ -80,10 +80,9 @@ class Admission:
         *,
         early: SchedulableRequest | None = None,
     ) -> tuple[Row, list[int]] | None:
-        """Admit the next request beside `rows` and return its row and its cached blocks; None if it does not fit.
+        """Admit the next request while `rows` run; return its row and its cached blocks, or None if it does not fit.
 
-        With `early`, a waiting request, that one is admitted ahead of its turn, if the next request would still fit
-        beside it.
+        With `early`, a waiting request, that one is admitted ahead of its turn if the next request still fits as well.
         """
         request = self._next(waiting)
         if request is None or not self._has_slot(len(rows)):
@@ -112,7 +111,7 @@ class Admission:
         return bool(self._paused) or request.queued_at < early.entry.queued_at
 
     def lacks_room(self, waiting: RequestQueue, rows: Collection[Row]) -> bool:
-        """Whether the head of the queue finds no slot beside `rows`, or too few blocks."""
+        """Whether the head of the queue finds no free slot, or too few blocks, while `rows` run."""
         request = self._next(waiting)
         if request is None or self._paused:
             return False
@@ -157,7 +156,7 @@ class Admission:
     def _shortage(
         self, request: SchedulableRequest, hits: Sequence[CachedBlock], rows: Iterable[Row]
     ) -> int:
-        """Blocks that are missing to admit `request` beside `rows`; it fits if the result is not above 0."""
+        """Blocks missing to admit `request` while `rows` run; it fits if the result is not above 0."""
         shortage = self._blocks.shortage(self._num_promised_tokens(request), hits)
         return shortage + self._margin(request, rows)
 

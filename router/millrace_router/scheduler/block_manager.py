@@ -104,7 +104,7 @@ class BlockManager:
     ) -> list[int]:
         """Begin a table with the cached blocks `hits`, and promise the other blocks for `num_tokens` positions.
 
-        `keys` name the full blocks of the prompt, those of `hits` included. Returns the blocks in the table.
+        `keys` name the full blocks of the prompt, `hits` included. Returns the blocks in the table.
 
         Raises:
             ValueError: the slot is in use, or blocks are missing.

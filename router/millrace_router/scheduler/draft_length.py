@@ -50,7 +50,7 @@ class DraftPolicy(Protocol):
     """Chooses the number of draft tokens of each row."""
 
     def lengths(self, rows: Sequence[DraftRow], load: StepLoad) -> Sequence[int]:
-        """Draft tokens for each of `rows`, all of which decode; `load` is that of the step without draft tokens."""
+        """Draft tokens for each of `rows`, all of which decode; `load` is the step's load without draft tokens."""
 
     def observe(self, row: Acceptance, *, allowed: int, drafted: int, accepted: int) -> None:
         """Learn from an answer."""
@@ -144,7 +144,7 @@ class AdaptiveDraftLength:
                 row.rates[place] += rate * (row.rates[place - 1] - row.rates[place])
 
     def step_took(self, load: StepLoad, seconds: float, *, accepted: int) -> None:
-        """Charge the duration beyond that of a step without draft tokens; credit the steps that accepted ones save."""
+        """Charge the extra time over a step without draft tokens; credit the steps that accepted ones save."""
         if not load.decodes:
             return
         plain = seconds

@@ -71,7 +71,7 @@ def planner_from(
 
 
 def late_planning_from(flags: RouterConfig, cost: CostModel, *, most: float = MOST) -> LatePlanning:
-    """Plans a step beside one in flight after at most a share `most` of that."""
+    """Make the rule that delays planning a step by at most a share `most` of the step in flight."""
     is_late = flags.late_planning == "on" and flags.steps_in_flight > 1
     return LatePlanning(cost, most=most if is_late else 0.0)
 

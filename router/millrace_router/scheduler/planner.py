@@ -175,7 +175,7 @@ class Planner:
         return self._admission.lacks_room(waiting, self.rows.values())
 
     def plan(self, waiting: RequestQueue, *, last_sent: int, last_answered: int) -> StepPlan | None:
-        """The next step, or None if there is no work. From here on the plan counts as sent."""
+        """Return the next step, which counts as sent from now on; None if there is nothing to do."""
         plan = StepPlan()
         self._drop_closed()
         self._retire(plan, last_sent)

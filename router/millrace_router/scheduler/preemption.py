@@ -19,8 +19,8 @@ def rows_to_preempt(
 ) -> list[Row]:
     """The most junior rows, as many as are necessary for the others to grow for `LOOKAHEAD` steps.
 
-    Blocks that will soon be free count as free: those of `retired` slots and of rows whose last token is planned. One
-    row always stays, and so do rows to which all their blocks are promised.
+    Blocks that will soon be free count as free: the blocks of `retired` slots and of rows whose last token is
+    planned. One row always stays, and so do rows to which all their blocks are promised.
     """
     if blocks.num_available >= LOOKAHEAD * len(rows):
         return []

@@ -1,4 +1,4 @@
-"""The prompts and decodes of a step: prompts in chunks beside decodes, the short ones before the long ones."""
+"""The prompts and decodes of a step: prompts in chunks together with decodes, the short ones before the long ones."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class ChunkedPrefill:
         waiting: RequestQueue,
         plan: StepPlan,
     ) -> None:
-        """Plan prompts that are shorter than that of `oldest`, the shortest first, and take them from both budgets."""
+        """Plan prompts shorter than the prompt of `oldest`, the shortest first, and take them from both budgets."""
         longest = prefill_order.longest_overtaking(oldest.num_prompt_left)
         early = [row for row in self._left() if row.is_early]
         early.sort(key=lambda row: row.num_prompt_left, reverse=True)
@@ -212,7 +212,7 @@ class ChunkedPrefill:
             yield shortest.num_inputs, shortest
 
     def _prompt_budget(self, plan: StepPlan) -> PromptBudget:
-        """The prompts that fit beside the decodes, also by the target latency."""
+        """The prompts that fit in addition to the decodes, also by the target latency."""
         load = plan.load
         tokens = self.budgets.max_batch_prefill_tokens - load.decodes - load.extra_positions
         if self._cost is None or not load.decodes:

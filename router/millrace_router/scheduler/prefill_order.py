@@ -18,7 +18,7 @@ MAX_EARLY = 3
 """Overtaking prompts that may be computed in part at once: each holds KV blocks for all of its tokens."""
 LEAST_PROMPT_SHARE = 0.9
 """Share of a step's time that goes to its prompts when the step is as long as it may be. Short steps let new prompts
-join soon; at this length the decodes beside them and the weights slow prompts down by a tenth."""
+join soon; at this length the step's decodes and the weights slow prompts down by a tenth."""
 
 
 def longest_overtaking(num_left: int) -> int:

@@ -138,7 +138,7 @@ class WaitingQueue(RequestQueue):
 
     @override
     def shortest(self) -> SchedulableRequest | None:
-        """The request with the shortest prompt among those of the highest priority."""
+        """The request with the shortest prompt among the ones of highest priority."""
         return self._requests[self._by_length[0][-1]] if self._by_length else None
 
     @override

@@ -86,7 +86,7 @@ class Row:
 
     @property
     def num_room(self) -> int:
-        """KV positions that it may need beyond the planned ones; that of its last token is never computed."""
+        """KV positions that it may need beyond the planned ones; its last token's is never computed."""
         return self.num_inputs + self.max_tokens - 1 - self.num_kv_tokens
 
 

@@ -46,7 +46,7 @@ class TenantQueue(RequestQueue):
     new tenant is served at once, before the tenants of the current round (the new flows of RFC 8290). The rounds up to
     a tenant's next turn are computed, not iterated: the turns are kept in order.
 
-    A tenant without waiting requests has no credit. Its debt stays, because leaving for a moment would clear it
+    A tenant without waiting requests keeps no credit. Its debt stays, because leaving for a moment would clear it
     otherwise, and each round pays off a quantum; after that the tenant is forgotten. When no request waits, all debts
     are cleared and nothing is charged.
 

@@ -53,7 +53,7 @@ class ShardGroup:
         """`InfoResponse.group` of the ranks when they were last asked."""
         self._capacity: Capacity | None = None
         self._was_restarted = False
-        """Whether shards were restarted and not yet found equal to those of the first warm-up."""
+        """Whether shards were restarted and not yet compared with the first warm-up."""
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -127,7 +127,7 @@ class ShardGroup:
         await self._each(shard.unload_adapter(request, timeout=timeout) for shard in self._shards)
 
     async def warm_up(self, **fields: int | None) -> Capacity:
-        """Have every rank allocate its KV cache and run the largest step; `fields` are those of WarmupRequest."""
+        """Have every rank allocate its KV cache and run the largest step; `fields` are WarmupRequest's."""
         given = {name: value for name, value in fields.items() if value is not None}
         self._warmup = pb.WarmupRequest(**given)
         self._capacity = await self._warm_up(self._warmup)

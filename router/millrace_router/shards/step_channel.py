@@ -54,7 +54,7 @@ class StepChannel:
         Restarted shards have no KV cache and are warmed up again.
 
         Raises:
-            ShardChanged: restarted shards differ from those of the first warm-up. Further calls raise it too.
+            ShardChanged: restarted shards differ from the shards of the first warm-up. Further calls raise it too.
             ShardError: the epoch cannot begin.
 
         """

@@ -65,7 +65,7 @@ class Window:
 
 
 class Recent:
-    """Readings of the last minute; it costs nothing while nobody asks."""
+    """Readings of the last minute; it costs nothing while it is not read."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics

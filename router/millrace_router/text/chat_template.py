@@ -200,7 +200,7 @@ class ChatTemplate:
         further variables of the template; the template's own take precedence.
 
         Raises:
-            TemplateError: there is no template, it is not valid, or it fails for these messages.
+            TemplateError: the template is missing, is not valid, or it fails for these messages.
 
         """
         chosen = self._with_tools if tools else self._plain
@@ -265,7 +265,7 @@ def _is_open(messages: Sequence[Message]) -> bool:
 def _marked(messages: list[Message]) -> list[Message]:
     """Messages with a mark at the end of the last one, and a blank that shows whether the template trims it."""
     if not messages or messages[-1]["content"] is None or "tool_calls" in messages[-1]:
-        raise TemplateError("the last message has no text that could be continued")
+        raise TemplateError("the last message does not end with text that could be continued")
     content = messages[-1]["content"]
     if isinstance(content, str):
         content += f"{_END_MARK} "

@@ -60,7 +60,7 @@ class IncrementalDetokenizer:
 
 
 class _BytesSteps:
-    """For tokens with bytes of their own: concatenate and decode."""
+    """For tokens that stand for whole bytes: concatenate and decode."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -75,7 +75,7 @@ class TemplateShape:
 
 
 def _adds_arguments(tree: nodes.Template) -> bool:
-    """Whether arguments are an operand of text, and nothing tells that they may be an object."""
+    """Whether arguments are an operand of text, and the template never treats them as an object."""
     operands: list[nodes.Node] = []
     for binary in tree.find_all(nodes.Add):
         operands += [binary.left, binary.right]
@@ -152,7 +152,7 @@ def messages_for(
 ) -> list[Message]:
     """Return messages in the form of `shape`; keys that OpenAI does not define are kept.
 
-    Content is text, a list of `{"type": "text", "text": …}`, or None beside `tool_calls`, where `no_content` replaces
+    Content is text, a list of `{"type": "text", "text": …}`, or None next to `tool_calls`, where `no_content` replaces
     it. Arguments of calls are JSON text or the parsed object.
     """
     if shape.has_counted_ids:
@@ -164,7 +164,7 @@ def messages_for(
 
 
 def _with_counted_ids(messages: Sequence[Message]) -> list[Message]:
-    """Replace the ids of calls by `functions.name:0` and so on, and those of their results."""
+    """Replace the ids of calls and of their results by `functions.name:0` and so on."""
     ids: dict[str, str] = {}
     num_calls, made = 0, []
     for message in messages:

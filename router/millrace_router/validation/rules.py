@@ -42,8 +42,8 @@ def check_stream(request: GenerationRequest) -> None:
 
 _DOES = {
     Task.GENERATE: "does not generate text",
-    Task.EMBED: "has no embeddings",
-    Task.SCORE: "has no scores",
+    Task.EMBED: "does not compute embeddings",
+    Task.SCORE: "does not compute scores",
 }
 
 
@@ -110,7 +110,7 @@ def check_stop_tokens(request: GenerationRequest, limits: Limits) -> None:
 def check_text(request: GenerationRequest, limits: Limits, longest_token: int | None) -> None:
     """Check a prompt that is a text before it is tokenized, and refuse it if it is too long in any case.
 
-    `longest_token` is the most bytes of a prompt that one token stands for, None where that has no bound.
+    `longest_token` is the most bytes of a prompt that one token stands for, None without a bound.
 
     Raises:
         SizeError: the prompt is too long.

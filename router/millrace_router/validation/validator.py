@@ -82,7 +82,7 @@ def _dry(asked: DryRequest, tokenizer: Tokenizer, vocab_size: int) -> Dry:
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """A trusted request beside the text it came from, which `return_full_text` repeats."""
+    """A trusted request and the text it came from, which `return_full_text` repeats."""
 
     request: ValidRequest
     inputs: str
@@ -126,7 +126,7 @@ class Validator:
 
         Raises:
             SizeError: the request is well-formed, but too long.
-            ValidationError: the request breaks a rule; the message is that of the first one.
+            ValidationError: the request breaks a rule; the message is the first one's.
 
         """
         request = self.defaults.fill(request)
@@ -201,7 +201,7 @@ class Validator:
                 raw.check_as_tgi()
         if request.ignore_eos:
             raise ValidationError(
-                "`ignore_eos` has no meaning beside a grammar, which says what ends"
+                "`ignore_eos` has no meaning with a grammar, which decides where a text ends"
             )
         return grammar
 

@@ -260,7 +260,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "copy alone": (
         changed("base_model.model.lm_head.base_layer.weight", torch.zeros(40, 16)),
-        "has no lora_A beside it",
+        "has no lora_A with it",
     ),
     "surplus": (changed("x", torch.zeros(1)), "'x' is not of LoRA"),
     "bias": (
@@ -303,7 +303,7 @@ def test_what_is_wrong_is_named(
     [
         ({"r": 4}, "needs [4, 16]"),
         ({"rank_pattern": {"q_proj": 9}}, "needs [9, 16]"),
-        ({"lora_bias": True}, "has no bias beside it"),
+        ({"lora_bias": True}, "has no bias with it"),
         ({"lora_alpha": 1e300}, "lora_alpha"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Requests without tokens in the batcher: beside generations, over failures, and when their clients leave."""
+"""Requests without tokens in the batcher: together with generations, over failures, and when their clients leave."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pooled(ids: list[int], *logit_ids: int) -> ValidRequest:
 
 
 async def values_of(stream: TokenStream) -> list[float]:
-    """What a pooled request yields, after checking that it has no token."""
+    """What a pooled request yields, after checking that it generated no tokens."""
     (event,) = await collect(stream)
     assert (event.index, event.finished is not None) == (0, True)
     assert stream.pooled is not None

@@ -25,7 +25,7 @@ COST = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))
 
 
 class Queue:
-    """As many requests as it is told."""
+    """Holds as many requests as the test sets."""
 
     def __init__(self, num_waiting: int, ahead: tuple[int, int]) -> None:
         self.num_waiting, self.tokens_ahead = num_waiting, ahead

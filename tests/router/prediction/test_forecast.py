@@ -123,7 +123,7 @@ def test_an_idle_server_serves_at_once() -> None:
     found = forecaster().predict([], ahead=(0, 0), num_prompt_tokens=500, max_new_tokens=101)
     assert found is not None
     assert found.queue_seconds == 0.0
-    # A chunk is priced with the decode that it may run beside.
+    # A chunk is priced with the decode in the same step.
     prefill = 0.0146 + 0.001 + 0.0004 + 6e-5 * 500 + 2.4e-7 * 500 * 501 / 2
     assert found.first_token_seconds == pytest.approx(prefill, rel=0.01)
     decode = 0.0146 + 0.0004 + 1e-7 * 550

@@ -210,7 +210,7 @@ def test_a_schema_has_a_greatest_depth(num_levels: int, as_text: bool) -> None:
     value: Any = 1
     for level in reversed(range(num_levels)):
         value = [value, 2] if level % 2 else {"a": value, "b": []}
-    # The list beside the innermost value is a level as deep as that of an array in its place.
+    # The list next to the innermost value is as deep a level as an array in its place.
     deepest = num_levels + (num_levels % 2)
     grammar = {"type": "json", "value": json.dumps(value) if as_text else value}
     if deepest <= MAX_LEVELS:

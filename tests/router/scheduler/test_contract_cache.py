@@ -4,7 +4,7 @@ Where we differ by design:
 
 * Blocks have one size and are shared whole. TGI's trie splits a run of tokens between nodes and cuts leaves; a chain of
   hashes over full blocks finds the same block-aligned prefixes with a dictionary look-up for each.
-* At least the last token's block is computed, in a block of its own. TGI takes a prompt that is cached whole less one
+* At least the last token's block is computed, in its own block. TGI takes a prompt that is cached whole less one
   token, and computes that one into a block that others share.
 * Blocks are entered when their KV is computed, not when a request is freed: what was never computed is never found.
   Generated tokens are entered as well as prompts.
@@ -33,7 +33,7 @@ class Allocator:
         self._prompts: dict[int, list[int]] = {}
 
     def alloc(self, num_tokens: int, prompt: list[int]) -> tuple[int, list[int], int] | None:
-        """(slot, blocks, cached tokens), or None when there is no room."""
+        """(slot, blocks, cached tokens), or None when it does not fit."""
         keys = BlockHashes(self.size).first(len(prompt) // self.size, prompt, [])
         hits = self.table.find(keys[: (len(prompt) - 1) // self.size])
         if self.table.shortage(num_tokens, hits) > 0:

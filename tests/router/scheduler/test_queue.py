@@ -148,7 +148,7 @@ class WaitingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule()
     def take_the_shortest(self) -> None:
-        """The first of the shortest prompts among those of the highest priority, in order of service."""
+        """The first of the shortest prompts among the ones of highest priority, in order of service."""
         highest = max(item.scheduling.priority for item in self.waiting)
         known = [item for item in self.waiting if item.scheduling.priority == highest]
         shortest = min(known, key=lambda item: item.num_prompt_tokens)

@@ -98,7 +98,7 @@ async def test_shards_started_anew_are_warmed_up_again(address: str) -> None:
     with serve_fake_shard(address, FakeShard()):
         await shards.group.warm_up(**sizes, **limits)
         await shards.open()
-    # The new shard has more memory; the capacity stays that of the first warm-up.
+    # The new shard has more memory; the capacity stays as it was at the first warm-up.
     cold = FakeShard(num_blocks=500)
     cold.is_warm = False
     with serve_fake_shard(address, cold):

@@ -166,7 +166,7 @@ def walk(matcher: Matcher, rng: random.Random, *, most: int) -> bytes | None:
 
 @pytest.mark.parametrize("name", COMMON)
 def test_terminals_of_lark_are_those_of_llguidance(name: str) -> None:
-    """Short texts over a small alphabet, beside the compiler's own definition."""
+    """Short texts over a small alphabet, compared with the compiler's own definition."""
     source = f"start: {name}\n%import common.{name}"
     theirs, grammar = matcher_of(source), Grammar(GrammarKind.LARK, source)
     ours, quoted = rule_of(plain_rule(grammar, "", "")), rule_of(quoted_rule(grammar))

@@ -74,7 +74,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"grammar": {"type": "json", "value": 5}}, "grammar is not supported"),
     (
         {"grammar": {"type": "regex", "value": "a"}, "ignore_eos": True},
-        "`ignore_eos` has no meaning beside a grammar, which says what ends",
+        "`ignore_eos` has no meaning with a grammar, which decides where a text ends",
     ),
     (
         {"min_new_tokens": 3, "max_new_tokens": 2},

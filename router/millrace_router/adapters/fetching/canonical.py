@@ -48,7 +48,7 @@ class TensorName:
     def parse(cls, key: str) -> TensorName:
         """Read a key of the file; raises Invalid for everything else.
 
-        `base_layer` is the base's own weight, which PEFT saves beside A and B of a head.
+        `base_layer` is the base's own weight, which PEFT saves with A and B of a head.
         """
         if len(key) > MAX_NAME_LENGTH:
             raise Invalid(f"the name of the tensor {quoted(key)} is too long")
@@ -154,7 +154,7 @@ def check_adapter(
             f"the file has {len(file.tensors)} tensors, and the model {len(shapes)} modules for adapters"
         )
     if not file.tensors:
-        raise Invalid("the file has no tensors")
+        raise Invalid("the file contains no tensors")
     found = _by_module(file.tensors, shapes)
     return [
         _module(config, shapes[name], found[name], max_rank=max_rank)
@@ -198,9 +198,9 @@ def _module(
     config: PeftConfig, shape: AdapterModule, parts: Mapping[Part, _Found], *, max_rank: int
 ) -> LoraModule:
     any_part = next(iter(parts.values()))
-    for wanted in PARTS if config.lora_bias else PARTS[:2]:
-        if wanted not in parts:
-            raise Invalid(f"the tensor {quoted(any_part.key)} has no {wanted} beside it")
+    for name in PARTS if config.lora_bias else PARTS[:2]:
+        if name not in parts:
+            raise Invalid(f"the tensor {quoted(any_part.key)} has no {name} with it")
     if "bias" in parts and not config.lora_bias:
         raise Invalid(
             f"the tensor {quoted(parts['bias'].key)} is there, but lora_bias of {CONFIG_FILE} is not set"

@@ -85,7 +85,7 @@ class Hub:
 
         Raises:
             NotFound, Forbidden: by what the hub answers, with and without a token.
-            Unavailable: there is no answer, or it is not a hub's.
+            Unavailable: the server did not answer, or not as a hub does.
 
         """
         revision = revision or DEFAULT_REVISION

@@ -117,7 +117,7 @@ class _OpenFolder:
         """The file behind a link; None if the file is not a link.
 
         Raises:
-            OSError, RuntimeError: there is no file, the link leads elsewhere, or in circles.
+            OSError, RuntimeError: the file does not exist, or the link leads elsewhere or in circles.
 
         """
         if not stat.S_ISLNK(os.lstat(name, dir_fd=self._descriptor).st_mode):

@@ -85,7 +85,7 @@ def parse_safetensors(data: bytes) -> SafetensorsFile:
 def _header(data: bytes) -> JsonObject:
     """Parse the header, whose length has a bound."""
     if len(data) < _LENGTH.size:
-        raise Invalid("the safetensors file is cut short: it has no header")
+        raise Invalid("the safetensors file is cut short within its header")
     (length,) = _LENGTH.unpack_from(data)
     if length > MAX_HEADER_BYTES:
         raise Invalid(

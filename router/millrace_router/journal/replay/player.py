@@ -17,7 +17,7 @@ from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import ShardInfo
 
 REQUIRED_EQUAL = ("model_type", "vocab_size", "block_size")
-"""Properties that must equal those of the recorded shards."""
+"""Properties that must be equal to the recorded shards'."""
 REPORTED = (
     "dtype",
     "kv_cache_dtype",
@@ -243,7 +243,7 @@ def _is_exact(header: Header, info: ShardInfo) -> bool:
 def token_at(position: int, vocab_size: int) -> int:
     """The id at a position, the same for every sequence, so that cached blocks match.
 
-    The ids are those of splitmix64, so that no draft token is right.
+    The ids come from splitmix64, so that no draft token is right.
     """
     value = (position + 1) * 0x9E3779B97F4A7C15 & _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK

@@ -47,7 +47,7 @@ class CallReader(Protocol):
     """Reads one call."""
 
     def read(self, cursor: Cursor, sink: CallSink) -> Wait[bool]:
-        """Read from the place of `cursor` on; False if the text is no call, or is cut off within it.
+        """Read from the position of `cursor` on; False if the text is not a call, or is cut off within it.
 
         What was read before `sink.start` may be read again, so it has to be bounded.
         """

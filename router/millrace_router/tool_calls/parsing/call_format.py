@@ -111,7 +111,7 @@ class CallFormat(ABC):
 
     def _call(self, name: str, arguments: str) -> str:
         """The rule of one call whose arguments are JSON; `arguments` is their rule."""
-        # The pieces equal those of `%json`: where both are possible, the lexer looks for the longer literal only.
+        # The pieces equal `%json`'s: where both are possible, the lexer looks for the longer literal only.
         called = json.dumps(name, ensure_ascii=False)
         keys = json.dumps(self.name_key), json.dumps(self.arguments_key)
         pieces = ("{", keys[0], ": ", called, ", ", keys[1], ": ")
@@ -153,7 +153,7 @@ def _callable(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
         if not tools:
             raise ToolError(f"Tool with name {choice.name} not found")
     if not tools:
-        raise ToolError("a tool call is required, but there are no tools")
+        raise ToolError("a tool call is required, but `tools` is empty")
     return list(tools)
 
 

@@ -31,7 +31,7 @@ class ExpressionSyntax:
     colon: str = ": "
     """What a model writes between a key and a value of an object."""
     quote: str = ""
-    """The text on both sides of a string, which has no escapes; empty for Python's strings."""
+    """The text on both sides of a string without escapes; empty for Python's strings."""
     words: Mapping[str, str] = field(default_factory=lambda: JSON_WORDS)
     """JSON of the words that stand for values."""
     written: Mapping[str, str] = field(default_factory=lambda: JSON_WORDS)
@@ -39,7 +39,7 @@ class ExpressionSyntax:
 
     @property
     def has_bare_keys(self) -> bool:
-        """Whether the keys of objects are no strings."""
+        """Whether the keys of objects are bare words instead of strings."""
         return bool(self.quote)
 
 

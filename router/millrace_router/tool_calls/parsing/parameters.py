@@ -215,7 +215,7 @@ def schema_of(tool: Tool) -> Schema:
 
 
 def within(schema: object, root: Schema, *, strict: bool) -> Schema:
-    """Return a part of `root` as a schema of its own, for `%json`."""
+    """Return a part of `root` as a complete schema, for `%json`."""
     definitions: Schema = {key: root[key] for key in ("$defs", "definitions") if key in root}
     part: dict[str, Any] = dict(schema) if isinstance(schema, dict) else {}
     guidance = SPACING if strict else {**SPACING, **LENIENT}

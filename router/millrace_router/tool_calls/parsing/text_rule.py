@@ -1,4 +1,4 @@
-"""Turns an expression into that of the same texts as JSON writes them inside a string."""
+"""Turns an expression into one for the same texts as JSON writes them inside a string."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def quoted_rule(text: Grammar) -> str:
 def plain_rule(text: Grammar, end: str, mark: str) -> str:
     """The rule of the input as it is and `end`, where the input does not contain `mark`; raises ToolError.
 
-    `end` is empty or ends with `mark`, or with no part of it where `mark` is a token of its own.
+    `end` is empty or ends with `mark`, or with no part of it where `mark` is a single token.
     """
     return _rule(text, end=end, mark=mark, is_quoted=False)
 
@@ -185,7 +185,7 @@ def arguments_rule(text_rule: str) -> str:
 
 
 def _rule(text: Grammar, *, end: str, mark: str, is_quoted: bool) -> str:
-    """The rule, whose terminals are in a grammar of their own, so that names may be anything."""
+    """The rule, whose terminals are in a separate grammar, so that names may be anything."""
     if text.kind is GrammarKind.REGEX:
         source = LarkSource({"start": [Expression(text.source)]})
     else:

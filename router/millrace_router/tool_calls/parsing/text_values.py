@@ -83,7 +83,7 @@ _NOT_PLAIN = re.compile(r"\(\?<?[=!]|\\[1-9kbBAzZ]|\|")
 def text_terminal(schema: dict[str, Any], end: str, mark: str, *, strict: bool) -> str:
     """The terminal of any string that `schema` allows and `end`; the string does not contain `mark`.
 
-    `end` is empty or ends with `mark`, or with no part of it where `mark` is a token of its own.
+    `end` is empty or ends with `mark`, or with no part of it where `mark` is a single token.
 
     Raises:
         ToolError: a keyword cannot be kept, and `strict`.

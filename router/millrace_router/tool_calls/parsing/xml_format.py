@@ -44,7 +44,7 @@ class XmlSyntax:
     behind_value: str
     end: str
     end_is_closer: bool = False
-    """Whether the end of the call is that of its block."""
+    """Whether a call ends where its block ends."""
     spacing: str = "\n"
     """What a model writes between tags."""
 
@@ -99,7 +99,7 @@ class XmlReader:
         return bool(tag)
 
     def _key(self, cursor: Cursor, sink: CallSink, before: str) -> Wait[str | None]:
-        """Read a key, and all texts up to its value, and give it behind `before`; None if there is no value."""
+        """Read a key, and all texts up to its value, and put it behind `before`; None if no value follows."""
         syntax = self._syntax
         parts: list[str] = []
         is_whole = bool((yield from cursor.copy([syntax.behind_key], parts.append)))
@@ -225,7 +225,7 @@ def _written(value: object) -> str:
 
 
 class XmlFormat(BlockFormat):
-    """Each parameter is in tags; the schema tells the types of values."""
+    """Each parameter is in tags; the schema defines the types of values."""
 
     xml: XmlSyntax
 
