@@ -91,10 +91,10 @@ class EventPublisher:
         self._context.destroy(linger=0)
 
     def _socket(self, kind: int, address: str, most_unsent: int) -> zmq.Socket[bytes]:
-        found: zmq.Socket[bytes] = self._context.socket(kind)
-        found.set_hwm(most_unsent)
-        found.bind(address)
-        return found
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.set_hwm(most_unsent)
+        socket.bind(address)
+        return socket
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -123,7 +123,7 @@ class EventPublisher:
         frames = router.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != NUMBER_BYTES:
             return
-        peer, empty, wanted = frames
-        for number, payload in self._replays.since(int.from_bytes(wanted, "big")):
+        peer, empty, start = frames
+        for number, payload in self._replays.since(int.from_bytes(start, "big")):
             router.send_multipart((peer, empty, number.to_bytes(NUMBER_BYTES, "big"), payload))
         router.send_multipart((peer, empty, END, b""))

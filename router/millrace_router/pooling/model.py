@@ -85,7 +85,7 @@ def _modules(folder: Path) -> dict[str, Path]:
         return {}
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise ModelFilesError("modules.json must be a list of modules")
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for module in listed:
         kind = str(module.get("type")).rpartition(".")[2]
         if kind not in PLAIN_KINDS:
@@ -93,8 +93,8 @@ def _modules(folder: Path) -> dict[str, Path]:
         path = module.get("path", "")
         if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
             raise ModelFilesError(f"modules.json has a path {path!r} outside the model")
-        found[kind] = folder / path
-    return found
+        folders[kind] = folder / path
+    return folders
 
 
 def _check_pooling(settings: Mapping[str, Any]) -> None:
@@ -110,9 +110,9 @@ def _check_pooling(settings: Mapping[str, Any]) -> None:
     if isinstance(modes, str):
         modes = [modes]
     if modes != [LAST_TOKEN]:
-        told = "+".join(map(str, modes)) if isinstance(modes, list) else modes
+        method = "+".join(map(str, modes)) if isinstance(modes, list) else modes
         raise ModelFilesError(
-            f"the embedding is pooled by {told}, which is not supported, only {LAST_TOKEN} is"
+            f"the embedding is pooled by {method}, which is not supported, only {LAST_TOKEN} is"
         )
 
 
@@ -169,20 +169,20 @@ GENERATES = PoolingModel()
 
 
 def pooling_of(
-    asked: Collection[str],
+    requested: Collection[str],
     folder: Path,
     model: ModelFiles,
     tokenizer: Tokenizer,
     template: ChatTemplate,
 ) -> PoolingModel:
-    """Return the tasks that the flag has `asked` for, or those that the files name; raises ModelFilesError."""
+    """Return the tasks of the flag, `requested`, or the ones that the files name; raises ModelFilesError."""
     architectures = model.config.get("architectures") or []
     for name in architectures if isinstance(architectures, list) else []:
         if str(name).endswith("ForSequenceClassification"):
             raise ModelFilesError(
                 f"{name} is not supported: scores are the logits of two tokens of a causal model"
             )
-    wants = frozenset(asked) - {AUTO}
+    wants = frozenset(requested) - {AUTO}
     if wants == {Task.GENERATE}:
         return GENERATES
     files = read_files(folder)

@@ -62,8 +62,8 @@ def _solve(gram: Matrix, moment: Sequence[float], chosen: Sequence[int]) -> list
     solution = [0.0] * size
     for k in reversed(range(size)):
         row = rows[k]
-        known = sum(row[j] * solution[j] for j in range(k + 1, size))
-        solution[k] = (row[size] - known) / row[k]
+        solved = sum(row[j] * solution[j] for j in range(k + 1, size))
+        solution[k] = (row[size] - solved) / row[k]
     return solution
 
 

@@ -72,10 +72,10 @@ def reasoning_of_model(
     config: RouterConfig, template: str | None, tokenizer: Tokenizer
 ) -> ReasoningFormat | None:
     """Choose for a server with `config`; under --strict-tgi thoughts stay in the text, unless a format is named."""
-    asked = config.reasoning_parser
-    if config.strict_tgi and asked == "auto":
+    name = config.reasoning_parser
+    if config.strict_tgi and name == "auto":
         return None
-    return reasoning_of(template, asked, tokenizer=tokenizer)
+    return reasoning_of(template, name, tokenizer=tokenizer)
 
 
 def reasoning_of(

@@ -134,16 +134,16 @@ class TagSplitter:
             if not self._rest:
                 return False
             self._begins = False
-        end, found = len(self._rest), None
+        end, match = len(self._rest), None
         if any(closer[0] in self._rest for closer in closers):
-            found = earliest(self._rest, closers, 0)
-            end = end - num_begun(self._rest, closers) if found is None else found[0]
-        if found is None and self._is_last:
+            match = earliest(self._rest, closers, 0)
+            end = end - num_begun(self._rest, closers) if match is None else match[0]
+        if match is None and self._is_last:
             return self._give_all(parts)
         num_given = self._num_given(end)
         parts.append(self._rest[:num_given])
-        self._rest = self._rest[num_given:] if found is None else self._rest[end + len(found[1]) :]
-        return found is not None
+        self._rest = self._rest[num_given:] if match is None else self._rest[end + len(match[1]) :]
+        return match is not None
 
     def _num_given(self, end: int) -> int:
         """The length of the text before `end` that is certain; blanks at its end may belong to a closer."""

@@ -170,7 +170,7 @@ class EpochManager:
         `meanwhile` is called after every failed attempt, with an error once the outage is overdue.
         """
         self._serves = self._has_computed = False
-        told = {self.status.reason}
+        logged = {self.status.reason}
         while True:
             try:
                 async with self.interrupt:
@@ -179,9 +179,9 @@ class EpochManager:
                     if self.prepare is not None:
                         await self.prepare()
             except ShardError as error:
-                if str(error) not in told:
+                if str(error) not in logged:
                     # Ranks that start fail one after another, each in its words.
-                    told.add(str(error))
+                    logged.add(str(error))
                     log.warning("cannot open a stream to the shards", error=str(error))
                 self._begin_outage(str(error))
                 if isinstance(error, (ShardHung, ShardChanged)):

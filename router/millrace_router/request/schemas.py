@@ -219,13 +219,13 @@ def _constants(schema: Schema) -> dict[str, set[bytes]]:
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict) or not isinstance(required, list):
         return {}
-    found = {}
+    constants = {}
     for name in required:
         of = properties.get(name) if isinstance(name, str) else None
         values = _values(of)
         if values is not None:
-            found[name] = {orjson.dumps(value) for value in values}
-    return found
+            constants[name] = {orjson.dumps(value) for value in values}
+    return constants
 
 
 def _values(schema: object) -> list[Any] | None:

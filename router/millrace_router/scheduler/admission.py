@@ -48,11 +48,11 @@ class Admission:
 
     def withdraw(self, leaves: Callable[[SchedulableRequest], bool]) -> list[SchedulableRequest]:
         """Remove and return the preempted requests for which `leaves` is true."""
-        found = [request for _, _, request in self._paused if leaves(request)]
-        if found:
+        requests = [request for _, _, request in self._paused if leaves(request)]
+        if requests:
             self._paused = [item for item in self._paused if not leaves(item[2])]
             heapify(self._paused)
-        return found
+        return requests
 
     def take_over(self, other: Admission) -> None:
         """Make all future admissions junior to the admissions of `other`."""

@@ -151,12 +151,12 @@ class BlockManager:
             self.cache.unexpect(holding.keys[holding.num_computed : len(keys)])
         holding.num_computed = max(holding.num_computed, len(keys))
         pins, blocks = holding.pins, holding.blocks
-        for place in range(len(pins), len(keys)):
-            key = keys[place]
+        for index in range(len(pins), len(keys)):
+            key = keys[index]
             spare = self.cache.give_up(key)
             if spare is not None:
                 self._free.append(spare)
-            pin = self.cache.enter(key, blocks[place])
+            pin = self.cache.enter(key, blocks[index])
             if pin is None:
                 break
             pins.append(pin)

@@ -38,13 +38,13 @@ class PrefixCache:
 
     def find(self, keys: Sequence[bytes]) -> list[CachedBlock]:
         """The cached blocks of the longest known beginning of the chain `keys`."""
-        found = []
+        blocks = []
         for key in keys:
             block = self._blocks.get(key)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def pin(self, blocks: Iterable[CachedBlock]) -> None:
         """Protect `blocks`, the beginning of a chain, from eviction."""

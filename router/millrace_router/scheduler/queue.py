@@ -168,7 +168,6 @@ class WaitingQueue(RequestQueue):
 
     @override
     def ahead(self, scheduling: SchedulingParameters, now: float) -> tuple[int, int]:
-        """Number and prompt tokens of the requests that are served before one with `scheduling` that comes `now`."""
         number = bisect_left(self._order, (self._rank(scheduling, now), math.inf))
         if number == len(self._order):
             return number, self.num_prompt_tokens

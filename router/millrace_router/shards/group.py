@@ -128,8 +128,8 @@ class ShardGroup:
 
     async def warm_up(self, **fields: int | None) -> Capacity:
         """Have every rank allocate its KV cache and run the largest step; `fields` are WarmupRequest's."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        self._warmup = pb.WarmupRequest(**given)
+        values = {name: value for name, value in fields.items() if value is not None}
+        self._warmup = pb.WarmupRequest(**values)
         self._capacity = await self._warm_up(self._warmup)
         return self._capacity
 
@@ -241,10 +241,10 @@ class ShardGroup:
         request.MergeFrom(self._warmup)
         if await self._warm_up(request) != capacity:
             raise ShardChanged("the shards came back with another KV capacity")
-        known = self._info
-        if known is None or not known.deterministic:
+        first = self._info
+        if first is None or not first.deterministic:
             return
-        if info.arithmetic != known.arithmetic:
+        if info.arithmetic != first.arithmetic:
             raise ShardChanged(
                 f"the shards came back with {info.attention} attention over KV in {info.kv_cache_dtype}"
             )

@@ -43,8 +43,8 @@ class ModelFiles:
         tokenizer_config = _read_json(tokenizer_config_path or folder / "tokenizer_config.json")
         templates: dict[str, str] = {}
         is_chosen = tokenizer_config_path is not None
-        for place in _places(folder, tokenizer_config, is_chosen=is_chosen):
-            templates = place | templates
+        for file in _places(folder, tokenizer_config, is_chosen=is_chosen):
+            templates = file | templates
         return cls(
             config=_read_json(folder / "config.json"),
             tokenizer_config=tokenizer_config,

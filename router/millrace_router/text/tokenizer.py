@@ -35,11 +35,11 @@ class TokenTexts:
         """Yield the tokens whose text contains `part`, which is not empty."""
         if SEPARATOR in part:
             return
-        place = self._whole.find(part)
-        while place >= 0:
-            token = bisect_right(self._starts, place) - 1
+        position = self._whole.find(part)
+        while position >= 0:
+            token = bisect_right(self._starts, position) - 1
             yield token
-            place = self._whole.find(part, self._starts[token + 1])
+            position = self._whole.find(part, self._starts[token + 1])
 
 
 NFC_SHRINKS = 4
@@ -253,15 +253,15 @@ class Tokenizer:
 
     def ids_with(self, parts: tuple[str, ...], vocab_size: int) -> tuple[int, ...]:
         """Return the tokens below `vocab_size` whose text has one of `parts`; the first call takes seconds."""
-        found = self._ids_with.get(parts)
-        if found is None:
+        matching = self._ids_with.get(parts)
+        if matching is None:
             texts = self._all_texts()
             ids = {id_ for part in parts for id_ in texts.having(part)}
-            found = tuple(sorted(id_ for id_ in ids if id_ < vocab_size))
+            matching = tuple(sorted(id_ for id_ in ids if id_ < vocab_size))
             if len(self._ids_with) >= MAX_PARTS:
                 self._ids_with.clear()
-            self._ids_with[parts] = found
-        return found
+            self._ids_with[parts] = matching
+        return matching
 
     def _all_texts(self) -> TokenTexts:
         if self._token_texts is None:

@@ -72,7 +72,7 @@ class GrammarAdmission:
         self._metrics = metrics
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        self._places = asyncio.Semaphore(NUM_AT_ONCE)
+        self._slots = asyncio.Semaphore(NUM_AT_ONCE)
         self._turn_alone = asyncio.Lock()
         self._num_waiting = 0
 
@@ -135,7 +135,7 @@ class GrammarAdmission:
         self._num_waiting += 1
         try:
             await self._wait_for_shards()
-            async with self._places:
+            async with self._slots:
                 with suppress(ShardLost, ShardHung):
                     return await self._compile(grammar)
             return await self._ask_alone(grammar)
@@ -156,7 +156,7 @@ class GrammarAdmission:
         """Hold every place for the length of the block."""
         async with self._turn_alone, AsyncExitStack() as held:
             for _ in range(NUM_AT_ONCE):
-                await held.enter_async_context(self._places)
+                await held.enter_async_context(self._slots)
             yield
 
     async def _wait_for_shards(self) -> None:

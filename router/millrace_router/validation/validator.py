@@ -64,19 +64,19 @@ def _spellings(word: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
         raise ValidationError(f"tokenizer error {error}") from error
 
 
-def _dry(asked: DryRequest, tokenizer: Tokenizer, vocab_size: int) -> Dry:
-    if not (0 <= asked.multiplier < math.inf and 0 <= asked.base < math.inf):
+def _dry(request: DryRequest, tokenizer: Tokenizer, vocab_size: int) -> Dry:
+    if not (0 <= request.multiplier < math.inf and 0 <= request.base < math.inf):
         raise ValidationError("`dry_multiplier` and `dry_base` must be >= 0.0")
-    if len(asked.breakers) > MAX_BREAKERS or not all(asked.breakers):
+    if len(request.breakers) > MAX_BREAKERS or not all(request.breakers):
         raise ValidationError(
             f"`dry_sequence_breakers` supports up to {MAX_BREAKERS} texts, none of them empty"
         )
     return Dry(
-        multiplier=asked.multiplier,
-        base=asked.base,
-        allowed_length=asked.allowed_length,
-        window=min(asked.window, MAX_DRY_WINDOW),
-        breakers=tokenizer.ids_with(asked.breakers, vocab_size),
+        multiplier=request.multiplier,
+        base=request.base,
+        allowed_length=request.allowed_length,
+        window=min(request.window, MAX_DRY_WINDOW),
+        breakers=tokenizer.ids_with(request.breakers, vocab_size),
     )
 
 

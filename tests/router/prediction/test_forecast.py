@@ -253,9 +253,8 @@ def test_it_learns_how_long_answers_get() -> None:
     assert finish(model) == pytest.approx(80 * 0.015, rel=0.3)
 
 
-@pytest.mark.parametrize("unknown", ["cost", "chunks"])
-def test_nothing_is_predicted_without_known_costs_or_without_chunks(unknown: str) -> None:
-    model = forecaster(CostModel()) if unknown == "cost" else forecaster(predicts=False)
+def test_nothing_is_predicted_without_known_costs() -> None:
+    model = forecaster(CostModel())
     assert model.predict([], ahead=(0, 0), num_prompt_tokens=1, max_new_tokens=1) is None
     assert model.drain_seconds([], waiting=(3, 30)) is None
 

@@ -86,13 +86,13 @@ class _OpenFolder:
 
     def states(self) -> list[_State | None]:
         """The state of each file, behind links; None for one that is not there."""
-        found: list[_State | None] = []
+        states: list[_State | None] = []
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             try:
-                found.append(_state(os.stat(name, dir_fd=self._descriptor)))
+                states.append(_state(os.stat(name, dir_fd=self._descriptor)))
             except OSError:
-                found.append(None)
-        return found
+                states.append(None)
+        return states
 
     def read(self, max_bytes: int) -> SourceFiles:
         sizes = {

@@ -53,9 +53,9 @@ def merge(
             parts.setdefault(module.name, []).append(_Part(position, weight, module))
     with np.errstate(over="ignore", invalid="ignore"):
         if recipe.strategy is MergeStrategy.CAT:
-            merged = [_concatenated(found) for found in parts.values()]
+            merged = [_concatenated(module_parts) for module_parts in parts.values()]
         else:
-            merged = [_combined(found, digests, recipe) for found in parts.values()]
+            merged = [_combined(module_parts, digests, recipe) for module_parts in parts.values()]
     for module in merged:
         check_finite(f"{module.name}.lora_A", module.a)
         check_finite(f"{module.name}.lora_B", module.b)

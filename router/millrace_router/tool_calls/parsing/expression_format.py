@@ -122,8 +122,8 @@ class ExpressionGrammar:
         types = schema.get("type", sorted(kinds))
         if isinstance(types, str):
             return self._typed(types, schema)
-        known = frozenset().union(*_KEYWORDS.values())
-        self._check(schema, {"type", *known})
+        keywords = frozenset().union(*_KEYWORDS.values())
+        self._check(schema, {"type", *keywords})
         # A keyword is about the values of one type.
         return f"({' | '.join(self._typed(one, self._about(one, schema)) for one in types)})"
 

@@ -134,8 +134,8 @@ def _kinds_of(schema: object, root: dict[str, Any], num_steps: int) -> Kinds:
         if isinstance(some := schema.get(key), list):
             return _union(_kinds_of(one, root, num_steps - 1) for one in some)
     if isinstance(some := schema.get("allOf"), list):
-        found = [_kinds_of(one, root, num_steps - 1) for one in some]
-        return next((kinds for kinds in found if kinds is not None), None)
+        options = [_kinds_of(one, root, num_steps - 1) for one in some]
+        return next((kinds for kinds in options if kinds is not None), None)
     return _implied(schema)
 
 
@@ -196,8 +196,8 @@ class ObjectSchema:
         kept = [key for key in _COMPOSED if key in schema]
         if kept and strict:
             raise ToolError(f"this model's format cannot keep `{kept[0]}` of an object")
-        found = schema.get("properties")
-        properties: dict[str, object] = found if isinstance(found, dict) else {}
+        value = schema.get("properties")
+        properties: dict[str, object] = value if isinstance(value, dict) else {}
         needed = schema.get("required")
         required = frozenset(needed if isinstance(needed, list) else ())
         extra = schema.get("additionalProperties", not properties or bool(kept))

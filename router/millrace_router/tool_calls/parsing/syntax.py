@@ -30,11 +30,11 @@ class Syntax:
 
 def earliest(text: str, sought: Collection[str], start: int) -> tuple[int, str] | None:
     """Position and text of the first of `sought` from `start` on; the longest, if several begin at one position."""
-    places = [(text.find(one, start), -len(one), one) for one in sought]
-    found = [place for place in places if place[0] >= 0]
-    if not found:
+    starts = [(text.find(one, start), -len(one), one) for one in sought]
+    matches = [match for match in starts if match[0] >= 0]
+    if not matches:
         return None
-    first, _, one = min(found)
+    first, _, one = min(matches)
     return first, one
 
 

@@ -68,10 +68,10 @@ def _may_be_null(cursor: Cursor, ends: Collection[str]) -> Wait[bool]:
     holds, cursor.holds = cursor.holds, True
     if not holds:
         cursor.drop()
-    mark = cursor.place
+    mark = cursor.position
     nulls = [f"{word}{end}" for word in (_NULL, "None") for end in ends]
     is_whole = bool((yield from cursor.take(nulls)))
-    cursor.place, cursor.holds = mark, holds
+    cursor.position, cursor.holds = mark, holds
     rest = cursor.text[mark:]
     return is_whole or any(null.startswith(rest) for null in nulls)
 
@@ -98,9 +98,9 @@ def text_terminal(schema: dict[str, Any], end: str, mark: str, *, strict: bool) 
         contents.append(f"(?s:.{{{least},{'' if most is None else most}}})")
     if isinstance(expression := schema.get("pattern"), str):
         contents += _searched(expression, strict=strict)
-    wanted = [pattern(f"{content}{escaped(end)}") for content in contents]
+    expressions = [pattern(f"{content}{escaped(end)}") for content in contents]
     behind = "(?s:.+)" if end.endswith(mark) else ANY
-    return " & ".join([*wanted, f"~{pattern(f'{ANY}{escaped(mark)}{behind}')}"])
+    return " & ".join([*expressions, f"~{pattern(f'{ANY}{escaped(mark)}{behind}')}"])
 
 
 def _searched(expression: str, *, strict: bool) -> list[str]:

@@ -72,11 +72,11 @@ class XmlReader:
             return False
         yield from cursor.skip()
         begun = [syntax.behind_name] if syntax.behind_name else [syntax.before_key, syntax.end]
-        mark = cursor.place
+        mark = cursor.position
         if not (yield from cursor.take(begun)):
             return False
         if not syntax.behind_name:
-            cursor.place = mark
+            cursor.position = mark
         sink.start(name)
         return (yield from self._parameters(cursor, sink, self._schemas[name]))
 
@@ -95,7 +95,7 @@ class XmlReader:
                 return False
         if tag:
             sink.give("{}" if before == "{" else "}")
-            cursor.place -= len(tag) if syntax.end_is_closer else 0
+            cursor.position -= len(tag) if syntax.end_is_closer else 0
         return bool(tag)
 
     def _key(self, cursor: Cursor, sink: CallSink, before: str) -> Wait[str | None]:
@@ -184,18 +184,18 @@ class XmlGrammar:
         behind = self._texts(syntax.padding, syntax.behind_value, syntax.spacing)
         if self._tool.text is not None:
             return self._input(self._tool.text)
-        found = resolved(schema, self._root)
-        known = found if isinstance(found, dict) else {}
-        check_keywords(known)
+        target = resolved(schema, self._root)
+        parameter = target if isinstance(target, dict) else {}
+        check_keywords(parameter)
         if kinds is not None and "string" not in kinds:
             return f"{json_value(within(schema, self._root, strict=strict))} {behind}"
-        choices = [known["const"]] if "const" in known else known.get("enum")
+        choices = [parameter["const"]] if "const" in parameter else parameter.get("enum")
         if choices:
             return f"({' | '.join(literal(_written(one)) for one in choices)}) {behind}"
         is_text = kinds == frozenset({"string"})
-        if not is_text and strict and known.keys() - _UNION:
+        if not is_text and strict and parameter.keys() - _UNION:
             raise ToolError("this model's format cannot keep keywords of a value of several types")
-        return self._text(known if is_text else {})
+        return self._text(parameter if is_text else {})
 
     def _input(self, text: Grammar) -> str:
         """The rule of a text tool's input and what is behind it."""
