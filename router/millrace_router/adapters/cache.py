@@ -15,7 +15,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 KEPT_SECONDS = 5.0
-"""A version that was asked for so recently may be on its way into use."""
+"""A version that was requested this recently may be on its way into use."""
 
 
 class AdapterCache:

@@ -212,7 +212,7 @@ class Fetcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _source(self, source: NamedSource, token: str | None) -> Answer:
-        """The source for the process; a token goes there on its standard input, and nowhere else."""
+        """Return the source for the process; a token goes there on its standard input, and nowhere else."""
         if source.by_operator:
             token = self._server_token()
         return {
@@ -269,7 +269,7 @@ class Fetcher:
 
     @contextmanager
     def _turn(self, name: str, caller: str, *, by_operator: bool) -> Iterator[None]:
-        """Count a fetch, running or waiting; raises AdapterUnavailable when clients ask for too many."""
+        """Count a fetch, running or waiting; raises AdapterUnavailable when clients request too many."""
         callers = self._callers if not by_operator else Counter[str]()
         is_greedy = caller != "" and callers[caller] >= MAX_PER_CALLER
         if is_greedy or callers.total() >= MAX_OF_CLIENTS:

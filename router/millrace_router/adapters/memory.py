@@ -109,7 +109,7 @@ class Access:
 
 
 class SingleFlight(Generic[Result]):
-    """Runs a piece of work once for all who ask for the same key meanwhile; it outlives those that leave.
+    """Runs a piece of work once for all callers with the same key; it goes on when some of them leave.
 
     A refusal is remembered in `refusals`; the fetcher itself remembers outages.
     """

@@ -46,7 +46,7 @@ MAX_MERGED = 1024
 MAX_SHAPES = 1024
 MAX_REFUSALS = 1024
 REFUSAL_SECONDS = 30.0
-"""A refused fetch is not tried again for so long, unless the files change."""
+"""Time before a refused fetch is tried again, unless the files change sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class ClientRules:
     """The unregistered adapters that clients may name."""
 
     source: AdapterSource = AdapterSource.HUB
-    """Where an id is looked up if the request does not say it."""
+    """Where an id is looked up if the request does not name a source."""
     root: Path | None = None
     patterns: tuple[str, ...] = ()
 

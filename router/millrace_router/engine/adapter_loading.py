@@ -100,11 +100,11 @@ class AdapterLoading(AdapterHooks):
         self._advance()
 
     def expired(self) -> list[SchedulableRequest]:
-        """The requests that have waited for too long; the caller ends them."""
+        """Return the requests that have waited for too long; the caller ends them."""
         return self._admission.waiting.expired(time.monotonic())
 
     def waiting(self) -> list[SchedulableRequest]:
-        """All requests that wait for their adapter; the caller ends them."""
+        """Return all requests that wait for their adapter; the caller ends them."""
         return list(self._admission.waiting)
 
     def before_plan(self, planner: Planner) -> None:
@@ -160,7 +160,7 @@ class AdapterLoading(AdapterHooks):
         return have_ended
 
     def _tick(self) -> None:
-        """A cycle or a deadline is over."""
+        """Act on the end of a cycle or a deadline."""
         self._wake()
         self._advance()
 

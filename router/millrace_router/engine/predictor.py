@@ -207,5 +207,5 @@ class LatencyPredictor:
 
 
 def quantile(values: Collection[float], share: float) -> float:
-    """The least of `values` that a `share` of them does not exceed."""
+    """Return the least of `values` that a `share` of them does not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

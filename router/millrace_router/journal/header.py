@@ -41,11 +41,11 @@ class Header:
 
 _adapter = TypeAdapter(Header)
 _OPTIONAL = ("adapter_modules", "quantization", "kv_cache_dtype", "hidden_size", "headless")
-"""Fields of the shards that are left out if they say nothing."""
+"""Fields of the shards that are left out at their default."""
 
 
 def header_to_json(header: Header) -> bytes:
-    """Write a header as JSON; without optional fields that say nothing."""
+    """Write a header as JSON; without optional fields at their default."""
     left_out = {name for name in _OPTIONAL if not getattr(header.shard, name)}
     exclude = {"shard": left_out}
     if "adapter_modules" in left_out:

@@ -171,7 +171,7 @@ class _Joiner:
         self._acknowledgements.clear()
 
     def events_of(self, record: Record) -> Iterator[Event]:
-        """The event of `record`, if it is new."""
+        """Return the event of `record`, if it is new."""
         if record.kind == Kind.REQUEST:
             yield from self._request(record)
         elif record.kind == Kind.GAP:

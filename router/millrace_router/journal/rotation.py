@@ -83,7 +83,7 @@ class JournalFolder:
 
 
 def journal_files(path: Path) -> list[Path]:
-    """The files of a folder in order, or the file at `path`; raises JournalUnusable if there is none."""
+    """Return the files of a folder in order, or the file at `path`; raises JournalUnusable if there is none."""
     if path.is_dir():
         return sorted(path.glob(f"*{SUFFIX}"))
     if not path.is_file():

@@ -48,7 +48,7 @@ class EventPublisher:
     """Publishes batches from its own thread, so that no subscriber and no replay delays the caller.
 
     A message has three frames: the topic, the number of the batch (8 bytes, big-endian, from 0), and the batch as
-    msgpack. A replay is asked for by the first number that is missing, as 8 bytes; each answer has a number and a
+    msgpack. A replay is requested by the first number that is missing, as 8 bytes; each answer has a number and a
     batch, and the last one has the number -1 and no batch.
     """
 
@@ -104,7 +104,7 @@ class EventPublisher:
         while True:
             ready = dict(poller.poll())
             if self._source in ready:
-                # All of them, so that a replay has what was published before it was asked for.
+                # All of them, so that a replay has what was published before the request.
                 while self._source.poll(0):
                     payload = self._source.recv()
                     if payload == _STOP:

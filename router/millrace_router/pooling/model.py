@@ -23,7 +23,7 @@ PREFIX = "pooling_mode_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitScore:
-    """Tokens whose logits make a score: the first minus the second, or the first alone."""
+    """Tokens whose logits make a score: the first minus the second, or only the first."""
 
     true_token_id: int
     false_token_id: int | None = None
@@ -37,7 +37,7 @@ class LogitScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceTransformersFiles:
-    """What the files say; without any, nothing is known."""
+    """What the files of sentence-transformers define; empty without them."""
 
     is_embedding: bool = False
     """Whether the modules make an embedding."""
@@ -79,7 +79,7 @@ def read_files(folder: Path) -> SentenceTransformersFiles:
 
 
 def _modules(folder: Path) -> dict[str, Path]:
-    """The folder of each module by the name of its class; raises ModelFilesError."""
+    """Return the folder of each module by the name of its class; raises ModelFilesError."""
     listed = _read(folder / "modules.json")
     if listed is None:
         return {}
@@ -133,7 +133,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Any:  # noqa: ANN401
-    """The JSON of a file, None if there is none; raises ModelFilesError."""
+    """Return the JSON of a file, None if there is none; raises ModelFilesError."""
     try:
         return orjson.loads(path.read_bytes())
     except FileNotFoundError:

@@ -29,7 +29,7 @@ Note that the answer can only be "yes" or "no".<|im_end|>
 
 
 """
-"""Qwen3-Reranker's template, which its checkpoint has in its model card alone; Jinja drops the last line break."""
+"""Qwen3-Reranker's template, which its checkpoint has only in its model card; Jinja drops the last line break."""
 _ROLES = (re.compile(r"""["']query["']"""), re.compile(r"""["']document["']"""))
 
 

@@ -28,7 +28,7 @@ class Prediction:
     finish_seconds: float
 
     def after(self, seconds: float) -> Prediction:
-        """The prediction for a request that may be admitted no sooner than after `seconds`."""
+        """Return the prediction for a request that may be admitted no sooner than after `seconds`."""
         late = max(0.0, seconds - self.queue_seconds)
         return Prediction(
             self.queue_seconds + late, self.first_token_seconds + late, self.finish_seconds + late
@@ -182,7 +182,7 @@ class Forecaster:
     def drain_seconds(
         self, rows: Iterable[RunningRow], *, waiting: tuple[int, int], now_in_step: float = 0.0
     ) -> float | None:
-        """Seconds until the first of the waiting requests has left the queue.
+        """Return seconds until the first of the waiting requests has left the queue.
 
         `waiting` is the number of waiting requests, and the sum of their prompt tokens. None where `predict` gives
         None.
@@ -199,7 +199,7 @@ class Forecaster:
         return None if prediction is None else prediction.queue_seconds
 
     def mean_request(self, rows: Iterable[RunningRow]) -> tuple[int, int]:
-        """Prompt tokens and new tokens of a request like the mean of the last ones."""
+        """Return prompt tokens and new tokens of a request like the mean of the last ones."""
         longest = max((row.max_tokens for row in rows), default=1)
         traffic = self._traffic
         return max(1, round(traffic.mean_prompt)), max(1, round(traffic.mean_length(longest)))
@@ -235,7 +235,7 @@ class Forecaster:
         num_tokens: int,
         max_new_tokens: int,
     ) -> int:
-        """The number of the next `num_joining` requests that find a slot and blocks at once."""
+        """Return the number of the next `num_joining` requests that find a slot and blocks at once."""
         free_slots = self._max_batch_size - len(running)
         if self._reserve_all:
             num_tokens += num_joining * max_new_tokens
@@ -248,7 +248,7 @@ class Forecaster:
         return min(free_slots, int(max(0.0, free) / needed * num_joining))
 
     def _typical_step(self, queue: _Queue, num_kv_tokens: float) -> _Step | None:
-        """A step once requests with `num_kv_tokens` each have the free places; None before the first fit."""
+        """Return a step once requests with `num_kv_tokens` each have the free places; None before the first fit."""
         num_rows = len(queue.running)
         num_joining = max(not num_rows, min(queue.num_ahead + 1, queue.num_free))
         decodes = num_rows + num_joining
@@ -275,7 +275,7 @@ class Forecaster:
     def _next_step(
         self, queue: _Queue, step: _Step, now_in_step: float, in_flight: Sequence[StepLoad]
     ) -> tuple[float, float]:
-        """Seconds from now until the next plan, and until the step that it plans begins."""
+        """Return seconds from now until the next plan, and until the step that it plans begins."""
         if not queue.running:
             return 0.0, 0.0
         steps = [self._cost.seconds(load) or 0.0 for load in in_flight] or [step.seconds]
@@ -291,7 +291,7 @@ class Forecaster:
         return left + self._late.open_part(following), left + following
 
     def _queue_seconds(self, queue: _Queue, step: _Step) -> float:
-        """Seconds between the next plan and the one that admits the request."""
+        """Return seconds between the next plan and the one that admits the request."""
         left = [
             (row.num_prompt_left, row.num_kv_tokens)
             for row in queue.running

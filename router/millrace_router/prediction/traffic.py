@@ -70,7 +70,7 @@ class AnswerLengths:
             self._is_stale = True
 
     def expected(self, limit: int) -> float:
-        """Mean number of tokens of an answer of at most `limit` tokens."""
+        """Return mean number of tokens of an answer of at most `limit` tokens."""
         if self._is_stale:
             self._refresh()
         index = bisect_right(self._lengths, limit) - 1
@@ -146,7 +146,7 @@ class TrafficStatistics:
         self.tokens_per_step += _YIELD_RATE * (num_tokens / num_rows - self.tokens_per_step)
 
     def steps_left(self, rows: Sequence[RunningRow]) -> list[float]:
-        """The number of steps until each of `rows` ends.
+        """Return the number of steps until each of `rows` ends.
 
         The ends are quantiles of the lengths to come, which the golden ratio spreads evenly over them (a Weyl
         sequence). So the k-th of these ends estimates the k-th order statistic, unlike k times the mean.
@@ -164,10 +164,10 @@ class TrafficStatistics:
         return (length / self.tokens_per_step for length in cycle(lengths))
 
     def mean_length(self, unknown: int) -> float:
-        """Mean number of tokens of an answer; `unknown` before the first answer."""
+        """Return mean number of tokens of an answer; `unknown` before the first answer."""
         recent = self.lengths.recent
         return sum([length for length, _ in recent]) / len(recent) if recent else float(unknown)
 
     def mean_steps(self, unknown: int) -> float:
-        """Mean number of steps of an answer; before the first one, the steps of `unknown` tokens."""
+        """Return mean number of steps of an answer; before the first one, the steps of `unknown` tokens."""
         return self.mean_length(unknown) / self.tokens_per_step

@@ -45,7 +45,7 @@ class ChannelSplitter:
     """Reads messages: a header with channel and recipient, `<|message|>`, text, and a marker that ends it.
 
     The text of the channel `analysis` is thought. Messages with a recipient are calls: they become answer as they are
-    written, markers included, if `keeps_calls`; else their text alone does. All other text is answer.
+    written, markers included, if `keeps_calls`; else only their text does. All other text is answer.
     """
 
     def __init__(self, start: Start, *, keeps_calls: bool) -> None:

@@ -103,7 +103,7 @@ def _detected(source: str) -> str:
 def _tokens(
     texts: Sequence[str], tokenizer: Tokenizer | None, *, others: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Find the tokens in `texts`, the tags of a format, and `others`, which grammars alone need."""
+    """Find the tokens in `texts`, the tags of a format, and `others`, which only grammars need."""
     if tokenizer is None:
         return {}
     special = {

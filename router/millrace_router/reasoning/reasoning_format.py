@@ -48,7 +48,7 @@ class Splitter(Protocol):
 ANSWER = "answer"
 """The rule of the answer, in grammars."""
 NO_EFFORT = "none"
-"""The effort that asks for no thought."""
+"""The effort that means no thought."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class ThoughtLimit:
 
 
 def switch(*, thinks: bool) -> dict[str, bool]:
-    """Return the variables that tell templates to think or not, under the names that families have for them."""
+    """Return the variables that make templates think or not, under the names that families have for them."""
     return {"enable_thinking": thinks, "thinking": thinks}
 
 
@@ -79,7 +79,7 @@ class ReasoningFormat(ABC):
 
     @abstractmethod
     def start_of(self, prompt: str, continued: str | None = None) -> Start:
-        """Tell where the answer to `prompt` begins; `continued` is the text of a last message that goes on."""
+        """Return where the answer to `prompt` begins; `continued` is the text of a last message that goes on."""
 
     @abstractmethod
     def splitter(self, start: Start, *, keeps_calls: bool = False) -> Splitter:

@@ -146,7 +146,7 @@ class TagSplitter:
         return match is not None
 
     def _num_given(self, end: int) -> int:
-        """The length of the text before `end` that is certain; blanks at its end may belong to a closer."""
+        """Return the length of the text before `end` that is certain; blanks at its end may belong to a closer."""
         text = self._rest[max(0, end - MAX_BLANKS) : end]
         return end - len(text) + len(text.rstrip(self._tags.trimmed))
 

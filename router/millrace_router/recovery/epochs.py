@@ -52,7 +52,7 @@ class GroupRestart:
             raise ShardLost(f"the ranks restart: {self._reason}")
 
     def finished(self) -> None:
-        """The shards began an epoch."""
+        """Record that the shards have begun an epoch."""
         self._reason = None
 
     @property
@@ -219,7 +219,7 @@ class EpochManager:
         self._end_outage()
 
     def idle(self) -> None:
-        """The shards answered every step, and there is no further work."""
+        """Record that the shards have answered every step, and that there is no further work."""
         self._end_outage()
 
     def _end_outage(self) -> None:

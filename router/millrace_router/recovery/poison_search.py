@@ -80,7 +80,7 @@ class PoisonSearch:
         return None
 
     def computed(self, request_id: int, num_positions: int) -> bool:
-        """Record that a request has so many KV positions, which may clear it; whether another group runs next."""
+        """Record a request's number of KV positions, which may clear it; return whether another group runs next."""
         if num_positions < self._targets.get(request_id, num_positions + 1):
             return False
         if request_id in self._separate:

@@ -74,6 +74,6 @@ class TokenEvent:
 
 
 def end_without_token() -> TokenEvent:
-    """The end of a request that generates none."""
+    """Return the end of a request that generates none."""
     finished = Finished(FinishReason.LENGTH, "", 0, None)
     return TokenEvent(0, Token(0, "", 0.0, special=True), (), finished)

@@ -30,7 +30,7 @@ TGI_NAMES = FieldNames()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRequest:
-    """The DRY penalty as a client asks for it; the defaults are llama.cpp's."""
+    """The DRY penalty as a client requests it; the defaults are llama.cpp's."""
 
     multiplier: float
     base: float = 1.75
@@ -43,7 +43,7 @@ class DryRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest(SamplingRequest):
-    """One generation as a client asks for it; None leaves the choice to the server."""
+    """One generation as a client requests it; None leaves the choice to the server."""
 
     prompt: str | tuple[int, ...] = ""
     """Text, or token ids."""

@@ -16,7 +16,7 @@ import orjson
 Schema = dict[str, Any]
 
 WORDS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
-"""A schema with one of these says what other properties there may be."""
+"""A schema with one of these defines what other properties there may be."""
 _ONE = frozenset(
     {"additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames"}
 )
@@ -132,7 +132,7 @@ class _Closer:
         return changed
 
     def _close(self, schema: Schema, changed: Schema) -> None:
-        """Close `changed`, the copy of `schema`, if it lists properties and says nothing of others."""
+        """Close `changed`, the copy of `schema`, if it lists properties and leaves others open."""
         composed = _is_composed(schema)
         if not composed and not isinstance(schema.get("properties"), dict):
             return
@@ -189,7 +189,7 @@ class _Closer:
 
 
 def _is_composed(schema: Schema) -> bool:
-    """Whether several schemas hold for one value."""
+    """Return whether several schemas hold for one value."""
     all_of = schema.get("allOf")
     num_parts = len(all_of) if isinstance(all_of, list) else 0
     num_parts += sum(isinstance(schema.get(name), list) for name in ("anyOf", "oneOf"))
@@ -204,7 +204,7 @@ def _names(schema: Schema) -> list[str]:
 
 
 def _is_apart(one: object, other: object) -> bool:
-    """Whether no value matches both: they have other types, or a required property with other constants."""
+    """Return whether no value matches both: they have other types, or a required property with other constants."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return False
     kinds = one.get("type"), other.get("type")

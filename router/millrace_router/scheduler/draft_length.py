@@ -32,7 +32,7 @@ as much."""
 _PROBE_SHARE = 0.01
 """Share of the time for draft tokens that are expected to be rejected; they update the rates."""
 _CONTROL_EVERY = 64
-"""One in so many steps with draft tokens goes without, to update the cost of such steps."""
+"""One in this many steps with draft tokens goes without, to update the cost of such steps."""
 _LOSS_SHARE = 0.02
 """Share of the time that draft tokens may cost in the end, whatever was expected of them."""
 _MAX_BALANCE = 20.0
@@ -66,7 +66,7 @@ class FixedDraftLength:
         self._length = length
 
     def lengths(self, rows: Sequence[DraftRow], load: StepLoad) -> Sequence[int]:  # noqa: ARG002
-        """The same for every row."""
+        """Return the same for every row."""
         return [self._length] * len(rows)
 
     def observe(self, row: Acceptance, *, allowed: int, drafted: int, accepted: int) -> None:

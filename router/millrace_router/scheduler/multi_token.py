@@ -53,7 +53,7 @@ class MultiTokenRows:
         """Mean share of the allowed extra positions that were computed."""
 
     def expected_load(self, load: StepLoad) -> StepLoad:
-        """The load that a step of the planned `load` is expected to compute, judging by earlier steps."""
+        """Return the load that a step of the planned `load` is expected to compute, judging by earlier steps."""
         return load.with_extra(round(self._computed_share * load.extra_positions))
 
     def plan_decodes(self, rows: Collection[Row], plan: StepPlan, *, most: int) -> None:
@@ -196,7 +196,7 @@ class MultiTokenRows:
 
 
 def _advance(row: Row, allowed: int, positions: int) -> tuple[int, int]:
-    """The number of positions that `row` has filled, and how many of them are not draft tokens.
+    """Return the number of positions that `row` has filled, and how many of them are not draft tokens.
 
     A shard may postpone all but one of the forced tokens where they would make the step longer for all rows.
     """

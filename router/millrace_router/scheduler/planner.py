@@ -110,7 +110,7 @@ class Planner:
         self._admission.limit(budgets)
 
     def row(self, slot: int) -> Row | None:
-        """The row in `slot` whose tokens count: a running one, or a preempted one with steps in flight."""
+        """Return the row in `slot` whose tokens count: a running one, or a preempted one with steps in flight."""
         return self.rows.get(slot) or self._preempted.get(slot)
 
     def drop(self, row: Row) -> None:
@@ -171,7 +171,7 @@ class Planner:
                 self._admission.readmit(row.seniority, row.entry)
 
     def lacks_room(self, waiting: RequestQueue) -> bool:
-        """Whether the head of the queue finds no slot, or too few blocks, as long as no row leaves."""
+        """Return whether the head of the queue finds no slot, or too few blocks, as long as no row leaves."""
         return self._admission.lacks_room(waiting, self.rows.values())
 
     def plan(self, waiting: RequestQueue, *, last_sent: int, last_answered: int) -> StepPlan | None:

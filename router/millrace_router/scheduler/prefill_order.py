@@ -30,5 +30,5 @@ def longest_overtaking(num_left: int) -> int:
 
 
 def max_step_seconds(seconds_beside_prompts: float) -> float:
-    """Seconds that a step with prompts should take at most, from those that its prompts do not account for."""
+    """Return seconds that a step with prompts should take at most, from those that its prompts do not account for."""
     return seconds_beside_prompts / (1.0 - LEAST_PROMPT_SHARE)

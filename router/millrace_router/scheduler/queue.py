@@ -21,7 +21,7 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of waiting requests."""
+        """Return the number of waiting requests."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[SchedulableRequest]:
@@ -38,11 +38,11 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def head(self) -> SchedulableRequest | None:
-        """The request to admit next; the same until the queue changes or tokens are charged."""
+        """Return the request to admit next; the same until the queue changes or tokens are charged."""
 
     @abstractmethod
     def shortest(self) -> SchedulableRequest | None:
-        """The request with the shortest prompt among those that may be computed out of turn."""
+        """Return the request with the shortest prompt among those that may be computed out of turn."""
 
     @abstractmethod
     def pop(self) -> SchedulableRequest:
@@ -138,7 +138,7 @@ class WaitingQueue(RequestQueue):
 
     @override
     def shortest(self) -> SchedulableRequest | None:
-        """The request with the shortest prompt among the ones of highest priority."""
+        """Return the request with the shortest prompt among the ones of highest priority."""
         return self._requests[self._by_length[0][-1]] if self._by_length else None
 
     @override

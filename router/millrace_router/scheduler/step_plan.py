@@ -32,7 +32,7 @@ class Budgets:
     max_draft_tokens: int = 0
     """Most draft tokens of one sequence in one step."""
     max_preemptions: int = 3
-    """After so many preemptions a request is admitted only with all the blocks that it can ever need."""
+    """After this many preemptions a request is admitted only with all the blocks that it can ever need."""
 
     @property
     def num_slots(self) -> int:

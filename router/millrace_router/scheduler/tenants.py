@@ -140,7 +140,7 @@ class TenantQueue(RequestQueue):
 
     @override
     def shortest(self) -> SchedulableRequest | None:
-        """The shortest of the prompts that each of the next tenants would have computed out of turn."""
+        """Return the shortest of the prompts that each of the next tenants would have computed out of turn."""
         requests = [
             request for tenant in self._next_tenants() if (request := tenant.queue.shortest())
         ]
@@ -225,7 +225,7 @@ class TenantQueue(RequestQueue):
         return tenant.deficit
 
     def _turn(self, tenant: _Tenant) -> _Turn:
-        """The turn at which the tenant has tokens: the current one, or a later one."""
+        """Return the turn at which the tenant has tokens: the current one, or a later one."""
         missing = 1 - self._credit(tenant)
         rounds = max(0, -(-missing // self._quantum))
         if tenant.position != self._now[1] or not len(tenant.queue):
@@ -268,7 +268,7 @@ class TenantQueue(RequestQueue):
                 del self._idle[0], self._tenants[tenant.name], self._at[tenant.position]
 
     def _next_tenants(self) -> list[_Tenant]:
-        """The tenants with requests; of many tenants, those whose turns are next."""
+        """Return the tenants with requests; of many tenants, those whose turns are next."""
         return [self._at[position] for _, position in self._turns[:_MOST_COUNTED]]
 
     def _visit(self) -> _Tenant | None:
@@ -291,5 +291,5 @@ class TenantQueue(RequestQueue):
 
 
 def _cost(request: SchedulableRequest) -> int:
-    """Tokens to charge at admission: the prompt, but none for a preempted request, which has paid."""
+    """Return tokens to charge at admission: the prompt, but none for a preempted request, which has paid."""
     return 0 if request.num_preemptions else request.num_prompt_tokens

@@ -50,7 +50,7 @@ class ShardGroup:
         self._warmup = pb.WarmupRequest()
         self._info: ShardInfo | None = None
         self._id: int | None = None
-        """`InfoResponse.group` of the ranks when they were last asked."""
+        """`InfoResponse.group` of the ranks at the last `Info` call."""
         self._capacity: Capacity | None = None
         self._was_restarted = False
         """Whether shards were restarted and not yet compared with the first warm-up."""
@@ -80,7 +80,7 @@ class ShardGroup:
         return self._info
 
     async def health(self) -> bool:
-        """Whether all ranks are warmed up. A rank answers while it computes.
+        """Return whether all ranks are warmed up. A rank answers while it computes.
 
         Raises:
             ShardLost: a rank is unreachable.
@@ -159,7 +159,7 @@ class ShardGroup:
             await self._all(shard.write(message) for shard in self._shards)
 
     async def read(self) -> list[pb.StepResponse]:
-        """Every rank's answer to the oldest unanswered message, in order of rank."""
+        """Return every rank's answer to the oldest unanswered message, in order of rank."""
         if len(self._shards) == 1:
             try:
                 return [await self._shards[0].read()]

@@ -12,7 +12,7 @@ from millrace_router.telemetry.metrics import Metrics
 
 WINDOW_SECONDS = 60.0
 SHORTEST_SECONDS = 1.0
-"""Rates over less say little."""
+"""Rates over less mean little."""
 MAX_READINGS = 64
 """Readings are at least a second apart, so these cover more than the window."""
 

@@ -30,7 +30,7 @@ class TemplateShape:
     tests_for_string: bool = False
     """Whether it tests content for being a string, so that both forms are valid."""
     tests_for_none: bool = False
-    """Whether it tests content for None, in a message with calls alone."""
+    """Whether it tests content for None, in a message with only calls."""
     names_developer: bool = False
     """Whether it has the role `developer`."""
     has_short_ids: bool = False
@@ -75,7 +75,7 @@ class TemplateShape:
 
 
 def _adds_arguments(tree: nodes.Template) -> bool:
-    """Whether arguments are an operand of text, and the template never treats them as an object."""
+    """Return whether arguments are an operand of text, and the template never treats them as an object."""
     operands: list[nodes.Node] = []
     for binary in tree.find_all(nodes.Add):
         operands += [binary.left, binary.right]
@@ -122,7 +122,7 @@ class _Content:
                 self._names.add(parameter.name)
 
     def has(self, node: nodes.Node) -> bool:
-        """Whether `node` is the content or a part of it."""
+        """Return whether `node` is the content or a part of it."""
         match node:
             case nodes.Name():
                 return node.name in self._names
@@ -205,7 +205,7 @@ def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def lacks_content(message: Message) -> bool:
-    """Whether a message has calls alone."""
+    """Return whether a message has only calls."""
     return bool(message.get("tool_calls")) and not message.get("content")
 
 

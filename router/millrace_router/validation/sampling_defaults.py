@@ -1,4 +1,4 @@
-"""What a model's own generation_config.json says about parameters that a request leaves out."""
+"""Values of a model's own generation_config.json for parameters that a request leaves out."""
 
 from __future__ import annotations
 

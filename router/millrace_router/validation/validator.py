@@ -1,4 +1,4 @@
-"""Makes a trusted request of what a client asks for: TGI's rules, in TGI's order."""
+"""Makes a trusted request of a client's request: TGI's rules, in TGI's order."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class _OpenFolder:
         """The states of the files that were read."""
 
     def states(self) -> list[_State | None]:
-        """The state of each file, behind links; None for one that is not there."""
+        """Return the state of each file, behind links; None for one that is not there."""
         states: list[_State | None] = []
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             try:
@@ -114,7 +114,7 @@ class _OpenFolder:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def _target(self, name: str) -> Path | None:
-        """The file behind a link; None if the file is not a link.
+        """Return the file behind a link; None if the file is not a link.
 
         Raises:
             OSError, RuntimeError: the file does not exist, or the link leads elsewhere or in circles.

@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Seconds that a step may take. [%(default)g]",
     )
     parser.add_argument(
-        "--epoch", type=int, help="Replay this one alone, by its number in the table."
+        "--epoch", type=int, help="Replay only this one, by its number in the table."
     )
     parser.add_argument("--json", action="store_true", dest="as_json", help="Write JSON.")
     return parser

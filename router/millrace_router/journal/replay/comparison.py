@@ -227,7 +227,7 @@ def _differ(was: tuple[int, float], now: tuple[int, float]) -> bool:
 
 
 def _gap(was: float, now: float) -> float:
-    """The absolute difference; 0 for two NaNs, infinite for one."""
+    """Return the absolute difference; 0 for two NaNs, infinite for one."""
     if was == now or (isnan(was) and isnan(now)):
         return 0.0
     gap = abs(was - now)

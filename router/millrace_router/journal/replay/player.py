@@ -234,14 +234,14 @@ def _waits(event: Event, answered: int) -> bool:
 
 
 def _is_exact(header: Header, info: ShardInfo) -> bool:
-    """Whether these shards must compute the same bits as the recorded ones."""
+    """Return whether these shards must compute the same bits as the recorded ones."""
     return header.shard.deterministic and all(
         getattr(header.shard, name) == getattr(info, name) for name in REPORTED
     )
 
 
 def token_at(position: int, vocab_size: int) -> int:
-    """The id at a position, the same for every sequence, so that cached blocks match.
+    """Return the id at a position, the same for every sequence, so that cached blocks match.
 
     The ids come from splitmix64, so that no draft token is right.
     """

@@ -96,7 +96,7 @@ class BlockParser:
         return self._parsed()
 
     def _is_plain(self, text: str) -> bool:
-        """Whether text can be output at once."""
+        """Return whether text can be output at once."""
         return text[-1:] not in BLANKS and self._pattern.search(text) is None
 
     def finish(self) -> Parsed:
@@ -175,7 +175,7 @@ class BlockParser:
                 self._is_in_text = False
 
     def _num_released(self, end: int) -> int:
-        """The end of the text before `end` that becomes output; blanks may precede a call, and are held."""
+        """Return the end of the text before `end` that becomes output; blanks may precede a call, and are held."""
         held = self._cursor.text[max(self._cursor.position, end - MAX_BLANKS) : end]
         return end - len(held) + len(held.rstrip(BLANKS))
 

@@ -63,7 +63,7 @@ class CallParser:
         return self._parsed()
 
     def _is_plain(self, text: str) -> bool:
-        """Whether text can be output at once, if none is held."""
+        """Return whether text can be output at once, if none is held."""
         if self._step != self._in_text or text[-1:] in _BLANKS:
             return False
         return self._begins_marker.search(text) is None

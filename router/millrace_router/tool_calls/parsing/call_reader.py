@@ -1,4 +1,4 @@
-"""Reads one call from text that arrives in pieces: a JSON object with name and arguments, or arguments alone."""
+"""Reads one call from text that arrives in pieces: a JSON object with name and arguments, or only arguments."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class CallReader:
 
 
 def _object_in(value: str) -> str | None:
-    """The text of an object in a JSON string; `{}` for null, None for any other value."""
+    """Return the text of an object in a JSON string; `{}` for null, None for any other value."""
     inner = json.loads(value)
     if inner is None:
         return "{}"

@@ -226,7 +226,7 @@ def _run(cursor: Cursor, characters: frozenset[str]) -> Wait[str]:
 
 
 def _number(text: str) -> str:
-    """The JSON of one of Python's numbers; "" if it is none, or has no JSON."""
+    """Return the JSON of one of Python's numbers; "" if it is none, or has no JSON."""
     if _JSON_NUMBER.fullmatch(text):
         return text
     if text[:1] in _LETTERS:

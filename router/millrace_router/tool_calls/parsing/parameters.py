@@ -31,7 +31,7 @@ _NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9k]")
 
 
 def arguments_schema(tool: Tool) -> Schema:
-    """Return the schema for `%json`. Only listed properties are allowed unless it says otherwise, as in TGI.
+    """Return the schema for `%json`. Only listed properties are allowed unless it allows others, as in TGI.
 
     Raises:
         ToolError: the parameters do not describe an object.
@@ -85,7 +85,7 @@ def _are_strings(value: object) -> bool:
 
 
 Kinds = frozenset[str] | None
-"""Names of JSON Schema's types, `integer` as `number`; None if the schema does not tell."""
+"""Names of JSON Schema's types, `integer` as `number`; None if the schema leaves them open."""
 _MAX_STEPS = 8
 _TYPE_NAMES: tuple[tuple[type, str], ...] = (
     (bool, "boolean"),
@@ -140,7 +140,7 @@ def _kinds_of(schema: object, root: dict[str, Any], num_steps: int) -> Kinds:
 
 
 def _implied(schema: dict[str, Any]) -> Kinds:
-    """The type that a keyword is for."""
+    """Return the type that a keyword is for."""
     if "properties" in schema:
         return frozenset({"object"})
     return frozenset({"array"}) if "items" in schema else None
@@ -169,7 +169,7 @@ _COMPOSED = (
     "maxProperties",
     "unevaluatedProperties",
 )
-"""Keywords that say more of an object than what each property is."""
+"""Keywords that define more of an object than each property."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ class ObjectSchema:
         """Read a schema within `root`.
 
         Raises:
-            ToolError: it is malformed; or `strict`, and it says what single parameters cannot keep.
+            ToolError: it is malformed; or `strict`, and it has rules that single parameters cannot keep.
 
         """
         schema = resolved(schema, root)

@@ -39,7 +39,7 @@ def earliest(text: str, sought: Collection[str], start: int) -> tuple[int, str] 
 
 
 def num_begun(text: str, sought: Collection[str]) -> int:
-    """The number of characters at the end of `text` that may be the beginning of one of `sought`."""
+    """Return the number of characters at the end of `text` that may be the beginning of one of `sought`."""
     longest = max(map(len, sought), default=1) - 1
     for num in range(min(longest, len(text)), 0, -1):
         if any(one.startswith(text[-num:]) for one in sought):

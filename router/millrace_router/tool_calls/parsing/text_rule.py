@@ -42,7 +42,7 @@ _QUOTED_CODE = r"(?-i:{})"
 
 
 def unanchored(source: str) -> str:
-    """Return an expression of whole texts without anchors, which say nothing; raises ToolError for others."""
+    """Return an expression of whole texts without anchors, which mean nothing there; raises ToolError for others."""
     pieces = list(_pieces(source))
     kept: list[str] = []
     for index, piece in enumerate(pieces):
@@ -153,7 +153,7 @@ def _of_character(char: str) -> str:
 
 
 def _of_class(source: str) -> str:
-    """The expression of one character of a class."""
+    """Return the expression of one character of a class."""
     try:
         compiled = re.compile(source)
     except re.error as error:
@@ -166,12 +166,12 @@ def _of_class(source: str) -> str:
 
 
 def quoted_rule(text: Grammar) -> str:
-    """The rule of the input inside a JSON string, and the quote behind it; raises ToolError if there is none."""
+    """Return the rule of the input inside a JSON string, and the quote behind it; raises ToolError if there is none."""
     return _rule(text, end='"', mark="", is_quoted=True)
 
 
 def plain_rule(text: Grammar, end: str, mark: str) -> str:
-    """The rule of the input as it is and `end`, where the input does not contain `mark`; raises ToolError.
+    """Return the rule of the input as it is and `end`, where the input does not contain `mark`; raises ToolError.
 
     `end` is empty or ends with `mark`, or with no part of it where `mark` is a single token.
     """
@@ -179,13 +179,13 @@ def plain_rule(text: Grammar, end: str, mark: str) -> str:
 
 
 def arguments_rule(text_rule: str) -> str:
-    """The rule of all arguments as JSON; `text_rule` is the name of the quoted rule."""
+    """Return the rule of all arguments as JSON; `text_rule` is the name of the quoted rule."""
     before = "{", f'"{PARAMETER}"', ": ", '"'
     return " ".join((*map(literal, before), text_rule, literal("}")))
 
 
 def _rule(text: Grammar, *, end: str, mark: str, is_quoted: bool) -> str:
-    """The rule, whose terminals are in a separate grammar, so that names may be anything."""
+    """Return the rule, whose terminals are in a separate grammar, so that names may be anything."""
     if text.kind is GrammarKind.REGEX:
         source = LarkSource({"start": [Expression(text.source)]})
     else:

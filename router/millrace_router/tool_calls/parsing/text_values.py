@@ -64,7 +64,7 @@ def json_of(text: str, kinds: Kinds) -> str:
 
 
 def _may_be_null(cursor: Cursor, ends: Collection[str]) -> Wait[bool]:
-    """Whether null and an end follow, or the answer ends within them; the cursor stays where it is."""
+    """Return whether null and an end follow, or the answer ends within them; the cursor stays where it is."""
     holds, cursor.holds = cursor.holds, True
     if not holds:
         cursor.drop()
@@ -81,7 +81,7 @@ _NOT_PLAIN = re.compile(r"\(\?<?[=!]|\\[1-9kbBAzZ]|\|")
 
 
 def text_terminal(schema: dict[str, Any], end: str, mark: str, *, strict: bool) -> str:
-    """The terminal of any string that `schema` allows and `end`; the string does not contain `mark`.
+    """Return the terminal of any string that `schema` allows and `end`; the string does not contain `mark`.
 
     `end` is empty or ends with `mark`, or with no part of it where `mark` is a single token.
 

@@ -56,7 +56,7 @@ class XmlSyntax:
 
 
 class XmlReader:
-    """Reads calls of `tools`; the schemas tell the types of values."""
+    """Reads calls of `tools`; the schemas define the types of values."""
 
     def __init__(self, syntax: XmlSyntax, tools: Sequence[Tool]) -> None:
         self._syntax = syntax
@@ -171,14 +171,14 @@ class XmlGrammar:
         return " ".join(self._marker(text) for text in texts if text)
 
     def _key(self, key: str) -> str:
-        """The rule of a key and all texts around it."""
+        """Return the rule of a key and all texts around it."""
         syntax = self._syntax
         between = syntax.spacing if syntax.before_value else ""
         behind = (syntax.behind_key, between, syntax.before_value, syntax.padding)
         return f"{self._texts(syntax.before_key)} {key} {self._texts(*behind)}"
 
     def _value(self, schema: object) -> str:
-        """The rule of a value and what is behind it."""
+        """Return the rule of a value and what is behind it."""
         syntax, strict = self._syntax, self._tool.strict
         kinds = kinds_of(schema, self._root)
         behind = self._texts(syntax.padding, syntax.behind_value, syntax.spacing)
@@ -198,14 +198,14 @@ class XmlGrammar:
         return self._text(parameter if is_text else {})
 
     def _input(self, text: Grammar) -> str:
-        """The rule of a text tool's input and what is behind it."""
+        """Return the rule of a text tool's input and what is behind it."""
         name, mark, padding = f"{self._rule}_text", self._syntax.behind_value, self._syntax.padding
         is_token = self._marker(mark) != literal(mark)
         self._inputs[name] = plain_rule(text, padding if is_token else f"{padding}{mark}", mark)
         return f"{name} {self._texts(mark if is_token else '', self._syntax.spacing)}"
 
     def _text(self, schema: Schema) -> str:
-        """The rule of a string and what is behind it."""
+        """Return the rule of a string and what is behind it."""
         syntax, strict = self._syntax, self._tool.strict
         mark, padding = syntax.behind_value, syntax.padding
         if self._marker(mark) != literal(mark):
