@@ -70,7 +70,7 @@ class AnswerLengths:
             self._is_stale = True
 
     def expected(self, limit: int) -> float:
-        """Return mean number of tokens of an answer of at most `limit` tokens."""
+        """Return the mean number of tokens of an answer of at most `limit` tokens."""
         if self._is_stale:
             self._refresh()
         index = bisect_right(self._lengths, limit) - 1
@@ -164,10 +164,10 @@ class TrafficStatistics:
         return (length / self.tokens_per_step for length in cycle(lengths))
 
     def mean_length(self, unknown: int) -> float:
-        """Return mean number of tokens of an answer; `unknown` before the first answer."""
+        """Return the mean number of tokens of an answer; `unknown` before the first answer."""
         recent = self.lengths.recent
         return sum([length for length, _ in recent]) / len(recent) if recent else float(unknown)
 
     def mean_steps(self, unknown: int) -> float:
-        """Return mean number of steps of an answer; before the first one, the steps of `unknown` tokens."""
+        """Return the mean number of steps of an answer; before the first one, the steps of `unknown` tokens."""
         return self.mean_length(unknown) / self.tokens_per_step

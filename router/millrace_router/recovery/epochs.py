@@ -39,7 +39,7 @@ class GroupRestart:
             self._reason = reason
 
     def rank_lost(self, reason: str) -> None:
-        """A rank is unreachable: its launcher restarts all by itself, and a single rank needs no others."""
+        """Record an unreachable rank: its launcher restarts all by itself, and a single rank needs no others."""
         if not self._is_supervised and len(self._group) > 1:
             self._reason = reason
 

@@ -66,7 +66,7 @@ class FixedDraftLength:
         self._length = length
 
     def lengths(self, rows: Sequence[DraftRow], load: StepLoad) -> Sequence[int]:  # noqa: ARG002
-        """Return the same for every row."""
+        """Return the same length for every row."""
         return [self._length] * len(rows)
 
     def observe(self, row: Acceptance, *, allowed: int, drafted: int, accepted: int) -> None:

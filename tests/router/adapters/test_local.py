@@ -35,11 +35,11 @@ def fetch(root: Path, name: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["team/good", "team/./good/", "team/../team/good"])
-def test_folders_below_the_root(root: Path, name: str) -> None:
+def test_folders_below_the_root_are_fetched(root: Path, name: str) -> None:
     assert "digest" in fetch(root, name)
 
 
-def test_an_absolute_path_below_the_root(root: Path) -> None:
+def test_an_absolute_path_below_the_root_is_fetched(root: Path) -> None:
     assert "digest" in fetch(root, str(root / "team" / "good"))
 
 

@@ -277,7 +277,7 @@ async def test_leaving_mid_prefill_and_while_queued_frees_everything() -> None:
     assert computed < 200, "the abandoned prompt was computed to its end"
 
 
-async def test_leaving_a_running_stream_frees_its_blocks_within_the_steps_in_flight() -> None:
+async def test_closing_a_running_stream_frees_its_blocks_within_the_steps_in_flight() -> None:
     shard = FakeShard()
     batcher = new_batcher(DirectShards(shard), shard)
     async with running(batcher):

@@ -107,7 +107,7 @@ async def test_one_that_is_not_finite_fails_alone() -> None:
         assert await values_of(good) == pooled_values([1], [])
 
 
-async def test_leaving_frees_everything() -> None:
+async def test_clients_that_leave_free_their_slot_and_blocks() -> None:
     shard = FakeShard(num_blocks=40)
     batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=4, max_batch_size=1)
     async with running(batcher):

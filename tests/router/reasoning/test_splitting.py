@@ -138,7 +138,7 @@ CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1
         (f"<|channel|>{'n' * 300}", "", "n" * 300),
     ],
 )  # fmt: skip
-def test_channels(text: str, thought: str, answer: str) -> None:
+def test_channels_are_split_into_thought_and_answer(text: str, thought: str, answer: str) -> None:
     for pieces in ([text], list(text), re.split(r"(?<=\|>)", text)):
         splitter = ChannelSplitter(Start.FREE, keeps_calls=True)
         assert read(splitter, pieces) == (thought, answer)

@@ -63,7 +63,7 @@ def openai(response_format: object) -> Grammar | None:
         ({"type": "ebnf", "value": 'start: "a"'}, Grammar(GrammarKind.LARK, 'start: "a"')),
     ],
 )
-def test_grammars_of_the_native_routes(grammar: dict[str, Any], meaning: Grammar) -> None:
+def test_native_grammars_are_read(grammar: dict[str, Any], meaning: Grammar) -> None:
     assert native(grammar) == meaning
 
 
@@ -95,7 +95,9 @@ def test_grammars_of_the_native_routes(grammar: dict[str, Any], meaning: Grammar
         ({"type": "lark", "value": "start: /a/"}, Grammar(GrammarKind.LARK, "start: /a/")),
     ],
 )
-def test_response_formats(response_format: dict[str, Any] | None, meaning: Grammar | None) -> None:
+def test_response_formats_become_grammars(
+    response_format: dict[str, Any] | None, meaning: Grammar | None
+) -> None:
     assert openai(response_format) == meaning
 
 

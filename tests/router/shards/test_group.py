@@ -36,7 +36,7 @@ def address(tmp_path: Path) -> str:
     return f"unix:{tmp_path}/shard"
 
 
-async def test_info_and_warmup(address: str) -> None:
+async def test_info_and_capacity_are_the_shards(address: str) -> None:
     with serve_fake_shard(address, FakeShard(num_blocks=9, block_size=4)):
         shards = StepChannel(ShardGroup([address]))
         info = await shards.group.info()
