@@ -80,7 +80,7 @@ def test_every_request_ends_once_with_its_own_tokens(
 
 
 async def until_idle(shard: FakeShard) -> None:
-    """Run the event loop until the shard has no sequence."""
+    """Run the event loop until the shard has no sequences left."""
     for _ in range(1000):
         if not shard.sequences:
             return
@@ -128,7 +128,7 @@ async def test_requests_join_while_others_decode_and_blocks_are_reused() -> None
     assert ids_of(outputs[1]) == continuation([2] * 5, 4)
     assert ids_of(outputs[2]) == continuation([3] * 5, 4)
     joined = [s for s in shard.steps if s.prefill.change.admitted and s.prefill.decode_slots]
-    assert joined, "the second request was not admitted beside a running decode"
+    assert joined, "the second request was not admitted while the first one decoded"
     grown = [
         block
         for step in shard.steps
@@ -277,7 +277,7 @@ async def test_leaving_mid_prefill_and_while_queued_frees_everything() -> None:
     assert computed < 200, "the abandoned prompt was computed to its end"
 
 
-async def test_leaving_a_running_stream_frees_its_blocks_within_the_steps_in_flight() -> None:
+async def test_closing_a_running_stream_frees_its_blocks_within_the_steps_in_flight() -> None:
     shard = FakeShard()
     batcher = new_batcher(DirectShards(shard), shard)
     async with running(batcher):

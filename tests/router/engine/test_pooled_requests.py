@@ -1,4 +1,4 @@
-"""Requests without tokens in the batcher: beside generations, over failures, and when their clients leave."""
+"""Requests without tokens in the batcher: together with generations, over failures, and when their clients leave."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pooled(ids: list[int], *logit_ids: int) -> ValidRequest:
 
 
 async def values_of(stream: TokenStream) -> list[float]:
-    """What a pooled request yields, after checking that it has no token."""
+    """What a pooled request yields, after checking that it generated no tokens."""
     (event,) = await collect(stream)
     assert (event.index, event.finished is not None) == (0, True)
     assert stream.pooled is not None
@@ -107,7 +107,7 @@ async def test_one_that_is_not_finite_fails_alone() -> None:
         assert await values_of(good) == pooled_values([1], [])
 
 
-async def test_leaving_frees_everything() -> None:
+async def test_clients_that_leave_free_their_slot_and_blocks() -> None:
     shard = FakeShard(num_blocks=40)
     batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=4, max_batch_size=1)
     async with running(batcher):

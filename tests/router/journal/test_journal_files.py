@@ -255,7 +255,7 @@ def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
         list(read_epochs(tmp_path))
     other = tmp_path / "other.journal"
     other.write_text("{}")
-    with pytest.raises(JournalUnusable, match=r"other\.journal: is no journal"):
+    with pytest.raises(JournalUnusable, match=r"other\.journal: is not a journal"):
         list(read_epochs(tmp_path))
 
 

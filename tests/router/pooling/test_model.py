@@ -63,7 +63,7 @@ def test_a_class_without_a_head_embeds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pooling", [POOLING, NEW_POOLING], ids=["old", "new"])
 @pytest.mark.parametrize("settings", [LAST, {"pooling_mode": "lasttoken"}], ids=["old", "new"])
 @pytest.mark.parametrize("normalizes", [True, False])
-def test_sentence_transformers_files(
+def test_sentence_transformers_files_select_embedding(
     pooling: dict[str, Any], settings: dict[str, Any], normalizes: bool, tmp_path: Path
 ) -> None:
     write(tmp_path, "modules.json", [TRANSFORMER, pooling, *([NORMALIZE] if normalizes else [])])

@@ -105,7 +105,9 @@ def of_model_card(instruction: str, query: str, document: str) -> str:
 
 @pytest.mark.parametrize("source", [None, CHAT])
 @pytest.mark.parametrize("instruction", [None, "Find proverbs"])
-async def test_qwen3s_prompt(source: str | None, instruction: str | None) -> None:
+async def test_score_prompt_equals_qwen3_rerankers_model_card(
+    source: str | None, instruction: str | None
+) -> None:
     template = ScoreTemplate.of(ChatTemplate(source, special_tokens={}))
     around = await template.around_document("{{ query }}\n<x>", instruction)
     usual = "Given a web search query, retrieve relevant passages that answer the query"

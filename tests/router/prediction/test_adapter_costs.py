@@ -1,4 +1,4 @@
-"""The cost of adapters is learned beside that of steps, which it does not change."""
+"""The cost of adapters is learned apart from the cost of steps, which it does not change."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_an_idle_server_serves_at_once() -> None:
     found = forecaster().predict([], ahead=(0, 0), num_prompt_tokens=500, max_new_tokens=101)
     assert found is not None
     assert found.queue_seconds == 0.0
-    # A chunk is priced with the decode that it may run beside.
+    # A chunk is priced with the decode in the same step.
     prefill = 0.0146 + 0.001 + 0.0004 + 6e-5 * 500 + 2.4e-7 * 500 * 501 / 2
     assert found.first_token_seconds == pytest.approx(prefill, rel=0.01)
     decode = 0.0146 + 0.0004 + 1e-7 * 550
@@ -253,9 +253,8 @@ def test_it_learns_how_long_answers_get() -> None:
     assert finish(model) == pytest.approx(80 * 0.015, rel=0.3)
 
 
-@pytest.mark.parametrize("unknown", ["cost", "chunks"])
-def test_nothing_is_predicted_without_known_costs_or_without_chunks(unknown: str) -> None:
-    model = forecaster(CostModel()) if unknown == "cost" else forecaster(predicts=False)
+def test_nothing_is_predicted_without_known_costs() -> None:
+    model = forecaster(CostModel())
     assert model.predict([], ahead=(0, 0), num_prompt_tokens=1, max_new_tokens=1) is None
     assert model.drain_seconds([], waiting=(3, 30)) is None
 

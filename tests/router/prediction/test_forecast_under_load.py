@@ -106,7 +106,7 @@ def test_first_token_is_predicted_with_and_without_a_queue(pipeline: dict[str, o
 def test_the_first_token_of_short_prompts_beside_long_ones_is_predicted(
     order: str, pipeline: dict[str, object]
 ) -> None:
-    """Every tenth prompt takes some steps; the predicted delay of short ones is that of the order that is served."""
+    """Every tenth prompt takes some steps; the predicted delay of short ones follows the order of service."""
     rng, now, arrivals = random.Random(7), 0.0, []
     for number in range(600):
         now += rng.expovariate(3)
@@ -116,7 +116,7 @@ def test_the_first_token_of_short_prompts_beside_long_ones_is_predicted(
     found = [engine.predictions[n].first_token_seconds / engine.first[n] - 1 for n in shorts]
     assert median(map(abs, found)) < 0.2
     assert abs(median(found)) < 0.1
-    # Those that came beside a long prompt are the slow ones.
+    # Requests that came with a long prompt are the slow ones.
     slow = sorted(shorts, key=lambda n: engine.first[n])[-len(shorts) // 5 :]
     wrong = [engine.predictions[n].first_token_seconds / engine.first[n] - 1 for n in slow]
     assert median(map(abs, wrong)) < 0.35

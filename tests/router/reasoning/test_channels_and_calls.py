@@ -1,4 +1,4 @@
-"""Calls of gpt-oss behind its thoughts: what the grammar allows is told apart, and what the model writes is allowed."""
+"""Calls of gpt-oss behind its thoughts: what the grammar allows is separated, and what the model writes is allowed."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_equals_the_search(value: float) -> None:
 
 @settings(max_examples=300, deadline=None, database=None)
 @given(st.integers(0, 2**32 - 1))
-def test_any_bit_pattern(bits: int) -> None:
+def test_any_bit_pattern_gets_its_shortest_decimal(bits: int) -> None:
     (value,) = struct.unpack("<f", struct.pack("<I", bits))
     if math.isfinite(value):
         assert shortest(value) == shortest_by_search(value)
@@ -57,7 +57,7 @@ def test_reads_as_people_expect(widened: float, text: str) -> None:
     assert repr(shortest(value)) == text
 
 
-def test_rounding_to_the_wire() -> None:
+def test_numbers_are_rounded_to_float32() -> None:
     assert rounded(0.999999999999) == 1.0
     assert rounded(0.1) == struct.unpack("<f", as_float32(0.1))[0]
     with pytest.raises(ValueError, match="out of range"):

@@ -63,7 +63,7 @@ def openai(response_format: object) -> Grammar | None:
         ({"type": "ebnf", "value": 'start: "a"'}, Grammar(GrammarKind.LARK, 'start: "a"')),
     ],
 )
-def test_grammars_of_the_native_routes(grammar: dict[str, Any], meaning: Grammar) -> None:
+def test_native_grammars_are_read(grammar: dict[str, Any], meaning: Grammar) -> None:
     assert native(grammar) == meaning
 
 
@@ -95,7 +95,9 @@ def test_grammars_of_the_native_routes(grammar: dict[str, Any], meaning: Grammar
         ({"type": "lark", "value": "start: /a/"}, Grammar(GrammarKind.LARK, "start: /a/")),
     ],
 )
-def test_response_formats(response_format: dict[str, Any] | None, meaning: Grammar | None) -> None:
+def test_response_formats_become_grammars(
+    response_format: dict[str, Any] | None, meaning: Grammar | None
+) -> None:
     assert openai(response_format) == meaning
 
 
@@ -210,7 +212,7 @@ def test_a_schema_has_a_greatest_depth(num_levels: int, as_text: bool) -> None:
     value: Any = 1
     for level in reversed(range(num_levels)):
         value = [value, 2] if level % 2 else {"a": value, "b": []}
-    # The list beside the innermost value is a level as deep as that of an array in its place.
+    # The list next to the innermost value is as deep a level as an array in its place.
     deepest = num_levels + (num_levels % 2)
     grammar = {"type": "json", "value": json.dumps(value) if as_text else value}
     if deepest <= MAX_LEVELS:

@@ -27,7 +27,7 @@ def test_an_absent_field_has_its_default() -> None:
 @pytest.mark.parametrize(
     ("text", "priority"), [("0", 0), ("10", 10), ("-10", -10), ("+7", 7), ("007", 7), ("-0", 0)]
 )
-def test_priorities(text: str, priority: int) -> None:
+def test_priorities_are_read_from_the_header(text: str, priority: int) -> None:
     assert scheduling(x_priority=text).priority == priority
 
 

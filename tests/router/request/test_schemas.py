@@ -173,13 +173,13 @@ def test_nested_properties_do_too(given_: dict[str, object], meant: dict[str, ob
 
 
 @pytest.mark.parametrize("name", ["anyOf", "allOf", "prefixItems"])
-def test_choices_and_tuples(name: str) -> None:
+def test_types_are_implied_in_choices_and_tuples(name: str) -> None:
     assert with_implied_types({name: [NAME, {"type": "null"}]}) == {
         name: [OBJECT, {"type": "null"}]
     }
 
 
-def test_one_of_several_objects() -> None:
+def test_one_of_several_objects_gets_object_types() -> None:
     assert with_implied_types({"oneOf": [NAME, OBJECT, NAME]}) == {"oneOf": [OBJECT] * 3}
 
 
@@ -191,12 +191,12 @@ def test_one_of_objects_and_others_means_what_it_says(other: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["$defs", "definitions"])
-def test_definitions(name: str) -> None:
+def test_types_are_implied_in_definitions(name: str) -> None:
     schema = {"$ref": f"#/{name}/a", name: {"a": NAME}}
     assert with_implied_types(schema) == {"$ref": f"#/{name}/a", name: {"a": OBJECT}}
 
 
-def test_items() -> None:
+def test_types_are_implied_in_items() -> None:
     assert with_implied_types({"type": "array", "items": NAME})["items"] == OBJECT
 
 

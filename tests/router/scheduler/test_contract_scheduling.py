@@ -85,7 +85,7 @@ class TestQueue:
         append(driver)
         assert next_batch(driver) == [0, 1]
 
-    def test_no_more_than_max_size(self) -> None:
+    def test_a_batch_holds_at_most_its_max_size(self) -> None:
         driver = new_driver(rows=1)
         append(driver)
         append(driver)

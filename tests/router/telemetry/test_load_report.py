@@ -15,7 +15,7 @@ ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 3}}
 
 
 class Clock:
-    """Stands still until it is told to go on."""
+    """A clock that stands still until the test advances it."""
 
     now = 100.0
 

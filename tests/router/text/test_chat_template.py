@@ -90,7 +90,7 @@ def render(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
         ),
     ],
 )
-def test_usual_shapes(source: str, expected: str) -> None:
+def test_usual_templates_render_as_expected(source: str, expected: str) -> None:
     assert render(source, [SYSTEM, USER, BOT, USER]) == expected
 
 
@@ -126,7 +126,7 @@ def test_a_template_that_drops_the_last_turn_is_left_as_it_is() -> None:
     assert render("{{ messages[0].content }} !", [USER, BOT]) == "Hi there !"
 
 
-def test_loop_controls() -> None:
+def test_loop_controls_are_supported() -> None:
     source = (
         "{% for turn in messages %}{% if turn.role == 'system' %}{% continue %}{% endif %}"
         "{{ turn.content }};{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}"
@@ -147,7 +147,7 @@ def test_raise_exception_tells_the_client() -> None:
     assert (raised.value.status, raised.value.error_type) == (422, "template_error")
 
 
-def test_strftime_now() -> None:
+def test_strftime_now_gives_local_time() -> None:
     pattern = "%d %B %Y"
     before = datetime.now().astimezone().strftime(pattern)
     rendered = render("{{ strftime_now('" + pattern + "') }}", [USER])

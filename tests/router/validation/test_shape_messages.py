@@ -1,4 +1,4 @@
-"""Plain words for what pydantic finds: no text of its own reaches a client."""
+"""Plain words for what pydantic finds: its own texts never reach a client."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"grammar": {"type": "json", "value": 5}}, "grammar is not supported"),
     (
         {"grammar": {"type": "regex", "value": "a"}, "ignore_eos": True},
-        "`ignore_eos` has no meaning beside a grammar, which says what ends",
+        "`ignore_eos` has no meaning with a grammar, which decides where a text ends",
     ),
     (
         {"min_new_tokens": 3, "max_new_tokens": 2},
@@ -103,7 +103,7 @@ async def test_each_rule_has_its_message(broken: dict[str, Any], message: str) -
         ({"inputs": "  "}, "`inputs` cannot be empty"),
     ],
 )
-async def test_other_ways_to_break_a_rule(broken: dict[str, Any], message: str) -> None:
+async def test_each_broken_rule_gets_its_message(broken: dict[str, Any], message: str) -> None:
     assert await refusal(**{"inputs": "hello", **broken}) == message
 
 
@@ -195,7 +195,9 @@ async def test_strict_tgi_counts_1024_new_tokens() -> None:
         ({"best_of": 3}, LIMITS, "`best_of` must be > 0 and <= 2. Given: 3"),
     ],
 )
-def test_best_of_of_an_answer(parameters: dict[str, Any], limits: Limits, message: str) -> None:
+def test_best_of_is_checked_for_whole_answers(
+    parameters: dict[str, Any], limits: Limits, message: str
+) -> None:
     with pytest.raises(ValidationError, match="best_of") as caught:
         check_best_of(GenerationRequest(**parameters), limits)
     assert str(caught.value) == f"Input validation error: {message}"
