@@ -1,7 +1,7 @@
 """Flags from the fields of a configuration: one declaration, one parser, one way back to text.
 
-Router and shard read their command line here, the launcher those of all three. A field is declared with pydantic, which
-checks values, ranges and the environment afterwards; this module needs only the standard library.
+Router and shard read their command line here, and the launcher reads its own and theirs. A field is declared with
+pydantic, which checks values, ranges and the environment afterwards; this module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Declaration(Protocol):
     default: Any
 
     def is_required(self) -> bool:
-        """Whether the field has no default."""
+        """Whether the field lacks a default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def as_text(value: object) -> str | None:
 
 
 def as_options(fields: Mapping[str, Declaration], values: Mapping[str, object]) -> Iterator[str]:
-    """The arguments that give those of `values` which are not the defaults of their fields."""
+    """Arguments for all of `values` that differ from the defaults of their fields."""
     for name, value in values.items():
         field = fields[name]
         if value == field.default:

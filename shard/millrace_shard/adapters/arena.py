@@ -110,7 +110,7 @@ ALIGNMENT = 64
 
 
 class AdapterArena:
-    """`num_pages` pages on `device`; packed tensors are copied into it on a stream of their own."""
+    """`num_pages` pages on `device`; packed tensors are copied into it on a separate stream."""
 
     def __init__(self, num_pages: int, device: torch.device) -> None:
         self.runs = PageRuns(num_pages)

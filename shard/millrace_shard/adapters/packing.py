@@ -93,7 +93,7 @@ class AdapterPacker:
     def __init__(
         self, table: AdapterTable, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
-        """The table has all its sites; results are on `device`, by default that of the table."""
+        """The table has all its sites; results are on `device`, by default the table's."""
         self._device = device or table.device
         self._table = table
         self._dtype = dtype
@@ -123,7 +123,9 @@ class AdapterPacker:
         """The places of a module: more than one if its outputs are in several parts of the linear."""
         places = self._places.get(name)
         if places is None:
-            raise AdapterInvalid(f"the model has no module {name} that adapters may change")
+            raise AdapterInvalid(
+                f"module {name} is not a part of the model that adapters may change"
+            )
         part = self._table.parts[places[0]]
         found = (module.b.shape[0], module.a.shape[1])
         if found != (part.outputs, part.inputs):

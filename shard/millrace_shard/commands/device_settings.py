@@ -54,7 +54,7 @@ def choose_dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
 def choose_cache_dtype(
     config: ShardConfig, device: torch.device, dtype: torch.dtype
 ) -> torch.dtype:
-    """The configured dtype of the KV cache, else that of the checkpoint's scheme, else `dtype`, the model's.
+    """The configured dtype of the KV cache, else the dtype of the checkpoint's scheme, else `dtype`, the model's.
 
     Raises UnsupportedModel for a scheme that is not supported.
     """

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def use_interface_to(host: str) -> None:
-    """Have gloo and NCCL use the interface that leads to `host`; what the environment says already is kept.
+    """Make gloo and NCCL use the interface that leads to `host`; settings of the environment are kept.
 
-    By themselves they take that of this machine's name, or the first one, which need not reach the other ranks.
+    By default they take the interface of this machine's name, or the first one, which may not reach the other ranks.
     """
     missing = [name for name in VARIABLES if name not in os.environ]
     interface = interface_to(host) if missing else None
@@ -352,5 +352,5 @@ def refuse_shared_gpus(store: Store, rank: int, world_size: int, name: str) -> N
     owners = [str(each) for each in range(world_size) if names[each] == name]
     if len(owners) > 1:
         raise GroupError(
-            f"ranks {' and '.join(owners)} have the same GPU, {name}; each shard needs a GPU of its own"
+            f"ranks {' and '.join(owners)} have the same GPU, {name}; each shard needs its own GPU"
         )

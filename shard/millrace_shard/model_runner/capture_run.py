@@ -74,8 +74,9 @@ class CaptureRun:
     ) -> dict[int, Graph]:
         """The graphs of `sizes`, which are descending so that the memory of the first one has room for the others.
 
-        If a rank runs out of memory, no rank has graphs of this size and of larger ones. If work cannot be captured,
-        or if a replay differs from the eager pass, there are no graphs, and the settings say so. Both log a warning.
+        If a rank runs out of memory, all ranks drop the graphs of this size and of larger ones. If work cannot be
+        captured, or a replay differs from the eager pass, all graphs are dropped, and the settings record this. Both
+        log a warning.
         Raises CollectiveError.
         """
         graphs: dict[int, Graph] = {}

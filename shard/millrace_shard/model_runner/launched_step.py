@@ -30,7 +30,7 @@ from millrace_shard.sampling.sampler import TopTokens
 
 
 class PooledRows:
-    """Their values on the way to the host."""
+    """The values of a step's pooled rows on the way to the host."""
 
     def __init__(self, parts: Many[tuple[Ints, Ints, Tensor]]) -> None:
         """Each of `parts` has slots [n], the number of values of each [n], and values [sum of them] float32."""
@@ -264,7 +264,7 @@ class LaunchedStep:
             layout = self._tokens.layout
             order = np.argsort(slots)
             places = order[np.searchsorted(slots, layout.yield_slots[rows], sorter=order)]
-            # A failed row has no token, and its positions do not count.
+            # A failed row does not yield a token, and its positions do not count.
             accepted[places] = np.maximum(self._tokens.emitted.counts[rows] - 1, 0)
             drafted[places] = layout.num_samples[rows] - 1
         return self._multi_token.computed + accepted, drafted

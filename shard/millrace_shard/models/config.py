@@ -230,7 +230,7 @@ def _theta(fields: dict[str, Any], outside: object) -> float:
 def rope_parameters(config: ConfigReader, layer_kind: str | None = None) -> dict[str, Any]:
     """The object with the parameters of layers of `layer_kind`; empty if the config has none.
 
-    A `rope_scaling`, if layers have kinds, is that of layers with full attention.
+    If layers have kinds, a `rope_scaling` applies to layers with full attention.
     """
     scaling, found = config.value("rope_scaling"), config.value("rope_parameters")
     fields = scaling or found or {}

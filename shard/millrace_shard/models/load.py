@@ -76,7 +76,7 @@ def load_model(  # noqa: PLR0913
 
     `max_total_tokens` is the length of the longest sequence, if known: it bounds the RoPE tables and selects longrope's
     factors. The linears of the model become sites of `adapters`. With `allow_unlisted`, a class of `transformers` that
-    is not listed is loaded too, if its logits agree with those of its own attention. Raises ModelError.
+    is not listed is loaded too, if its logits agree with its own attention's. Raises ModelError.
     """
     model = ModelDescription.read(folder).with_rope(rope_override)
     if model.spec is not None:

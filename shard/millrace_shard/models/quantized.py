@@ -33,7 +33,7 @@ class NamedLinear:
 
 
 def named_linears(spec: DecoderSpec) -> list[NamedLinear]:
-    """All linears but those of routed experts, the head last."""
+    """All linears except routed experts', the head last."""
     found = list[NamedLinear]()
     for index, layer in enumerate(spec.layers):
         prefix = f"{spec.names.layers}.{index}."

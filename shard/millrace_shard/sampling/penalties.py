@@ -183,7 +183,7 @@ class TokenCounts:
         self._kernels = kernels
         self._counts: Tensor | None = None
         self._num_counted = np.zeros(len(token_table), dtype=np.int64)
-        """[slots], the tokens of each slot that are counted; 0 means that its counts have no meaning."""
+        """[slots], the tokens of each slot that are counted; 0 means that its counts are undefined."""
 
     def forget(self, slot: int) -> None:
         """Another sequence takes over `slot`."""

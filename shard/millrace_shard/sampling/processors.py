@@ -60,7 +60,7 @@ class Processors:
     ) -> None:
         self._biases = biases
         self.rules = RuleTable(token_table)
-        """Rules by slot."""
+
         self._masks = MaskTable(token_table.device)
         self._watermark = watermark
         self._token_table = token_table

@@ -1,6 +1,6 @@
 """From logits to tokens: processors, warpers and choice, in TGI's order, vectorised over the rows of a step.
 
-The operations on a row depend on its own parameters and scores alone, and each operation treats rows independently, so
+The operations on a row depend only on its own parameters and scores, and each operation treats rows independently, so
 the bits of a row's token, log probability and top tokens do not depend on the composition of the batch.
 
 The number of top tokens that tie at the last place is on the device, and the host must not wait for it. The device
@@ -140,7 +140,7 @@ class Sampler:
         self._index = RowIndexes(token_table.device)
         self._find_threshold = None if kernels is None else kernels.find_threshold
         self.biases = BiasTable(token_table.device)
-        """Biases by slot."""
+
         self._last: tuple[NDArray[np.void], RowGroups] | None = None
         self._processors = Processors(
             token_table, eos_token_ids, self.biases, watermark or Watermark(), kernels
@@ -154,7 +154,7 @@ class Sampler:
             self._processors.counts.forget(slot)
 
     def drop(self, slots: Ints) -> None:
-        """The sequences in `slots` leave."""
+
         self.biases.drop(slots)
         self._processors.rules.drop(slots)
 
@@ -194,7 +194,7 @@ class Sampler:
     def _sample_narrow(
         self, logits: Tensor, rows: SamplingRows, chosen: Ints
     ) -> tuple[Ints, Sampled]:
-        """Sample those of the `chosen` rows that are complete; returns these rows and their tokens."""
+        """Sample the complete ones of the `chosen` rows; returns these rows and their tokens."""
         warpers = CandidateWarpers(rows.parameters[chosen], self._device)
         has_top_k = bool(rows.parameters["top_k"][chosen[0]] > 0)
         tiles = []
@@ -323,7 +323,7 @@ def _keep(keep: Callable[[Tensor, Tensor], Tensor], column: Tensor, scores: Tens
 def _join(parts: list[tuple[Ints, Sampled]], index: RowIndexes) -> Sampled:
     """Concatenate the tokens of `parts` in the order of the rows."""
     sampled = [part for _, part in parts]
-    # The row numbers of top tokens become those of the whole step.
+    # Row numbers of top tokens within a part become row numbers of the step.
     tops = tuple(replace(top, rows=rows[top.rows]) for rows, part in parts for top in part.top)
     if len(parts) == 1:
         return replace(sampled[0], top=tops)

@@ -83,7 +83,7 @@ class DeviceRows:
     positions: Tensor
     """[n] int64, as in SamplingRows."""
     uniforms: Tensor
-    """[n] int64 of UNIFORM_BITS bits; without meaning where no row draws."""
+    """[n] int64 of UNIFORM_BITS bits; undefined if no row draws."""
     parameters: SlotParameters
 
     @cached_property
@@ -178,7 +178,7 @@ def is_narrow(p: NDArray[np.void], num_candidates: int) -> Mask:
 
 
 def is_penalised(p: NDArray[np.void]) -> Mask:
-    """Which rows have a penalty."""
+
     penalised: Mask = (p["repetition_penalty"] != 1) | is_counted(p)
     return penalised
 
@@ -202,13 +202,13 @@ def is_too_short(rows: SamplingRows) -> Mask:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowGroups:
-    """Indexes of R rows by the operations that they need, ascending; they depend on the parameters alone."""
+    """Indexes of R rows by the operations that they need, ascending; they depend only on the parameters."""
 
     watermarked: Ints
     penalised: Ints
     biased: Ints
     ruled: Ints
-    """Rows of sequences with rules of their own."""
+    """Rows of sequences with rules."""
     has_minimum: bool
     """Whether any row has a minimum of new tokens."""
     is_greedy: Mask

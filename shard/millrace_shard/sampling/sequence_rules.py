@@ -49,7 +49,7 @@ class BadWords:
     def apply(self, line: Tensor, tokens: Tensor, position: Tensor, num_prompt: Tensor) -> None:
         """Forbid in `line` [V] what would complete a passage, in place.
 
-        `tokens` [L] int32 are those of the sequence, the first `position` [] of which count; the prompt's do not.
+        The first `position` [] of `tokens` [L] int32 are the sequence's; tokens of the prompt do not count.
         """
         places = position - self._width + torch.arange(self._width, device=line.device)
         recent = tokens[places.clamp(min=0)].long()
@@ -76,7 +76,7 @@ class DryPenalty:
     def apply(self, line: Tensor, tokens: Tensor, position: Tensor, most: int) -> None:
         """Change `line` [V] float32 in place; finite scores stay finite.
 
-        `tokens` [L] int32 are those of the sequence, the first `position` [] of which count, at most `most`.
+        The first `position` [] of `tokens` [L] int32 are the sequence's, at most `most`.
         """
         width = min(most, self._window or most)
         places = position - width + torch.arange(width, device=line.device)
@@ -113,7 +113,7 @@ def _penalties(dry: Dry) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     is_free = lengths < max(1, dry.allowed_length)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         penalties = dry.multiplier * np.float64(dry.base) ** (lengths - dry.allowed_length)
-    # Zero times an infinite power is no penalty.
+    # Zero times an infinite power is NaN: the penalty is then zero.
     bounded = np.nan_to_num(np.where(is_free, 0.0, penalties), nan=0.0)
     clipped: np.ndarray[tuple[int], np.dtype[np.float32]] = np.clip(bounded, 0, FLOAT32.max).astype(
         np.float32
@@ -179,7 +179,7 @@ class RuleTable:
                 line[rules.stop_ids] = NEGATIVE_INFINITY
 
     def _place(self, rows: SamplingRows, row: int) -> tuple[Tensor, Tensor]:
-        """Return the number of tokens before a row's, and of those in the prompt, each [] on the device."""
+        """The number of tokens before a row's token, and the length of its prompt, each [] on the device."""
         if rows.device is None:
             num_prompt = rows.parameters["num_prompt"][row]
             both = upload(np.array([rows.positions[row], num_prompt], dtype=np.int64), self._device)

@@ -61,7 +61,7 @@ class MedusaConfig:
 
 
 def is_medusa(folder: Path) -> bool:
-    """Whether the config in `folder` is that of Medusa heads."""
+    """Whether the config in `folder` describes Medusa heads."""
     return HEADS in _read_json(folder / "config.json")
 
 

@@ -148,7 +148,7 @@ class SpeculationLoader:
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """The tokens of tokenizer.json; None if there is no such file, or its vocabulary is no mapping."""
+    """The tokens of tokenizer.json; None without such a file, or if its vocabulary is not a mapping."""
     path = folder / TOKENIZER
     try:
         found = parse_json(path.read_bytes())["model"]["vocab"]

@@ -79,7 +79,7 @@ def lark_of(grammar: Grammar) -> str:
         lark = TRANSLATIONS[grammar.kind](grammar.source)
     except SchemaInvalid as error:
         raise GrammarInvalid(str(error)) from error
-    # The last option overrides those of the grammar. The grammar is wrapped in an object, because llguidance reads a
+    # The last option overrides the grammar's options. The grammar is wrapped in an object, because llguidance reads a
     # text that begins with a brace as its own format.
     return json.dumps({"grammars": [{"lark_grammar": lark + NO_FORCING}]})
 

@@ -1,4 +1,4 @@
-"""A process that tries out each grammar in a fork of its own, with limits on CPU time, memory and stack.
+"""A process that tries out each grammar in a separate fork, with limits on CPU time, memory and stack.
 
 Command: `python -m millrace_shard.structured_output.grammar_worker FOLDER VOCAB_SIZE EOS_IDS`, with a Unix socket as
 standard input. The process sends `ready`, then receives connections over this socket, one for each grammar. A fork
@@ -36,7 +36,7 @@ STACK_BYTES = 1 << 20
 """Half the stack of the smallest thread of the shard: a grammar that overflows a stack overflows this one."""
 COMPILE_BYTES = 1 << 30
 NUM_TRIED = 12
-"""Tokens of a text that are tried out: some limits show only behind the first tokens, such as that of alternatives."""
+"""Tokens of a text that are tried out: some limits, such as the number of alternatives, show only after a few."""
 TICK_SECONDS = 0.01
 """Least time between looks at the CPU time of a fork."""
 READY = b"ready\n"

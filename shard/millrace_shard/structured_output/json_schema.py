@@ -302,7 +302,7 @@ def make_exact(schema: Schema) -> str:
     escapes = allowed_escapes(schema, parts)
     if escapes is None:
         raise SchemaInvalid(
-            "control characters are not supported where names that are not listed are allowed beside others"
+            "control characters are not supported where names that are not listed are allowed as well"
         )
     _move_bounds(parts)
     for place, part in placed:

@@ -90,7 +90,7 @@ class GrammarManager:
         self._compiles.shutdown()
 
     def start(self, requests: Many[MaskRequest]) -> MaskJob:
-        """Start to compute the masks of `requests`, each for an admitted slot, after those of earlier jobs."""
+        """Start to compute the masks of `requests`, each for an admitted slot, after all earlier jobs."""
         rows: list[MaskRow] = []
         num_masks = 0
         for request in requests:

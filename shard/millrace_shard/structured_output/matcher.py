@@ -20,7 +20,7 @@ LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
 WORDING = {
     "Unimplemented keys:": "not supported:",
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
-        "`oneOf` is supported only where a type or a required property tells its options apart"
+        "`oneOf` is supported only where a type or a required property distinguishes its options"
     ),
 }
 """Messages of llguidance for programmers, and our wording for users who write schemas."""

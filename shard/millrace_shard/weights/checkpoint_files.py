@@ -14,7 +14,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# The files from which `transformers` builds a fast tokenizer if the repository has no tokenizer.json.
+# The files from which `transformers` builds a fast tokenizer if the repository lacks tokenizer.json.
 TOKENIZER_SOURCES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -61,7 +61,7 @@ def metadata_files(files: Iterable[RemoteFile]) -> list[RemoteFile]:
 def weight_files(files: Sequence[RemoteFile], *, index: bytes | None) -> list[RemoteFile]:
     """The safetensors files of the model: those that the index names, else the single file, else all of them.
 
-    Raises PickledWeightsError if there are only pickles, and IncompleteModelError if there are no weights.
+    Raises PickledWeightsError if there are only pickles, and IncompleteModelError if weights are missing.
     """
     if index is not None:
         wanted = indexed_names(index)

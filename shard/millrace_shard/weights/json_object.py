@@ -1,4 +1,4 @@
-"""Reads a JSON object from a file beside the weights."""
+"""Reads a JSON object from a file next to the weights."""
 
 from __future__ import annotations
 

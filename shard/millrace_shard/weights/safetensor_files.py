@@ -211,7 +211,7 @@ class SafetensorFiles:
             return self._file(self._paths[stored]).get_slice(stored)
         except SafetensorError as error:
             raise WeightsError(
-                f"{self._paths[stored].name} has no tensor {stored}: {error}"
+                f"{self._paths[stored].name} lacks tensor {stored}: {error}"
             ) from error
 
     def _needed_name(self, name: str) -> str:
@@ -252,5 +252,5 @@ def _read_index(index: Path) -> dict[str, Path]:
         raise WeightsError(f"{index} is damaged: {error!r}") from error
     for file in files.values():
         if Path(file).name != file:
-            raise WeightsError(f"{index} names {file}, which is not a file beside it")
+            raise WeightsError(f"{index} names {file}, which is not a file in its folder")
     return {name: index.parent / file for name, file in files.items()}

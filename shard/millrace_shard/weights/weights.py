@@ -63,7 +63,7 @@ FILL_ELEMENTS = 1 << 24
 class Weights:
     """Tensors by name, in `dtype` on `device`, sliced for this rank.
 
-    Names are those of the transformers class (`model.layers.0…`); files without the leading `model.` are supported.
+    Names follow the transformers class (`model.layers.0…`); files without the leading `model.` are supported.
     `shape` is the whole tensor's and is checked. Methods raise WeightsError, naming the tensor or the file.
     """
 
@@ -286,7 +286,7 @@ class Weights:
         return Cut(outputs=part.rows, inputs=inputs, rows=self._span(part), columns=(0, inputs))
 
     def _vocabulary_span(self, vocab_size: int) -> tuple[int, int, int]:
-        """The rows of each rank, and where those of this one begin and end."""
+        """The number of rows of each rank, and the begin and end of this rank's rows."""
         share = -(-vocab_size // self._world_size)
         start = min(self._rank * share, vocab_size)
         return share, start, min(start + share, vocab_size)

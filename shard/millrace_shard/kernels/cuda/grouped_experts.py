@@ -25,7 +25,7 @@ class GroupedExperts:
     """Router, experts and their sum; the rows of an expert are multiplied together."""
 
     def __init__(self, kernels: Kernels, weights: ExpertsWeights) -> None:
-        """`kernels` computes the logits of the router, and the gates but those of gpt-oss."""
+        """`kernels` computes the logits of the router, and all gates but gpt-oss's."""
         self._router = weights.router
         self._logits = kernels.router(weights.router.weight)
         self._silu_mul, self._activation = kernels.silu_mul, weights.activation
@@ -115,7 +115,7 @@ def _multiply(
     places: tuple[Tensor, Tensor],
     pairs_per_row: int,
 ) -> None:
-    """Multiply the rows of every expert, which `places` tells: order and starts."""
+    """Multiply the rows of every expert; `places` holds their order and starts."""
     num_experts, num_outputs, num_inputs = weight.shape
     tiling = row_tiling(x.dtype, max(1, len(out) // num_experts))
     slots = len(out) // tiling.rows + num_experts
@@ -139,7 +139,7 @@ def _multiply(
 
 
 def _with(biases: Tensor | None, index: int, count: int, bias: Tensor | None) -> Tensor | None:
-    """`biases` [count, n] with that of expert `index`; None if experts have none."""
+    """`biases` [count, n] with the bias of expert `index`; None if experts have none."""
     if bias is None:
         return biases
     if biases is None:

@@ -280,7 +280,7 @@ def _are_alike(part: Part, other: Part) -> bool:
 
 
 class SideBySide:
-    """A linear whose outputs are those of several linears."""
+    """A linear whose outputs are the outputs of several linears, one after the other."""
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self._linears = linears

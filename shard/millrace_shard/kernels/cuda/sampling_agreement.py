@@ -42,7 +42,7 @@ Pair = tuple[Tensor, Tensor]
 def outputs(
     kernels: SamplingKernels, vocab_size: int = UNEVEN_VOCAB, device: torch.device = CPU
 ) -> Iterator[Pair]:
-    """The output of each operator over rows of `vocab_size` scores, beside that of plain torch."""
+    """The output of each operator over rows of `vocab_size` scores, with plain torch's."""
     # The scores of a model in bfloat16 have ties.
     scores = (4 * Random(torch.bfloat16, device)(NUM_ROWS, vocab_size)).float()
     # The best score occurs twice.
@@ -98,7 +98,7 @@ def _occurrences(tokens: Tensor, vocab_size: int) -> Tensor:
 def _counted(
     kernels: SamplingKernels, vocab_size: int, device: torch.device
 ) -> tuple[Tensor, tuple[Pair, Pair]]:
-    """The counts of the counted tokens; then all tokens and generated ones of each id, beside plain torch."""
+    """The counts of the counted tokens; then all tokens and generated ones of each id, with plain torch's."""
     table = _table(vocab_size, device)
     counts = torch.zeros(NUM_SLOTS, vocab_size, dtype=torch.int64, device=device)
     spans = torch.tensor([SLOTS, (0,) * NUM_ROWS, COUNTED, PROMPTS], device=device)

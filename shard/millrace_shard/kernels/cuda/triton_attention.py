@@ -1,7 +1,7 @@
 """Triton kernels of ragged paged attention: tiles of queries, and single queries split over spans of keys.
 
 T tokens, B sequences, H query heads, K key-value heads, `group` = H / K; the rows of a tile are tokens x group. The
-split over keys is that of Flash-Decoding (Dao et al., 2023), with spans at fixed positions.
+split over keys follows Flash-Decoding (Dao et al., 2023), with spans at fixed positions.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def adapter_difference(
     head_dim: int,
     device: torch.device = CPU,
 ) -> float:
-    """The greatest difference of a layer and a head with adapters from those of `oracle`; see `distance`.
+    """The greatest difference of a layer and a head with adapters from the same with `oracle`; see `distance`.
 
     It is inf if deterministic kernels change a bit of the rows without an adapter.
     """

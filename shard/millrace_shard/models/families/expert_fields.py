@@ -31,7 +31,7 @@ def softmax_rule(config: ConfigReader, count: int, *, renormalise: bool) -> Rout
 
 
 def qwen_is_sparse(config: ConfigReader) -> list[bool]:
-    """Whether each layer has experts: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
+    """Whether each layer has experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     num_layers, step = config.count("num_hidden_layers"), config.count("decoder_sparse_step")
     dense = config.value("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):

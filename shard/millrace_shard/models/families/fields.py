@@ -54,7 +54,7 @@ def qwen_windows(config: ConfigReader) -> tuple[int | None, ...]:
 
 
 def window_kinds(config: ConfigReader, pattern: int | None) -> tuple[str, ...]:
-    """The kind of each layer: that of `layer_types`, else every `pattern`-th layer attends without a window."""
+    """The kind of each layer from `layer_types`; without it, every `pattern`-th layer attends without a window."""
     num_layers = config.count("num_hidden_layers")
     kinds = config.layer_types(num_layers)
     if kinds is not None:

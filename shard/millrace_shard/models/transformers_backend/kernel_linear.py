@@ -40,7 +40,7 @@ class SharedLinear(KernelLinear):
     def __init__(
         self, linear: Linear, share: LinearShare, outputs: int, group: ProcessGroup
     ) -> None:
-        """`outputs` are those of the whole projection."""
+        """`outputs` counts the outputs of the whole projection."""
         super().__init__(linear)
         self._share = share
         self._outputs = outputs

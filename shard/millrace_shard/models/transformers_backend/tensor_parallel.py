@@ -39,7 +39,7 @@ class Style(Enum):
     EMBEDDING = "embedding_rowwise"
     """Its rows of an embedding; the results are summed."""
     EXPERTS = "moe_tp_experts"
-    """A mixture's experts, whose parameters have styles of their own; the results are summed."""
+    """A mixture's experts, whose parameters have their own styles; the results are summed."""
 
 
 _ALIASES = {

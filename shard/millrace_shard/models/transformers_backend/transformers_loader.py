@@ -1,4 +1,4 @@
-"""Loads a class of transformers: its weights, our modules in place of some of its own, and the check of its logits."""
+"""Loads a class of transformers: its weights, our modules in place of some of its, and a check of its logits."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class TransformersLoader:
     adapters: AdapterTable | None = None
     """Of which the projections become sites."""
     allow_unlisted: bool = False
-    """Load a class that is not listed too, and compare its logits with those of its own eager attention."""
+    """Load a class that is not listed too, and compare its logits with its own eager attention's."""
 
     def load(self) -> TransformersModel:
         """Load the model. Raises UnsupportedModel, also for a class that fails the comparison, or WeightsError."""

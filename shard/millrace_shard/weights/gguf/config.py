@@ -86,7 +86,7 @@ def _llama3(factors: Tensor, theta: float, head_dim: int) -> dict[str, Any]:
     expected = 1 / ((1 - kept) / factor + kept)
     if not torch.allclose(factors.double(), expected, rtol=TOLERANCE, atol=0):
         raise UnsupportedModel(
-            f"tensor {ROPE_FACTORS} holds factors that are not those of Llama 3.1 and its successors"
+            f"tensor {ROPE_FACTORS} holds factors other than Llama 3.1's, which are not supported"
         )
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 

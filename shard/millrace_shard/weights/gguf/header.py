@@ -96,7 +96,7 @@ class Reader:
             return self._numbers(kind, count)
         if count > min(MAX_STRINGS, (len(self._data) - self.offset) // 8):
             raise WeightsError(
-                f"{self._name} announces an array of {count} strings, for which it has no room"
+                f"{self._name} announces an array of {count} strings, more than it can hold"
             )
         return [self.string() for _ in range(count)]
 
@@ -138,7 +138,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata by key and tensors by name. `num_bytes` is the size of the header, `size` that of the file."""
+    """Metadata by key and tensors by name. `num_bytes` is the size of the header, `size` the file's."""
 
     path: Path
     metadata: Mapping[str, Value]

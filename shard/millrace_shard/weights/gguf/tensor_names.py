@@ -1,4 +1,4 @@
-"""Names of tensors: those of transformers' classes, those of GGUF files, and the shapes that a config asks for."""
+"""Names of tensors in transformers' classes and in GGUF files, and the shapes that a config requires."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The tokenizer in the metadata of a GGUF file, as the tokenizer.json and tokenizer_config.json of a model folder.
 
 Of the patterns that split text into words, each splits the pieces that the patterns before it leave; matches and what
-lies between them become pieces. The patterns are those of the models' tokenizer.json files, in Oniguruma's syntax.
+lies between them become pieces. The patterns are taken from the models' tokenizer.json files, in Oniguruma's syntax.
 """
 
 from __future__ import annotations
@@ -354,7 +354,7 @@ def _pair(merge: str) -> tuple[str, str]:
     # A token may begin with a space.
     left, _, right = merge[1:].partition(" ")
     if not right:
-        raise WeightsError(f"{PREFIX}merges has {merge!r}, which is no pair; {REMEDY}")
+        raise WeightsError(f"{PREFIX}merges has {merge!r}, which is not a pair; {REMEDY}")
     return merge[:1] + left, right
 
 

@@ -77,7 +77,7 @@ class FourBitLinear:
         return found
 
     def _absmax(self, tensors: ModuleTensors, state: Mapping[str, Any], blocks: int) -> Tensor:
-        """The scale of each block; those of double quantisation are codes of a table themselves."""
+        """The scale of each block; with double quantisation, scales are codes of a table themselves."""
         if "weight.nested_absmax" not in tensors:
             return tensors.scales("weight.absmax", [(blocks,)])
         size = _positive(tensors, self._state_name, state, "nested_blocksize")

@@ -1,4 +1,4 @@
-"""compressed-tensors: groups of modules, each with a format of its own, and its integer formats."""
+"""compressed-tensors: groups of modules, each with its own format, and the integer formats."""
 
 from __future__ import annotations
 

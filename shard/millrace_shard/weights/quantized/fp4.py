@@ -44,7 +44,7 @@ class Nvfp4Linear:
     packed: str
     whole: str
     divides: bool
-    """Whether scales are divided by that of the tensor, not multiplied."""
+    """Whether scales are divided by the tensor's scale rather than multiplied."""
     splits_inputs: bool = True
     whole_groups: bool = True
 
@@ -66,7 +66,7 @@ def mx_scales(tensors: ModuleTensors, kind: str, exponents: Tensor) -> Tensor:
     """The scales float32 of exponents uint8."""
     scales = powers_of_two(exponents)
     if not scales.isfinite().all():
-        raise tensors.error(kind, "has the exponent 255, which is no number")
+        raise tensors.error(kind, "has the exponent 255, which is not a number")
     return scales
 
 

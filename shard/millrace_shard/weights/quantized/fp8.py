@@ -67,7 +67,7 @@ def _scales(tensors: ModuleTensors, kind: str, shapes: list[Shape]) -> Tensor:
     stored = tensors.read(kind, shapes, [torch.uint8, torch.float8_e8m0fnu])
     scales = powers_of_two(stored.view(torch.uint8))
     if not scales.isfinite().all():
-        raise tensors.error(kind, "has the exponent 255, which is no number")
+        raise tensors.error(kind, "has the exponent 255, which is not a number")
     return scales
 
 

@@ -128,7 +128,7 @@ def gptq(settings: Settings) -> Quantization:
 
 
 def auto_round_gptq(settings: Settings) -> Quantization:
-    """Read the settings of auto-round, whose tensors are those of GPTQ. Raises UnsupportedModel."""
+    """Read the settings of auto-round with GPTQ's tensors. Raises UnsupportedModel."""
     base, overrides = _linear(settings, "gptq"), settings.mapping("extra_config")
     formats = {name: _override(settings, changes) for name, changes in overrides.items()}
 
@@ -224,7 +224,7 @@ def awq(settings: Settings) -> Quantization:
 
 
 def auto_round_awq(settings: Settings) -> Quantization:
-    """Read the settings of auto-round, whose tensors are those of AWQ. Raises UnsupportedModel."""
+    """Read the settings of auto-round with AWQ's tensors. Raises UnsupportedModel."""
     return _awq("auto-round", settings)
 
 

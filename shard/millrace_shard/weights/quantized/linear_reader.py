@@ -13,7 +13,7 @@ from millrace_shard.weights.safetensor_files import SafetensorFiles
 
 WEIGHT = ".weight"
 OF_CODES = ("weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
-"""Tensors beside a weight of codes that has the name of a plain one."""
+"""Tensors that accompany a weight of codes with the name of a plain weight."""
 
 
 class LinearReader:
@@ -51,7 +51,7 @@ class LinearReader:
 
 
 def _check_plain(tensors: ModuleTensors) -> None:
-    """Raise WeightsError for scales beside a weight that is not quantised, though its config says so."""
+    """Raise WeightsError if a weight that the config leaves unquantised has scales."""
     for kind in OF_CODES:
         if kind in tensors:
             dtype = str(tensors.dtype("weight")).removeprefix("torch.")

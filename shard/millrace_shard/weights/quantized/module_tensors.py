@@ -38,7 +38,7 @@ class Groups:
     """The groups of a rank's inputs: `index` [groups] int64 names the group of the file that each is a part of.
 
     All groups of the rank have `size` inputs, but the last, which may have fewer. If the rank's inputs begin inside a
-    group of the file, its groups are smaller than those of the file.
+    group of the file, its groups are smaller than the file's.
     """
 
     size: int

@@ -34,7 +34,7 @@ ACCEPTED = {
     "marlin": ("awq", "gptq"),
     "fp8": ("fbgemm_fp8", "fp8", "modelopt"),
 }
-"""Values of --quantize that mean other methods than that of their name."""
+"""Values of --quantize that stand for methods with other names."""
 FROM_CHECKPOINT = ("awq", "compressed-tensors", "exl2", "gptq", "marlin")
 """Values of --quantize that need a checkpoint of that method."""
 
@@ -102,7 +102,7 @@ def _read(raw: Mapping[str, Any]) -> Quantization:
 
 
 def _raw_config(folder: Path) -> Mapping[str, Any] | None:
-    """The object that says how the weights are quantised, from config.json or one of the files beside it."""
+    """The object that describes the quantisation of the weights, from config.json or one of the files next to it."""
     config = read_json_object(folder / "config.json") or {}
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):

@@ -11,7 +11,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 def nibbles(packed: Tensor, *, high_first: bool = False) -> Tensor:
-    """The codes [rows, 2 * n] uint8 of bytes [rows, n], those of the low bits first unless `high_first`."""
+    """The codes [rows, 2 * n] uint8 of bytes [rows, n], the low bits first unless `high_first`."""
     pair = (packed & 0x0F, packed >> 4)
     return torch.stack(pair[::-1] if high_first else pair, dim=-1).flatten(-2)
 
