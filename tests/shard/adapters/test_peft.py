@@ -99,7 +99,7 @@ def test_all_projections_of_every_architecture(
     model_type: str, kernels: str, tmp_path: Path
 ) -> None:
     bench = Bench.make(tmp_path, model_type)
-    # PEFT takes names of projections in this class for those of its stacked experts, too.
+    # PEFT takes names of projections in this class for names of its stacked experts, too.
     stacked = {"gate_proj", "up_proj", "down_proj"} if model_type == "glm4_moe" else set()
     targets = [name for name in projections(bench.base) if name not in stacked]
     adapters = [

@@ -1,4 +1,4 @@
-"""Adapters over the wire: loading beside steps, refusals, sequences that use them, memory."""
+"""Adapters over the wire: loading during steps, refusals, sequences that use them, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Byte-level tokenizers in GGUF files, beside tokenizers made by hand and transformers' reading of the same files."""
+"""Byte-level tokenizers in GGUF files, against tokenizers made by hand and transformers' reading of the same files."""
 
 from __future__ import annotations
 
