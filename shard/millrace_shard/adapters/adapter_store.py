@@ -58,11 +58,11 @@ class AdapterStore:
 
     def modules(self) -> list[tuple[LoraPart, int]]:
         """The modules that adapters may change, in order of execution, with their bytes per slice on this rank."""
-        found: dict[str, tuple[LoraPart, int]] = {}
+        modules: dict[str, tuple[LoraPart, int]] = {}
         for part in self.table.parts:
-            _, others = found.get(part.name, (part, 0))
-            found[part.name] = part, others + bytes_per_slice(part, self._dtype)
-        return list(found.values())
+            _, size = modules.get(part.name, (part, 0))
+            modules[part.name] = part, size + bytes_per_slice(part, self._dtype)
+        return list(modules.values())
 
     def resize(self, max_adapters: int, num_pages: int) -> None:
         """Drop all adapters and have room for `max_adapters` in `num_pages`; on the engine thread."""

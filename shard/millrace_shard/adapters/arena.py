@@ -74,10 +74,10 @@ class PageRuns:
         """The first free run of `count` pages; None if there is none."""
         with self._lock:
             start = 0
-            for place, held in enumerate([*self._held, Run(self.num_pages, 0)]):
+            for index, held in enumerate([*self._held, Run(self.num_pages, 0)]):
                 if held.first - start >= count:
                     run = Run(start, count)
-                    self._held.insert(place, run)
+                    self._held.insert(index, run)
                     return run
                 start = held.end
             return None

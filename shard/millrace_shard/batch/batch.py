@@ -56,9 +56,9 @@ class PendingScores:
     def exchange(self, slots: Tensor, scores: Tensor) -> Tensor:
         """Store `scores` [n, 1 + W, 2] for `slots` [n], and return the scores stored earlier, as wide."""
         width = scores.shape[1]
-        kept = self._table[slots, :width]
+        earlier = self._table[slots, :width]
         self._table[slots, :width] = scores
-        return kept
+        return earlier
 
 
 class FailedSequences:

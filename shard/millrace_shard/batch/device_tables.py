@@ -173,9 +173,9 @@ class BlockTables:
         if columns.max() >= self._limits.table_width:
             raise StepInvalid(f"a sequence has over {self._limits.table_width} blocks")
         private = columns * self._limits.block_size >= num_cached
-        distinct, places, counts = np.unique(blocks, return_inverse=True, return_counts=True)
+        distinct, index, counts = np.unique(blocks, return_inverse=True, return_counts=True)
         num_owners = self._num_owners[distinct] + counts
-        if (num_owners[places[private]] > 1).any():
+        if (num_owners[index[private]] > 1).any():
             raise StepInvalid("a block that its sequence will write to has another owner")
         self._num_owners[distinct] = num_owners
         self._blocks[slots, columns] = blocks

@@ -161,7 +161,7 @@ class DraftTokens:
         end = int(self.counts[: row + 1].sum())
         return tuple(self.host_ids[end - int(self.counts[row]) : end].tolist())
 
-    def places(self, slots: Ints, num_tokens: Ints) -> tuple[Ints, Ints]:
+    def table_index(self, slots: Ints, num_tokens: Ints) -> tuple[Ints, Ints]:
         """Slot and position of each draft token, where row b has `num_tokens[b]` tokens without them."""
         rows, positions = spread(num_tokens, self.counts)
         return slots[rows], positions

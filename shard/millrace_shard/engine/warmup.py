@@ -124,8 +124,8 @@ class LongestDecode:
 
     def _admission(self, slot: int, ids: Ids) -> BatchChange:
         shared = np.ones(self.num_cached // self.block_size, dtype=np.int64)
-        own = 2 + slot * self.num_own_blocks + np.arange(self.num_own_blocks)
-        blocks = np.concatenate([shared, own])
+        own_blocks = 2 + slot * self.num_own_blocks + np.arange(self.num_own_blocks)
+        blocks = np.concatenate([shared, own_blocks])
         return BatchChange(
             admitted=(_sequence(slot, ids, num_cached=self.num_cached),),
             grown_slots=np.full(len(blocks), slot),
@@ -394,8 +394,8 @@ def _new_runner(
     )
     adapters = None if loaded.adapters is None else loaded.adapters.table
     batch = Batch(limits, loaded.device, adapters)
-    own = len(loaded.model.geometry.layers)
-    cache, draft_cache = cache[:own], cache[own:]
+    num_layers = len(loaded.model.geometry.layers)
+    cache, draft_cache = cache[:num_layers], cache[num_layers:]
     model, captured = loaded.model, None
     if graphs is not None:
         captured = DecodeGraphs(model, loaded.kernels, cache, batch)

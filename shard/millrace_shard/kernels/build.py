@@ -85,8 +85,8 @@ def find_library(source: Path, folder: Path, toolchain: Toolchain) -> Path | Non
     one. Raises BuildError if another user could have written it.
     """
     try:
-        found = folder.glob(_file_name(source, toolchain))
-        library = max(found, key=lambda file: file.stat().st_mtime, default=None)
+        libraries = folder.glob(_file_name(source, toolchain))
+        library = max(libraries, key=lambda file: file.stat().st_mtime, default=None)
         if library is not None:
             check_owners(folder, library)
     except FileNotFoundError:

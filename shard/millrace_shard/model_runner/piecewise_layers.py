@@ -128,10 +128,10 @@ class PiecewiseLayers:
     ) -> Tensor:
         """[T, hidden], valid until the next step; `residual` is changed in place."""
         count, counts = len(residual), tuple(self._pieces)
-        place = bisect_left(counts, count)
-        if place == len(counts) or batch.adapters is not None:
+        index = bisect_left(counts, count)
+        if index == len(counts) or batch.adapters is not None:
             return self._eager(residual, batch, caches)
-        buffers, size = self._buffers, counts[place]
+        buffers, size = self._buffers, counts[index]
         buffers.load(residual, batch, size)
         *pieces, last = self._pieces[size]
         for piece, attention, cache in zip(pieces, self._attentions, caches, strict=True):

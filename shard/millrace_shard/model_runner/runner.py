@@ -255,7 +255,7 @@ class StepRunner:
             self.batch.device,
         )
         ends = (layout.starts + layout.counts - layout.num_drafts)[layout.yields[rows]]
-        slots, positions = forced.places(layout.yield_slots[rows], ends)
+        slots, positions = forced.table_index(layout.yield_slots[rows], ends)
         self.batch.token_table.write(slots, positions, forced.ids)
 
     def _tokens_of(

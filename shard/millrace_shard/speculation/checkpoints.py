@@ -68,10 +68,10 @@ def is_medusa(folder: Path) -> bool:
 def _read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, or an empty one."""
     try:
-        found = parse_json(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 logger = logging.getLogger(__name__)

@@ -96,9 +96,9 @@ class Matcher:
         """The only token that the limit allows next; None without a limit, or if it allows what the grammar allows."""
         if self.closing is None:
             return None
-        place = len(self._consumed)
-        self.closing.look(self.inner, place)
-        return self.closing.next_token(place)
+        position = len(self._consumed)
+        self.closing.look(self.inner, position)
+        return self.closing.next_token(position)
 
     def follow(self, other: Matcher) -> bool:
         """Consume the text of `other`, from its start; returns whether it matches."""

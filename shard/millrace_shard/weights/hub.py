@@ -50,8 +50,8 @@ def private_folder(shared: Path) -> Path:
         path.mkdir(mode=0o700)
     # File names in the folder are predictable, so another user could plant a model there.
     status = path.lstat()
-    mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-    if not mine or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not folder or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ModelError(
             f"{path} can be written by other users: remove it, or set HF_HOME to a folder of yours"
         )
@@ -268,10 +268,10 @@ def _cached(
 def cached_file(model_id: str, name: str, *, revision: str | None, cache: Path) -> Path | None:
     """The cached file `name` of a repository, if any."""
     try:
-        found = try_to_load_from_cache(model_id, name, revision=revision, cache_dir=cache)
+        file = try_to_load_from_cache(model_id, name, revision=revision, cache_dir=cache)
     except HFValidationError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(file) if isinstance(file, str) else None
 
 
 def explain(  # noqa: PLR0911

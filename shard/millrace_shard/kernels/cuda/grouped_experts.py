@@ -53,12 +53,12 @@ class GroupedExperts:
         order = torch.empty(chosen.numel(), dtype=torch.int32, device=x.device)
         starts = torch.empty(count + 1, dtype=torch.int32, device=x.device)
         group_pairs[(count,)](order, starts, chosen, chosen.numel(), num_warps=4)
-        places = order, starts
+        groups = order, starts
         gate_up = x.new_empty(chosen.numel(), self._gate_up.shape[1])
-        _multiply(gate_up, x.contiguous(), self._gate_up, self._gate_up_bias, places, top_k)
+        _multiply(gate_up, x.contiguous(), self._gate_up, self._gate_up_bias, groups, top_k)
         gated = self._activate(gate_up)
         results = x.new_empty(chosen.numel(), x.shape[1], dtype=torch.float32)
-        _multiply(results, gated, self._down, self._down_bias, places, 1)
+        _multiply(results, gated, self._down, self._down_bias, groups, 1)
         grid = len(x), triton.cdiv(x.shape[1], COLUMNS)
         add_experts[grid](
             out, results, shares, x.shape[1], top_k=top_k, columns=COLUMNS, num_warps=4
@@ -112,10 +112,10 @@ def _multiply(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    places: tuple[Tensor, Tensor],
+    groups: tuple[Tensor, Tensor],
     pairs_per_row: int,
 ) -> None:
-    """Multiply the rows of every expert; `places` holds their order and starts."""
+    """Multiply the rows of every expert; `groups` holds their order and starts."""
     num_experts, num_outputs, num_inputs = weight.shape
     tiling = row_tiling(x.dtype, max(1, len(out) // num_experts))
     slots = len(out) // tiling.rows + num_experts
@@ -124,7 +124,7 @@ def _multiply(
         x,
         weight,
         weight if bias is None else bias,
-        *places,
+        *groups,
         num_experts,
         num_outputs,
         num_inputs,

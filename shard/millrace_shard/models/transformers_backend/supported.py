@@ -27,9 +27,9 @@ def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
         raise UnsupportedModel(
             f"{config.model_type} is not a decoder: transformers has no causal LM class for it"
         )
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    kind: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
-    return kind
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    decoder_class: type[PreTrainedModel] = classes[0] if isinstance(classes, tuple) else classes
+    return decoder_class
 
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:

@@ -68,9 +68,9 @@ def read_class(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> Pr
         )
     except (OSError, SafetensorError, RuntimeError) as error:
         raise WeightsError(f"the weights in {folder} cannot be read: {error}") from error
-    for name, found, expected in sorted(report["mismatched_keys"]):
+    for name, shape, expected in sorted(report["mismatched_keys"]):
         raise WeightsError(
-            f"tensor {name} has shape {list(found)}, its config says {list(expected)}"
+            f"tensor {name} has shape {list(shape)}, its config says {list(expected)}"
         )
     for name in sorted(report["missing_keys"]):
         raise WeightsError(f"tensor {name} is missing from the checkpoint")
@@ -139,8 +139,10 @@ class TransformersLoader:
             tolerance=QUANTIZED_TOLERANCE if is_quantized else TOLERANCES[self.dtype],
         )
         distances = check.run(model, expected)
-        told = ", ".join(f"{name} {distance:.2g}" for name, distance in distances.items())
-        logger.info("%s passes the self-check in %s: %s", self.config.model_type, self.dtype, told)
+        distances_text = ", ".join(f"{name} {distance:.2g}" for name, distance in distances.items())
+        logger.info(
+            "%s passes the self-check in %s: %s", self.config.model_type, self.dtype, distances_text
+        )
         return model
 
     def _loaded(self, plan: TensorParallelPlan) -> tuple[TransformersModel, Tensor | None]:

@@ -68,7 +68,7 @@ def find_format(number: int, tensor: str) -> BlockFormat:
     """The format of `tensor` by ggml's number. Raises UnsupportedModel with the names of the supported ones."""
     if number not in FORMATS:
         name = OTHER_NAMES.get(number, str(number))
-        supported = ", ".join(known.name for known in FORMATS.values())
+        supported = ", ".join(block_format.name for block_format in FORMATS.values())
         raise UnsupportedModel(
             f"tensor {tensor} has the block type {name}; these are supported: {supported}"
         )

@@ -45,8 +45,8 @@ def float4_values() -> Tensor:
 
 def powers_of_two(exponents: Tensor) -> Tensor:
     """2 ** (e - 127) of uint8 exponents e, float32; 255 is NaN."""
-    found = torch.exp2(exponents.double() - 127).float()
-    return torch.where(exponents == 255, torch.nan, found)
+    powers = torch.exp2(exponents.double() - 127).float()
+    return torch.where(exponents == 255, torch.nan, powers)
 
 
 def word_span(start: int, end: int, per_word: int) -> tuple[int, int]:
