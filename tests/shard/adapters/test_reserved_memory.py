@@ -1,4 +1,4 @@
-"""Adapters in memory that is reserved as a whole: loads, removals and moves, against allocations of their own."""
+"""Adapters in memory that is reserved as a whole: loads, removals and moves, against separate allocations."""
 
 from __future__ import annotations
 

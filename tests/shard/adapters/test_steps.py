@@ -135,7 +135,7 @@ def test_drafts_of_the_base_do_not_change_what_an_adapter_generates(
 
 
 def test_a_step_of_the_base_sees_no_rows_of_adapters(bench: Bench) -> None:
-    """A step after one with adapters, and steps between, have the adapters of their own rows."""
+    """A step after one with adapters, and steps between, use their own rows' adapters."""
     stepper = bench.stepper()
     tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
 

@@ -73,7 +73,7 @@ def folder(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) ->
 
 @contextmanager
 def process(folder: Path, sockets: Path, *arguments: str) -> Iterator[Forked]:
-    """A shard of its own process; killed at the end if it still runs."""
+    """A shard in a separate process; killed at the end if it still runs."""
     shard = Forked(main, command_line(folder, sockets, *arguments))
     try:
         yield shard

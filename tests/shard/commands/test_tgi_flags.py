@@ -88,7 +88,7 @@ def test_a_name_on_the_hub_is_downloaded(cache: Path, monkeypatch: pytest.Monkey
 
 
 def test_neither_folder_nor_name(cache: Path) -> None:
-    with pytest.raises(HubError, match="there is no folder /no/such/model"):
+    with pytest.raises(HubError, match="folder /no/such/model does not exist"):
         with_folders(ShardConfig.from_args(["/no/such/model"]))
 
 

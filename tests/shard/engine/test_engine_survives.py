@@ -119,7 +119,7 @@ def test_nothing_of_a_step_without_memory_stays(driver: Driver) -> None:
 
 
 def test_nothing_of_a_warm_up_without_memory_stays() -> None:
-    """Above all its caches, which the next warm-up could not fit beside its own."""
+    """Above all its caches, which would not fit next to the caches of the next warm-up."""
     driver = Driver()
     caches: list[weakref.ref[torch.Tensor]] = []
     new_cache = driver.kernels.new_cache

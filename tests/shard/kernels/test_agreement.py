@@ -1,4 +1,4 @@
-"""The check at each start: it tells right from wrong in all that serves."""
+"""The check at each start: it rejects wrong results of everything that serves."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
 
 
 class OffInOneOutput(PlainKernels):
-    """Halves of its own, of which one has a wrong output in a wrong row."""
+    """Its own halves, of which one has a wrong output in a wrong row."""
 
     def __init__(self, wrong: str) -> None:
         super().__init__(deterministic=False)

@@ -69,7 +69,7 @@ def steppers(setup: Setup, recorder: Recorder, sizes: tuple[int, ...] = SIZES) -
 
 
 def story() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Admissions of slot 0, 1, … beside decodes, then decodes in changing batches."""
+    """Admissions of slot 0, 1, … together with decodes, then decodes in changing batches."""
     yield "greedy", ()
     yield "temperature", (0,)
     yield "filters", (1, 0)
@@ -346,7 +346,7 @@ def test_a_failed_row_among_good_ones_fails_alone_by_graph(
 def test_the_kernels_of_cuda_take_nothing_from_the_host_copies(
     recorder: Recorder, tmp_path: Path
 ) -> None:
-    """In Triton's interpreter where there is no GPU; a captured step tells them the longest contexts there may be."""
+    """In Triton's interpreter without a GPU; a captured step gives them the longest contexts that may occur."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which the next test runs")
     cuda = pytest.importorskip("millrace_shard.kernels.cuda.operators", reason="no Triton")

@@ -88,7 +88,7 @@ PUBLISHED = {
 }
 
 OTHER_ROPES = ("phi3", "gemma3_text", "olmo3", "ministral3")
-"""Families whose rotary embeddings cannot be those of Llama 3.1."""
+"""Families that cannot have Llama 3.1's rotary embeddings."""
 LLAMA_3_ROPE = LLAMA_3_1["rope_scaling"]
 ROPES = st.sampled_from(
     [

@@ -1,4 +1,4 @@
-"""The shapes for which kernels are checked are those of the attention that the model then computes."""
+"""Kernels are checked for the shapes of the attention that the model then computes."""
 
 from __future__ import annotations
 

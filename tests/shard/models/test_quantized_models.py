@@ -1,4 +1,4 @@
-"""Models with quantised linears, against those of transformers with the numbers that the codes stand for."""
+"""Models with quantised linears, against transformers' models with the numbers that the codes stand for."""
 
 from __future__ import annotations
 

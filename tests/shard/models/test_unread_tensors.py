@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that contradict its config are refused, told of, or used as transformers uses them."""
+"""Tensors of a checkpoint that contradict its config are refused, reported, or used as transformers uses them."""
 
 from __future__ import annotations
 

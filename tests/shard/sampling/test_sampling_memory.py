@@ -40,7 +40,7 @@ def reference_of(tensor: Tensor) -> Any:
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Measures the greatest number of bytes of tensors on device "meta" at a time, except those of `held`."""
+    """Measures the greatest number of bytes of tensors on device "meta" at a time, without `held`."""
 
     def __init__(self, held: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def peak(kind: Sampling, num_rows: int, *, masked: bool) -> int:
-    """Bytes beside the logits while `num_rows` rows of the greatest length are sampled."""
+    """Bytes in addition to the logits while `num_rows` rows of the greatest length are sampled."""
     columns = Admitted(
         slot=0, request_id=0, input_ids=np.zeros(LENGTH, dtype=np.int64), parameters=kind
     ).columns()

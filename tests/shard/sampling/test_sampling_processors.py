@@ -197,7 +197,7 @@ def test_green_ids_are_those_of_the_definition(
 
 @pytest.mark.parametrize("gamma", [0.1, 0.5, 0.9])
 def test_green_ids_are_a_share_of_the_vocabulary_and_others_after_each_token(gamma: float) -> None:
-    """Counts and overlaps within five standard deviations of those of independent coins."""
+    """Counts and overlaps within five standard deviations of what independent coins give."""
     num_lists, vocab = 200, 20_000
     green = Watermark(gamma=gamma).green(torch.arange(num_lists), vocab).double()
     width = 5 * math.sqrt(vocab * gamma * (1 - gamma))

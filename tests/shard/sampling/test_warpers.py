@@ -1,4 +1,4 @@
-"""Warpers against those of transformers, and the properties that random scores must keep."""
+"""Warpers against transformers' warpers, and the properties that random scores must keep."""
 
 from __future__ import annotations
 

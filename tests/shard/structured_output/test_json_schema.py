@@ -143,7 +143,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "multipleOf": ({"type": "integer", "multipleOf": 3}, [0, 3, -9, 123], [1, 10]),
     "multipleOf, decimal": ({"type": "number", "multipleOf": 0.01}, [0.07, 12.5, 3], [0.075]),
     "anyOf": ({"anyOf": [{"type": "integer"}, {"const": "x"}]}, [1, "x"], ["y", None]),
-    "anyOf beside type": (
+    "anyOf with type": (
         {"type": "string", "anyOf": [{"maxLength": 1}, {"const": "abc"}]},
         ["a", "abc"],
         ["ab", 1],
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [None, "a"],
         [1],
     ),
-    "oneOf told apart by a property": (
+    "oneOf distinguished by a property": (
         {
             "oneOf": [
                 {"type": "object", "properties": {"k": {"const": "a"}}, "required": ["k"]},

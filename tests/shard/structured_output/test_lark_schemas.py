@@ -1,4 +1,4 @@
-"""Schemas within grammars in Lark, those of tools among them, are kept as exactly as those that come alone."""
+"""Schemas within grammars in Lark, including tools' schemas, are kept as exactly as schemas that come alone."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gramma
 
 
 class Texts:
-    """Follows texts of one grammar, each by a generator of its own."""
+    """Follows texts of one grammar, each by its own generator."""
 
     def __init__(self, compiler: GrammarCompiler, numbers: range) -> None:
         self.grammars = GrammarManager(compiler, VOCAB_SIZE, overlap=False)

@@ -69,7 +69,7 @@ def test_any_text_matches_as_its_tokens(
 ) -> None:
     rust = make()
     vocabulary = load(rust, tmp_path)
-    # In the middle of a text, where a tokenizer that marks spaces adds none of its own.
+    # In the middle of a text, where a tokenizer that marks spaces does not add one.
     ids = rust.encode(f"x{text}", add_special_tokens=False).ids
     decoded = rust.decode(ids)
     assert decoded.lstrip() == f"x{text}".lstrip()

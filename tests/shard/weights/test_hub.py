@@ -166,7 +166,7 @@ def test_missing_repository_is_not_retried(tmp_path: Path) -> None:
     waits: list[float] = []
     with (
         fake_hub.serve(Hub(FILES, hidden=True)) as hub,
-        pytest.raises(HubError, match=f"there is no model {REPO} .* private: set HF_TOKEN"),
+        pytest.raises(HubError, match=f"model {REPO} does not exist .* private: set HF_TOKEN"),
     ):
         resolve(REPO, revision=None, settings=settings(hub, tmp_path, waits=waits))
     assert waits == []
@@ -185,7 +185,7 @@ def test_gated_repository_names_the_terms_and_the_token(tmp_path: Path) -> None:
 def test_unknown_revision_is_named(tmp_path: Path) -> None:
     with (
         fake_hub.serve(Hub(FILES)) as hub,
-        pytest.raises(HubError, match="has no revision v9"),
+        pytest.raises(HubError, match=f"revision v9 of {REPO} does not exist"),
     ):
         resolve(REPO, revision="v9", settings=settings(hub, tmp_path))
 
@@ -227,7 +227,7 @@ def test_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(HubError, match=r"has no model\.safetensors"):
         resolve(str(folder), revision=None, settings=settings(hub, tmp_path))
-    with pytest.raises(HubError, match=r"there is no folder \./absent"):
+    with pytest.raises(HubError, match=r"folder \./absent does not exist"):
         resolve("./absent", revision=None, settings=settings(hub, tmp_path))
 
 
@@ -330,7 +330,7 @@ def test_command_prints_the_folder_last_and_no_carriage_return(tmp_path: Path) -
     assert wrong.returncode == 1
     error = json.loads(wrong.stdout.splitlines()[-1])
     assert error["level"] == "ERROR"
-    assert "there is no model org/other" in error["fields"]["message"]
+    assert "model org/other does not exist" in error["fields"]["message"]
 
 
 def _download_command(

@@ -179,7 +179,7 @@ def test_a_shard_without_its_tensor_is_named(tmp_path: Path) -> None:
     shard(tmp_path)
     save_file({"model.c": MATRIX}, tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(
-        WeightsError, match=r"model-00002-of-00002\.safetensors has no tensor model\.b"
+        WeightsError, match=r"model-00002-of-00002\.safetensors lacks tensor model\.b"
     ):
         weights(tmp_path).replicated("model.b", 8, 6)
 

@@ -1,4 +1,4 @@
-"""The formats for which kernels are checked are those of the codes that the model then has."""
+"""Kernels are checked for the formats of the codes that the model then has."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_another_vocabulary_is_refused(file: Path, tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as refusal:
         prepare(file, tmp_path, rotated)
     assert str(refusal.value) == (
-        f"the tokenizer in {tmp_path / 'source'} has 266 of the 266 tokens in the file not under their ids: "
+        f"the tokenizer in {tmp_path / 'source'} has other ids for 266 of the 266 tokens in the file: "
         "id 0 is '<think>', and '<|endoftext|>' in the file; name the model that the file was made from"
     )
     assert not list((tmp_path / "cache").glob("*"))

@@ -1,4 +1,4 @@
-"""Byte-level tokenizers in GGUF files, beside tokenizers made by hand and transformers' reading of the same files."""
+"""Byte-level tokenizers in GGUF files, against tokenizers made by hand and transformers' reading of the same files."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_special_tokens_and_templates(tmp_path: Path) -> None:
     [
         ({"model": "t5"}, "tokenizer.ggml.model='t5' is not supported"),
         ({"merges": None}, "no tokenizer.ggml.merges"),
-        ({"merges": ["ab"]}, "has 'ab', which is no pair"),
+        ({"merges": ["ab"]}, "has 'ab', which is not a pair"),
         ({"merges": ["zzz yyy"]}, "tokenizer is damaged"),
         ({"add_bos_token": True, "bos_token_id": None}, "no tokenizer.ggml.bos_token_id"),
     ],

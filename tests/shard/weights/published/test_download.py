@@ -37,7 +37,7 @@ def fetch(root: Path, model: PublishedModel = TINY, *, offline: bool = False) ->
 
 
 def left(root: Path) -> set[str]:
-    """The files and folders that remain beside the lock."""
+    """The files and folders that remain in addition to the lock."""
     return {path.name for path in root.rglob("*")} - {"llm-tiny-1.0", "lock"}
 
 

@@ -64,7 +64,9 @@ def test_a_folder_of_the_name_takes_precedence(
 
 
 def test_a_revision_is_refused() -> None:
-    with pytest.raises(HubError, match="tiny has no revision v1: start without --revision"):
+    with pytest.raises(
+        HubError, match="revision v1 of tiny does not exist: start without --revision"
+    ):
         resolve("tiny", revision="v1", settings=HubSettings.of(Variables()))
 
 

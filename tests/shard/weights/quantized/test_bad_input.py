@@ -25,7 +25,7 @@ from millrace_testing.quantized.mxfp4 import save_mxfp4
 MODULE = "model.layers.0.mlp.down_proj"
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
 OPTIONAL = ("g_idx", "weight_g_idx", "weight_shape")
-"""Tensors without which a weight can be read. If inputs are scattered, it is another one: nobody can know."""
+"""Tensors that a weight can be read without. If inputs are scattered, another weight results, unnoticeably."""
 STATE = "quant_state"
 """Part of the name of a JSON text, which may have any length."""
 INDEX = ("g_idx", "weight_g_idx")
@@ -64,7 +64,7 @@ def without_numbers(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def damages(kind: str, found: Tensor) -> Iterator[tuple[str, Tensor | None]]:
-    """What can be wrong with a tensor, and the text that tells it."""
+    """What can be wrong with a tensor, and the text of the error."""
     if kind not in OPTIONAL:
         yield "is missing|has dtype uint8, not float16", None
     wrong = torch.int16 if found.dtype is torch.float64 else torch.float64

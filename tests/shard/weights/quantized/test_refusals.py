@@ -236,7 +236,7 @@ def test_models_of_transformers_are_refused(tmp_path: Path) -> None:
 
 
 def without_weights(folder: Path, **fields: Any) -> None:
-    """Write the config of a model whose weights nobody may read."""
+    """Write the config of a model whose weights must not be read."""
     config = {**CONFIGS_OF_MODELS["llama"], "model_type": "llama", **fields}
     (folder / "config.json").write_text(json.dumps(config))
 
