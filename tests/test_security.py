@@ -132,8 +132,8 @@ BOUNDARIES = (
 )
 PROOFS: dict[str, tuple[str, ...]] = {
     "C1": (
-        "tests/router/security/test_secrets.py::test_the_key_is_compared_in_constant_time",
-        "tests/router/security/test_secrets.py::test_a_wrong_key_learns_nothing",
+        "tests/router/security/test_security.py::test_the_key_is_compared_in_constant_time",
+        "tests/router/security/test_security.py::test_a_wrong_key_learns_nothing",
     ),
     "C2": (
         "tests/router/server/test_keys.py::test_every_key_is_compared_whole",
@@ -150,62 +150,62 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "C7": ("tests/router/server/test_bodies.py::test_a_body_that_does_not_end_is_not_waited_for",),
     "C8": (
-        "tests/router/security/test_limits.py::test_levels_are_those_of_the_json_whatever_its_strings_hold",
-        "tests/router/security/test_limits.py::test_containers_are_counted_and_brackets_in_strings_are_not",
-        "tests/router/security/test_limits.py::test_each_route_refuses_with_a_type",
+        "tests/router/security/test_security.py::test_levels_are_those_of_the_json_whatever_its_strings_hold",
+        "tests/router/security/test_security.py::test_containers_are_counted_and_brackets_in_strings_are_not",
+        "tests/router/security/test_security.py::test_each_route_refuses_with_a_type",
     ),
     "C9": (
-        "tests/router/security/test_limits.py::test_of_a_million_mistakes_one_is_looked_at",
-        "tests/router/security/test_limits.py::test_no_list_of_a_body_collects_mistakes",
+        "tests/router/security/test_security.py::test_of_a_million_mistakes_one_is_looked_at",
+        "tests/router/security/test_security.py::test_no_list_of_a_body_collects_mistakes",
     ),
     "C10": (
-        "tests/router/security/test_limits.py::test_numbers_and_texts_that_are_none_are_no_json",
+        "tests/router/security/test_security.py::test_numbers_and_texts_that_are_none_are_no_json",
         "tests/router/server/test_bodies.py::test_no_body_whatever_ends_in_a_500",
     ),
-    "C11": ("tests/router/security/test_limits.py::test_headers_have_bounds_too",),
+    "C11": ("tests/router/security/test_security.py::test_headers_have_bounds_too",),
     "C12": (
-        "tests/router/security/test_limits.py::test_what_cannot_fit_is_refused_without_tokenizing_it",
+        "tests/router/security/test_security.py::test_what_cannot_fit_is_refused_without_tokenizing_it",
         "tests/router/text/test_token_length.py::test_no_text_becomes_fewer_tokens",
     ),
-    "C13": ("tests/router/security/test_limits.py::test_stop_sequences_have_a_greatest_length",),
+    "C13": ("tests/router/security/test_security.py::test_stop_sequences_have_a_greatest_length",),
     "C14": (
         "tests/router/engine/test_infer.py::test_overload_says_when_to_come_back",
-        "tests/router/server/test_stream_writer.py::test_the_frame_after_too_many_cuts_off_and_frees_them",
+        "tests/router/server/test_sse.py::test_the_frame_after_too_many_cuts_off_and_frees_them",
         "tests/e2e/test_overload.py::test_ten_times_the_capacity",
         "tests/e2e/test_overload.py::test_idle_connections_and_slow_senders_block_no_other_client",
     ),
     "C15": (
-        "tests/router/server/test_idempotent_route.py::test_callers_share_nothing",
+        "tests/router/server/test_idempotency.py::test_callers_share_nothing",
         "tests/router/server/test_idempotency.py::test_the_same_key_is_the_same_run_but_for_another_body",
         "tests/router/server/test_idempotency.py::test_their_bytes_are_bounded",
     ),
     "C16": (
-        "tests/router/api/responses/test_stored_responses.py::test_nobody_reads_the_response_of_another_key",
-        "tests/router/api/responses/test_store.py::test_the_oldest_is_forgotten_when_memory_is_short",
-        "tests/router/api/responses/test_store.py::test_a_response_is_forgotten_in_time",
-        "tests/router/api/responses/test_stored_responses.py::test_a_conversation_may_not_grow_beyond_a_body",
+        "tests/router/api/test_stored_responses.py::test_nobody_reads_the_response_of_another_key",
+        "tests/router/api/test_stored_responses.py::test_the_oldest_is_forgotten_when_memory_is_short",
+        "tests/router/api/test_stored_responses.py::test_a_response_is_forgotten_in_time",
+        "tests/router/api/test_stored_responses.py::test_a_conversation_may_not_grow_beyond_a_body",
     ),
     "C17": (
-        "tests/router/api/pages/test_pages.py::test_the_policy_allows_the_page_itself_and_nothing_else",
-        "tests/router/api/pages/test_pages.py::test_no_script_makes_markup_of_text",
+        "tests/router/api/test_pages.py::test_the_policy_allows_the_page_itself_and_nothing_else",
+        "tests/router/api/test_pages.py::test_no_script_makes_markup_of_text",
         "tests/ecosystem/test_pages.py::test_pages_in_a_browser",
     ),
     "C18": (
-        "tests/router/security/test_template.py::test_what_clients_write_is_never_run",
+        "tests/router/security/test_security.py::test_what_clients_write_is_never_run",
         "tests/router/text/test_chat_template.py::test_contents_are_never_interpreted",
     ),
     "C19": ("tests/router/tool_calls/test_grammars.py::test_limits_of_grammars_hold",),
     "C20": (
-        "tests/router/security/test_limits.py::test_indented_json_does_not_grow_without_bound",
+        "tests/router/security/test_security.py::test_indented_json_does_not_grow_without_bound",
     ),
     "C21": (
-        "tests/router/security/test_limits.py::test_what_a_template_is_given_beside_messages_counts",
+        "tests/router/security/test_security.py::test_what_a_template_is_given_beside_messages_counts",
         "tests/router/text/test_chat_template.py::test_a_render_that_takes_too_long_is_given_up",
     ),
     "C22": (
-        "tests/router/request/test_grammar_forms.py::test_a_grammar_has_a_greatest_size",
-        "tests/router/request/test_grammar_forms.py::test_a_schema_has_a_greatest_depth",
-        "tests/router/request/test_grammar_forms.py::test_a_grammar_has_a_greatest_number_of_parts",
+        "tests/router/request/test_schemas.py::test_a_grammar_has_a_greatest_size",
+        "tests/router/request/test_schemas.py::test_a_schema_has_a_greatest_depth",
+        "tests/router/request/test_schemas.py::test_a_grammar_has_a_greatest_number_of_parts",
         "tests/router/validation/test_grammar_admission.py::test_only_so_many_may_wait",
         "tests/router/validation/test_grammar_routes.py::test_other_requests_do_not_wait_for_a_grammar",
         "tests/shard/structured_output/test_grammar_compiler.py::test_grammars_that_take_long_hold_up_none_that_does_not",
@@ -215,11 +215,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/router/validation/test_grammar_admission.py::test_one_that_breaks_the_shards_is_refused_and_its_neighbours_are_not",
     ),
     "C24": (
-        "tests/router/api/openai/test_choices.py::test_n_has_bounds",
-        "tests/router/api/openai/test_choices.py::test_choices_get_a_permit_each_or_none",
+        "tests/router/api/test_choices.py::test_n_has_bounds",
+        "tests/router/api/test_choices.py::test_choices_get_a_permit_each_or_none",
         "tests/router/api/chat/test_bias.py::test_there_is_a_greatest_number",
     ),
-    "O1": ("tests/router/security/test_secrets.py::test_nothing_of_a_request_is_logged_or_public",),
+    "O1": (
+        "tests/router/security/test_security.py::test_nothing_of_a_request_is_logged_or_public",
+    ),
     "O2": (
         "tests/router/recovery/test_quarantine.py::test_the_key_opens_the_route",
         "tests/router/recovery/test_quarantine.py::test_the_route_shows_no_text_and_no_ids",
@@ -268,7 +270,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/shard/model_loader/quantized/test_fuzz.py::test_mutated_checkpoints_are_refused_or_loaded",
         "tests/shard/model_loader/gguf/test_damaged_files.py::test_mutated_headers_are_refused_or_loaded",
     ),
-    "M4": ("tests/router/security/test_template.py::test_no_way_out",),
+    "M4": ("tests/router/security/test_security.py::test_no_way_out",),
     "D1": (
         "tests/shard/model_loader/test_hub.py::test_fresh_download_takes_what_serving_needs_and_no_more",
     ),
@@ -288,8 +290,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/router/adapters/names/test_resolver.py::test_a_hub_that_fails_opens_nothing",
     ),
     "A4": (
-        "tests/router/security/test_adapter_tokens.py::test_a_token_goes_nowhere",
-        "tests/router/security/test_adapter_tokens.py::test_what_is_remembered_has_no_token",
+        "tests/router/security/test_security.py::test_a_token_goes_nowhere",
+        "tests/router/security/test_security.py::test_what_is_remembered_has_no_token",
     ),
     "A5": (
         "tests/e2e/test_adapter_tokens.py::test_a_token_is_nowhere",
@@ -319,7 +321,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/router/adapters/test_safetensors_file.py::test_what_is_wrong_is_named",
         "tests/router/adapters/test_canonical.py::test_what_is_wrong_is_named",
         "tests/router/adapters/test_peft_config.py::test_refusals_name_the_field",
-        "tests/router/adapters/test_fuzz.py::test_mutated_adapters",
+        "tests/router/adapters/test_local.py::test_mutated_adapters",
     ),
     "A12": (
         "tests/router/adapters/test_hub.py::test_sizes_are_checked_before_the_download",
@@ -347,13 +349,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/shard/model_loader/test_private_folder.py::test_what_other_users_can_write_is_no_place_for_a_model",
         "tests/shard/model_loader/test_private_folder.py::test_another_user_s_folder_is_no_place_for_a_model",
     ),
-    "K3": ("tests/router/journal/test_journal_files.py::test_only_their_user_reads_journals",),
+    "K3": ("tests/router/journal/test_journal.py::test_only_their_user_reads_journals",),
     "K4": (
         "tests/router/journal/test_journal.py::test_without_tokens_nothing_of_the_text_is_written",
         "tests/router/journal/test_journal.py::test_hashes_of_prompts_tell_equal_ones_within_one_life_alone",
     ),
     "G1": (
-        "tests/router/security/test_secrets.py::test_nothing_of_a_request_is_logged_or_public",
+        "tests/router/security/test_security.py::test_nothing_of_a_request_is_logged_or_public",
         "tests/e2e/test_secrets.py::test_no_log_of_any_process_tells_a_secret",
         "tests/router/telemetry/test_logs.py::test_malformed_requests_are_not_quoted",
         "tests/router/telemetry/test_logs.py::test_tracebacks_do_not_show_variables",
@@ -362,7 +364,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "G2": (
         "tests/router/server/test_access_log.py::test_the_line_has_the_tenant_if_tenants_count",
     ),
-    "G3": ("tests/router/telemetry/test_request_log.py::test_only_its_user_may_read_it",),
+    "G3": ("tests/router/telemetry/test_logs.py::test_only_its_user_may_read_it",),
     "P1": ("tests/test_boundaries.py::test_loads_nothing_forbidden",),
 }
 """The tests of each claim of docs/security.md, as `file::test`."""

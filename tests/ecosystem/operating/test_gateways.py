@@ -16,7 +16,7 @@ from tests.ecosystem.operating.proxies import (
     fronting,
     prefixed,
 )
-from tests.router.api.openapi.test_openapi import BODIES, STREAM, STREAMS
+from tests.router.api.test_openapi import BODIES, STREAM, STREAMS
 
 from millrace_router.api.openapi.operations import OPERATIONS
 from millrace_testing.router.edge import echo, finished, token_event

@@ -38,7 +38,7 @@ from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.errors import EngineEnded, UnsupportedModel
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
 from millrace_shard.server.address import SocketTaken
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models.models import save_tiny
 from millrace_testing.shards.forked import Forked
 
