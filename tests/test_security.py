@@ -136,14 +136,14 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/router/security/test_security.py::test_a_wrong_key_learns_nothing",
     ),
     "C2": (
-        "tests/router/server/test_keys.py::test_every_key_is_compared_whole",
-        "tests/router/server/test_keys.py::test_names_are_logged_and_keys_are_not",
-        "tests/router/server/test_keys.py::test_a_changed_file_is_read_and_a_bad_one_is_not",
-        "tests/router/server/test_key_file.py::test_mistakes_are_named_without_the_key",
+        "tests/router/access/test_access.py::test_every_key_is_compared_whole",
+        "tests/router/access/test_access.py::test_names_are_logged_and_keys_are_not",
+        "tests/router/access/test_access.py::test_a_changed_file_is_read_and_a_bad_one_is_not",
+        "tests/router/access/test_access.py::test_mistakes_are_named_without_the_key",
     ),
-    "C3": ("tests/router/server/traces/test_request_traces.py::test_no_span_has_text_or_a_key",),
-    "C4": ("tests/router/server/test_keys.py::test_names_are_logged_and_keys_are_not",),
-    "C5": ("tests/router/server/test_tls.py::test_clients_need_a_certificate_of_the_authority",),
+    "C3": ("tests/router/server/test_traces.py::test_no_span_has_text_or_a_key",),
+    "C4": ("tests/router/access/test_access.py::test_names_are_logged_and_keys_are_not",),
+    "C5": ("tests/router/access/test_access.py::test_clients_need_a_certificate_of_the_authority",),
     "C6": (
         "tests/router/server/test_bodies.py::test_the_limit_itself_is_allowed",
         "tests/router/server/test_bodies.py::test_compressed_bodies",
@@ -165,7 +165,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "C11": ("tests/router/security/test_security.py::test_headers_have_bounds_too",),
     "C12": (
         "tests/router/security/test_security.py::test_what_cannot_fit_is_refused_without_tokenizing_it",
-        "tests/router/text/test_token_length.py::test_no_text_becomes_fewer_tokens",
+        "tests/router/text/test_tokenizer.py::test_no_text_becomes_fewer_tokens",
     ),
     "C13": ("tests/router/security/test_security.py::test_stop_sequences_have_a_greatest_length",),
     "C14": (
@@ -217,7 +217,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "C24": (
         "tests/router/api/test_choices.py::test_n_has_bounds",
         "tests/router/api/test_choices.py::test_choices_get_a_permit_each_or_none",
-        "tests/router/api/chat/test_bias.py::test_there_is_a_greatest_number",
+        "tests/router/api/test_reading.py::test_there_is_a_greatest_number",
     ),
     "O1": (
         "tests/router/security/test_security.py::test_nothing_of_a_request_is_logged_or_public",
@@ -251,14 +251,14 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "S7": ("tests/deploy/test_health.py::test_shard_health_has_the_shard_s_papers",),
     "S8": ("tests/test_security.py::test_nothing_that_is_read_is_run",),
-    "S9": ("tests/router/test_kv_events_start.py::test_other_hosts_only_if_asked",),
+    "S9": ("tests/router/start/test_start.py::test_other_hosts_only_if_asked",),
     "L1": (
         "tests/e2e/test_secrets.py::test_command_lines_hold_no_secrets_and_shards_no_key",
         "tests/launcher/settings/test_commands.py::test_router_reads_back_what_it_was_given",
     ),
     "M1": (
         "tests/shard/commands/test_convert.py::test_code_in_a_pickle_is_not_run",
-        "tests/shard/model_loader/test_hub.py::test_pickles_alone_are_refused_with_the_conversion",
+        "tests/shard/weights/test_hub.py::test_pickles_alone_are_refused_with_the_conversion",
         "tests/test_security.py::test_nothing_that_is_read_is_run",
     ),
     "M2": (
@@ -266,28 +266,28 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/test_security.py::test_each_danger_would_be_seen",
     ),
     "M3": (
-        "tests/shard/model_loader/quantized/test_bad_input.py::test_damaged_tensors_are_named",
-        "tests/shard/model_loader/quantized/test_fuzz.py::test_mutated_checkpoints_are_refused_or_loaded",
-        "tests/shard/model_loader/gguf/test_damaged_files.py::test_mutated_headers_are_refused_or_loaded",
+        "tests/shard/weights/quantized/test_bad_input.py::test_damaged_tensors_are_named",
+        "tests/shard/weights/quantized/test_fuzz.py::test_mutated_checkpoints_are_refused_or_loaded",
+        "tests/shard/weights/gguf/test_damaged_files.py::test_mutated_headers_are_refused_or_loaded",
     ),
     "M4": ("tests/router/security/test_security.py::test_no_way_out",),
     "D1": (
-        "tests/shard/model_loader/test_hub.py::test_fresh_download_takes_what_serving_needs_and_no_more",
+        "tests/shard/weights/test_hub.py::test_fresh_download_takes_what_serving_needs_and_no_more",
     ),
     "A1": (
-        "tests/router/adapters/names/test_resolver.py::test_clients_name_folders_below_the_root_alone",
-        "tests/router/test_adapter_start.py::test_folders_below_the_root_and_nothing_else",
+        "tests/router/adapters/test_resolver.py::test_clients_name_folders_below_the_root_alone",
+        "tests/router/start/test_start.py::test_folders_below_the_root_and_nothing_else",
     ),
     "A2": (
-        "tests/router/adapters/names/test_resolver.py::test_names_that_nobody_registered_are_unknown_by_default",
-        "tests/router/adapters/names/test_resolver.py::test_the_operator_may_open_ids_on_the_hub",
-        "tests/router/adapters/names/test_resolver.py::test_the_operators_adapters_use_the_servers_token_and_clients_never",
-        "tests/router/adapters/names/test_model_fetcher.py::test_whose_token_counts",
+        "tests/router/adapters/test_resolver.py::test_names_that_nobody_registered_are_unknown_by_default",
+        "tests/router/adapters/test_resolver.py::test_the_operator_may_open_ids_on_the_hub",
+        "tests/router/adapters/test_resolver.py::test_the_operators_adapters_use_the_servers_token_and_clients_never",
+        "tests/router/adapters/test_fetcher.py::test_the_servers_token_counts_only_for_the_operators_adapters",
     ),
     "A3": (
-        "tests/router/adapters/names/test_resolver.py::test_a_private_name_is_not_confirmed_without_a_token",
-        "tests/router/adapters/names/test_resolver.py::test_a_revoked_token_is_refused_after_a_minute",
-        "tests/router/adapters/names/test_resolver.py::test_a_hub_that_fails_opens_nothing",
+        "tests/router/adapters/test_resolver.py::test_a_private_name_is_not_confirmed_without_a_token",
+        "tests/router/adapters/test_resolver.py::test_a_revoked_token_is_refused_after_a_minute",
+        "tests/router/adapters/test_resolver.py::test_a_hub_that_fails_opens_nothing",
     ),
     "A4": (
         "tests/router/security/test_security.py::test_a_token_goes_nowhere",
@@ -298,15 +298,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/e2e/test_adapter_tokens.py::test_all_places_were_searched",
     ),
     "A6": (
-        "tests/router/api/adapters/test_model_names.py::test_names_of_adapters_are_for_clients_alone",
-        "tests/router/api/adapters/test_model_names.py::test_private_ids_are_listed_for_who_may_use_them",
+        "tests/router/api/test_model_names.py::test_names_of_adapters_are_for_clients_alone",
+        "tests/router/api/test_model_names.py::test_private_ids_are_listed_for_who_may_use_them",
     ),
-    "A7": (
-        "tests/router/adapters/names/test_resolver.py::test_made_up_names_leave_nothing_behind",
-    ),
+    "A7": ("tests/router/adapters/test_resolver.py::test_made_up_names_leave_nothing_behind",),
     "A8": (
-        "tests/router/adapters/names/test_resolver.py::test_names_that_logs_cannot_show_are_refused",
-        "tests/router/api/adapters/test_native_adapters.py::test_headers_hold_any_name_and_all_names",
+        "tests/router/adapters/test_resolver.py::test_names_that_logs_cannot_show_are_refused",
+        "tests/router/api/test_adapters.py::test_headers_hold_any_name_and_all_names",
     ),
     "A9": (
         "tests/router/adapters/test_local.py::test_links_that_lead_out_are_not_followed",
@@ -318,7 +316,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/router/adapters/test_hub.py::test_a_pickle_is_not_downloaded",
     ),
     "A11": (
-        "tests/router/adapters/test_safetensors_file.py::test_what_is_wrong_is_named",
+        "tests/router/adapters/test_canonical.py::test_wrong_tensor_files_are_named",
         "tests/router/adapters/test_canonical.py::test_what_is_wrong_is_named",
         "tests/router/adapters/test_peft_config.py::test_refusals_name_the_field",
         "tests/router/adapters/test_local.py::test_mutated_adapters",
@@ -336,9 +334,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/router/adapters/test_fetcher.py::test_no_caller_fills_the_line",
     ),
     "A15": ("tests/router/adapters/test_hub.py::test_no_token_is_left_anywhere",),
-    "A16": ("tests/router/api/adapters/test_admin_routes.py::test_only_the_admin_key_opens_them",),
+    "A16": ("tests/router/api/test_adapters.py::test_only_the_admin_key_opens_them",),
     "A17": (
-        "tests/router/api/adapters/test_native_adapters.py::test_a_repetition_with_another_token_is_another_request",
+        "tests/router/api/test_adapters.py::test_a_repetition_with_another_token_is_another_request",
     ),
     "K1": (
         "tests/shard/kernels/test_build.py::test_what_any_user_can_write_is_not_loaded",
@@ -346,8 +344,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/shard/kernels/test_choose.py::test_a_cache_that_other_users_can_write_is_not_used",
     ),
     "K2": (
-        "tests/shard/model_loader/test_private_folder.py::test_what_other_users_can_write_is_no_place_for_a_model",
-        "tests/shard/model_loader/test_private_folder.py::test_another_user_s_folder_is_no_place_for_a_model",
+        "tests/shard/weights/test_private_folder.py::test_what_other_users_can_write_is_no_place_for_a_model",
+        "tests/shard/weights/test_private_folder.py::test_another_user_s_folder_is_no_place_for_a_model",
     ),
     "K3": ("tests/router/journal/test_journal.py::test_only_their_user_reads_journals",),
     "K4": (
