@@ -11,7 +11,7 @@ import yaml
 
 from millrace_router.telemetry.instruments import Family
 from millrace_router.telemetry.metrics import Metrics
-from millrace_testing.contract.tgi_series import SERIES
+from millrace_testing.contract.contract import SERIES
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/dashboards/millrace.json").read_text())

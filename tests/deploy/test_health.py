@@ -15,7 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from millrace_testing.launcher.certificates import certificate
+from millrace_testing.launcher.deployment import certificate
 
 SCRIPTS = Path(__file__).parent.parent.parent / "deploy" / "docker"
 

@@ -14,7 +14,7 @@ from millrace_ray.serving import haproxy
 from millrace_ray.serving.errors import ServingError
 from millrace_ray.serving.haproxy import BACKENDS, Server, State
 from millrace_ray.serving.node_proxy import NodeProxy, find_haproxy
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 
 MAINTENANCE, DRAIN = 1, 8
 """Bits of `srv_admin_state`."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 
 CODE = """
 import sys

@@ -13,7 +13,7 @@ import pytest
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.device.process_group import COLLECTIVE_TIMEOUT
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models.models import save_tiny
 from millrace_testing.shards.forked import Forked
 from millrace_testing.shards.poison_shard import Poison, poisoned_main
