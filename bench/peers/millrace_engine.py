@@ -25,9 +25,8 @@ from millrace_router.config import RouterConfig
 from millrace_router.engine.batcher import Batcher
 from millrace_router.prediction.cost import CostModel
 from millrace_router.recovery.launcher_channel import LauncherChannel
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import read_tokens
+from millrace_router.request.token_stream import TokenEvent, read_tokens
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.start.engine import new_engine
 from millrace_router.start.running import metrics_of

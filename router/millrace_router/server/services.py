@@ -20,8 +20,7 @@ from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.reasoning.reasoning_format import ReasoningFormat
 from millrace_router.recovery.quarantine import Quarantine
-from millrace_router.request.dialect import Dialect
-from millrace_router.request.limits import Limits
+from millrace_router.request.limits import Dialect, Limits
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.scheduling import scheduling_from
 from millrace_router.server.traces import RequestTraces

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from millrace_router.engine.generation import Generation
-from millrace_router.request.events import TokenEvent
-from millrace_router.request.token_stream import TokenSink
+from millrace_router.request.token_stream import TokenEvent, TokenSink
 
 MAX_UNREAD_BYTES = 2**16
 """Bytes in a connection's buffer above which frames are buffered here; asyncio's own limit."""

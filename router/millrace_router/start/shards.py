@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from millrace_router.config import RouterConfig
-from millrace_router.request.dialect import dialect_of
-from millrace_router.request.limits import Limits
+from millrace_router.request.limits import Limits, dialect_of
 from millrace_router.request.request import Task
 from millrace_router.scheduler.factory import DEFAULT_PREFILL_TOKENS, budgets_from, spare_slots
 from millrace_router.scheduler.step_plan import Budgets

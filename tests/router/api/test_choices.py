@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace_router.errors import QueueFull
-from millrace_router.request.request import ValidRequest
-from millrace_router.request.seeds import seed_of_sample
+from millrace_router.request.request import ValidRequest, seed_of_sample
 from millrace_router.request.token_stream import TokenStream
 from millrace_testing.router.edge import Edge, finished, limits_with, play, serving, token_event
 from millrace_testing.router.fake_router import DirectShards, collect, new_batcher, running

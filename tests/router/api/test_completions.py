@@ -21,10 +21,9 @@ from millrace_router.api.openai.completion_text import (
 )
 from millrace_router.api.openai.render import prompt_logprobs_json
 from millrace_router.errors import GenerationError
-from millrace_router.request.dialect import TGI
-from millrace_router.request.events import PromptLogprobs, Token, TokenEvent
+from millrace_router.request.limits import TGI
 from millrace_router.request.request import FinishReason, ValidRequest
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.token_stream import PromptLogprobs, Token, TokenEvent, TokenStream
 from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_testing.router.edge import (
     LIMITS,

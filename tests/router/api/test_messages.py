@@ -17,9 +17,9 @@ from millrace_router.errors import (
     ShardsGone,
     ValidationError,
 )
-from millrace_router.request.dialect import MILLRACE
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
+from millrace_router.request.limits import MILLRACE
 from millrace_router.request.request import GrammarKind, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.bodies import to_model

@@ -19,11 +19,10 @@ from millrace_router.api.openai.render import ChatRenderer, ResponseMeta
 from millrace_router.api.tgi.answers import plain_frame, stream_json
 from millrace_router.engine.generation import Usage
 from millrace_router.errors import GenerationError
-from millrace_router.request.dialect import dialect_of
 from millrace_router.request.entry import Entry
-from millrace_router.request.events import Token, TokenEvent
+from millrace_router.request.limits import dialect_of
 from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.token_stream import Token, TokenEvent, TokenStream
 from millrace_router.server.sse import event
 from millrace_testing.router.edge import LIMITS, Edge, limits_with, serving
 from millrace_testing.text.texts import Generations, Plan, tokenizer

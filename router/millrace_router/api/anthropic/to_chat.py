@@ -30,8 +30,8 @@ from millrace_router.api.body.sampling import openai_generation
 from millrace_router.api.chat.chat import Chat
 from millrace_router.errors import ThreadsUnsupported, ValidationError
 from millrace_router.reasoning.reasoning_format import switch
-from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
+from millrace_router.request.limits import Dialect
 from millrace_router.text.template_messages import THOUGHT, Message
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 

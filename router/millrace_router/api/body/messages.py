@@ -10,8 +10,8 @@ from typing_extensions import TypeAliasType
 
 from millrace_router.api.body.fields import Items, RequestModel
 from millrace_router.errors import ToolError, ValidationError
-from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.limits import Dialect
 from millrace_router.text.template_messages import THOUGHT, Message
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 

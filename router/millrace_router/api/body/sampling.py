@@ -20,12 +20,12 @@ from millrace_router.api.body.fields import (
     UInt32,
 )
 from millrace_router.errors import ValidationError
-from millrace_router.request.dialect import Dialect
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.float32 import rounded
 from millrace_router.request.generation_request import DryRequest, FieldNames, GenerationRequest
 from millrace_router.request.grammar import ANY_OBJECT, RawGrammar
+from millrace_router.request.limits import Dialect
 from millrace_router.request.request import FinishReason, GrammarKind
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.validation.rules import check_sampling
 from millrace_router.validation.sampling_defaults import GREEDY_NAMES
 from millrace_router.validation.sampling_defaults import NAMES as DEFAULTED

@@ -14,10 +14,9 @@ from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
 from millrace_router.api.chat.chat import PreparedChat
 from millrace_router.engine.generation import Generation, Usage
 from millrace_router.reasoning.reasoning_format import Split, Splitter
-from millrace_router.request.events import Token, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
-from millrace_router.request.token_stream import read_tokens
+from millrace_router.request.token_stream import Token, TokenEvent, read_tokens
 from millrace_router.text.stopping import StopTrimmer
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.tool import AnswerParser, CallDelta, Parsed

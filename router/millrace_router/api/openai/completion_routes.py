@@ -39,9 +39,8 @@ from millrace_router.api.openai.render import (
 from millrace_router.api.openai.request import CompletionRequest
 from millrace_router.engine.generation import Generation, Usage
 from millrace_router.errors import BatchSizeExceeded
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.request.token_stream import read_tokens
+from millrace_router.request.token_stream import TokenEvent, read_tokens
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options

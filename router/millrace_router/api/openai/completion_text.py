@@ -16,10 +16,10 @@ from millrace_router.api.chat.choice import (
     text_before_special,
 )
 from millrace_router.api.openai.protocol import CompletionLogprobsJson
-from millrace_router.request.dialect import MILLRACE, Dialect
-from millrace_router.request.events import PromptLogprobs, Token, TokenEvent
 from millrace_router.request.float32 import shortest
+from millrace_router.request.limits import MILLRACE, Dialect
 from millrace_router.request.request import FinishReason
+from millrace_router.request.token_stream import PromptLogprobs, Token, TokenEvent
 from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_router.text.tokenizer import Tokenizer
 

@@ -39,9 +39,8 @@ from millrace_router.api.body.sampling import (
 from millrace_router.api.chat.chat import Chat
 from millrace_router.errors import SuffixNotSupported, ValidationError
 from millrace_router.request.adapter import AdapterReference
-from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.request.limits import Limits
+from millrace_router.request.limits import Dialect, Limits
 from millrace_router.server.services import Services
 
 LORAX_FIELDS = frozenset({"adapter_source", "api_token"})

@@ -11,7 +11,7 @@ from millrace_router.api.openai.protocol import ChatCompletionChunkJson
 from millrace_router.api.openai.render import ChatRenderer, chat_renderer
 from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.engine.generation import Generation
-from millrace_router.request.events import TokenEvent
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.server.sse import DONE
 from millrace_router.server.sse import event as framed
 

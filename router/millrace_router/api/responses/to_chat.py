@@ -32,8 +32,8 @@ from millrace_router.api.responses.request import (
 )
 from millrace_router.api.responses.tools import joined
 from millrace_router.errors import StoreNeeded, ValidationError, quoted
-from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
+from millrace_router.request.limits import Dialect
 from millrace_router.text.template_messages import THOUGHT, Message
 from millrace_router.tool_calls.text_tool import arguments_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice

@@ -8,9 +8,9 @@ from typing import NotRequired
 import orjson
 from typing_extensions import TypedDict
 
-from millrace_router.request.events import Finished, PromptLogprobs, Token, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
+from millrace_router.request.token_stream import Finished, PromptLogprobs, Token, TokenEvent
 from millrace_router.server.sse import event as framed
 
 

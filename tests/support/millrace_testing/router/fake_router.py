@@ -39,9 +39,8 @@ from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.adapter import AdapterVersion
-from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.token_stream import Finished, TokenEvent, TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
