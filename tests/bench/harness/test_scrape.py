@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from bench.harness.scrape import grown, parse
 
-from millrace_router.telemetry.exposition import render
+from millrace_router.telemetry.instruments import render
 from millrace_router.telemetry.metrics import Metrics
 
 

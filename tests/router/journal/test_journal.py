@@ -24,10 +24,12 @@ from millrace_proto.sampling import Sampling
 from millrace_router.journal import journal as journal_module
 from millrace_router.journal import rotation as folder_module
 from millrace_router.journal import writer as writer_module
-from millrace_router.journal.errors import JournalDamaged, JournalError, JournalUnusable
 from millrace_router.journal.frames import (
     HEAD_SIZE,
     MAGIC,
+    JournalDamaged,
+    JournalError,
+    JournalUnusable,
     Kind,
     Record,
     frame,

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as LibraryCounter
 from prometheus_client.parser import text_string_to_metric_families
 
-from millrace_router.telemetry.exposition import CONTENT_TYPE, render
+from millrace_router.telemetry.instruments import CONTENT_TYPE, render
 from millrace_router.telemetry.load_report import LoadReport
 from millrace_router.telemetry.metrics import DURATION_BUCKETS, MAX_NAMES, OTHER, Metrics
 from millrace_router.telemetry.recent import Recent, quantile
