@@ -88,17 +88,13 @@ def new_engine(
         adapters=adapters,
         max_queue_size=config.max_queue_size,
     )
+    oldest, step_seconds = in_flight.oldest, config.step_timeout
+    epochs = EpochManager(
+        channel, launcher, status, cost, metrics, oldest=oldest, step_seconds=step_seconds
+    )
     batcher = Batcher(
         in_flight,
-        EpochManager(
-            channel,
-            launcher,
-            status,
-            cost,
-            metrics,
-            oldest=in_flight.oldest,
-            step_seconds=config.step_timeout,
-        ),
+        epochs,
         recovery,
         waiting=waiting,
         predictor=predictor,

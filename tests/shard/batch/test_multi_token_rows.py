@@ -25,8 +25,7 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.loading import Speculation
-from millrace_shard.speculation.ngrams import NgramProposer, lookup
+from millrace_shard.speculation.loading import NgramProposer, Speculation, lookup
 from millrace_testing.engines.engine_driver import PROMPT, Driver, forward
 from millrace_testing.engines.fake_engine import greedy as fake_greedy
 from millrace_testing.engines.fake_engine import logits_for

@@ -159,6 +159,16 @@ class DirectShards:
         return answer
 
 
+def _forecaster(budgets: Budgets, cost: CostModel, shard: FakeShard | HashShard) -> Forecaster:
+    return Forecaster(
+        cost,
+        max_batch_size=budgets.max_batch_size,
+        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
+        block_size=shard.block_size,
+        num_blocks=shard.num_blocks - 1,
+    )
+
+
 def new_batcher(
     channel: StepChannel | DirectShards,
     shard: FakeShard | HashShard,
@@ -197,16 +207,9 @@ def new_batcher(
     waiting = WaitingQueue() if waiting is None else waiting
     recovery = RecoveryPolicy(planners, Quarantine())
     adapters = _adapters(channel, shard.adapters, waiting, metrics, cycle_seconds)
-    forecaster = Forecaster(
-        cost,
-        max_batch_size=budgets.max_batch_size,
-        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
-        block_size=shard.block_size,
-        num_blocks=shard.num_blocks - 1,
-    )
     predictor = LatencyPredictor(
         cost,
-        forecaster,
+        _forecaster(budgets, cost, shard),
         metrics,
         in_flight=in_flight,
         recovery=recovery,
