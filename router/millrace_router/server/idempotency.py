@@ -131,7 +131,7 @@ class Run:
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether there is an answer that a client may ask for again."""
+        """Whether there is an answer that a client may request again."""
         if self.recording is not None:
             return self.recording.error is None
         return isinstance(self._outcome, Answer)

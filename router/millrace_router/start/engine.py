@@ -62,7 +62,7 @@ def new_engine(
     launcher: LauncherChannel,
     events: EventRecorder | None = None,
 ) -> Engine:
-    """An engine over `channel` that learns with `cost`, and records its KV-cache events if asked to."""
+    """Make an engine over `channel` that learns with `cost`, and records its KV-cache events if they are enabled."""
     config, info, capacity = deployment.config, deployment.info, deployment.capacity
     late = late_planning_from(config, cost)
     status, quarantine = ShardStatus(config.recovery_grace), Quarantine()

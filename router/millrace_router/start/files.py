@@ -1,4 +1,4 @@
-"""The files of a start, and what the model's own say about answers: sampling defaults, and the form of tool calls."""
+"""Reads the model's files at the start: sampling defaults, the chat template, and the form of tool calls."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def tool_format(config: RouterConfig, template: ChatTemplate, tokenizer: Tokeniz
     parser = config.tool_call_parser
     if parser == "auto" and template.lists_tools and detected(template.tool_source) is None:
         log.warning(
-            "The chat template has tools, but no known form of calls: answers are searched for JSON."
+            "The chat template has tools, but its form of calls is not known: answers are searched for JSON."
             " --tool-call-parser names the form",
         )
     return format_of(template.tool_source, parser, special_ids=tokenizer.special_ids)

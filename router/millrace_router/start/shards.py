@@ -18,10 +18,10 @@ from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.wire import Capacity, ShardInfo
 
 TGI_COMPUTE_TYPE = "gpu+optimized"
-"""What TGI's router says on every device, unless its launcher found a GPU."""
+"""The device that TGI's router reports, unless its launcher found a GPU."""
 RETRY_SECONDS = 0.5
 INFO_SECONDS = 10.0
-"""Wait for the shards to listen, before the log says why they do not answer."""
+"""Seconds for the shards to listen, before the log reports why they do not answer."""
 log = structlog.get_logger(__name__)
 
 
@@ -30,7 +30,7 @@ class StartupError(Exception):
 
 
 def check_arguments(config: RouterConfig) -> None:
-    """Check the flags alone; raises StartupError."""
+    """Check the flags, without the model's files; raises StartupError."""
     if config.validation_workers < 1:
         raise _argument_error("`validation_workers` must be > 0")
     if config.max_batch_size is not None and config.max_batch_size < 1:

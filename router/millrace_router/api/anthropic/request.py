@@ -1,4 +1,4 @@
-"""Anthropic's request for a message as strict models; features of Anthropic's servers alone are refused."""
+"""Anthropic's request for a message as strict models; features that only Anthropic's servers have are refused."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class ToolResultBlock(RequestModel):
 
 
 class ThinkingBlock(RequestModel):
-    """The assistant's thought, for templates that ask for it."""
+    """The assistant's thought, for templates that use it."""
 
     type: Literal["thinking"]
     thinking: str = ""

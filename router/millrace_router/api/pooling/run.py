@@ -110,7 +110,7 @@ class PoolingRun(Generic[Result]):
         """Run all prompts; raises the first RouterError, after which none goes on."""
         self._waiting.extend(range(len(self.prompts)))
         services = self.services
-        # At least one worker asks for a permit, and is refused if there is none.
+        # At least one worker requests a permit, and is refused if none is free.
         num_workers = max(1, min(len(self.prompts), services.infer.permits.free // 2))
         self._num_workers = num_workers
         try:

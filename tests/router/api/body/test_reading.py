@@ -119,8 +119,8 @@ def refused_section() -> str:
     for scope, field in REFUSED:
         scopes.setdefault((field.name, field.reason), []).append(scope)
     rows: dict[tuple[str, tuple[FieldScope, ...]], list[str]] = {}
-    for (name, reason), bodies in scopes.items():
-        rows.setdefault((reason or "not supported", tuple(bodies)), []).append(name)
+    for (name, reason), owners in scopes.items():
+        rows.setdefault((reason or "not supported", tuple(owners)), []).append(name)
     lines = ["| field | body | reason |", "|---|---|---|"]
     for (reason, bodies), names in rows.items():
         cells = (

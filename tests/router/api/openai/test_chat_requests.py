@@ -144,7 +144,7 @@ async def test_the_last_turn_is_continued_or_followed(fields: dict[str, Any], pr
                     }
                 ]
             },
-            "content of type `image_url` is not supported: this model reads text alone",
+            "content of type `image_url` is not supported: this model reads only text",
         ),
         (
             {
@@ -152,7 +152,7 @@ async def test_the_last_turn_is_continued_or_followed(fields: dict[str, Any], pr
                     {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}
                 ]
             },
-            "content of type `input_audio` is not supported: this model reads text alone",
+            "content of type `input_audio` is not supported: this model reads only text",
         ),
     ],
 )
