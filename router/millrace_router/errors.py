@@ -69,7 +69,7 @@ class RouterError(Exception):
     openai_code: ClassVar[str | None] = None
     """`error.code` on OpenAI's routes."""
     is_counted: bool = False
-    """Whether the metrics have counted the request that failed, or do not count it."""
+    """Whether the failed request needs no further count in the metrics."""
 
     @property
     def client_text(self) -> str:
@@ -185,7 +185,7 @@ class BodyTimeout(BodyError):
 
 
 class UnknownPath(RouterError):
-    """There is no such route."""
+    """The route does not exist."""
 
     status = 404
     error_type = "not_found"
@@ -232,7 +232,7 @@ class StoreNeeded(ValidationError):
 
 
 class ThreadsUnsupported(ValidationError):
-    """The request asks Anthropic's servers to hold the conversation; its details make clients send all of it."""
+    """The request refers to a conversation on Anthropic's servers; the error's details make clients send all of it."""
 
     status = 400
     details: ClassVar[dict[str, object]] = {

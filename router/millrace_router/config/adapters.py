@@ -1,4 +1,4 @@
-"""LoRA adapters: names, places, memory."""
+"""Flags of LoRA adapters: names, sources, memory."""
 
 from __future__ import annotations
 

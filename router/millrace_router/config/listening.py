@@ -1,4 +1,4 @@
-"""Where the server listens, and who may call it."""
+"""Flags of the HTTP server: where it listens, and who may call it."""
 
 from __future__ import annotations
 

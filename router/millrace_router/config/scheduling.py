@@ -1,4 +1,4 @@
-"""Which requests run in a step."""
+"""Flags of the scheduler."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 _LEVELS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 ERROR_TYPE: web.ResponseKey[str] = web.ResponseKey("error_type", str)
-"""Type of a failure, for the log."""
+"""Type of the request's failure, for the log."""
 
 Model = TypeVar("Model", bound=BaseModel)
 

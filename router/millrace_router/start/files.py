@@ -86,7 +86,7 @@ def tool_format(config: RouterConfig, template: ChatTemplate, tokenizer: Tokeniz
 
 
 def with_model_folder(config: RouterConfig) -> RouterConfig:
-    """Look up a --tokenizer-name that is no folder in the hub's cache. Raises ModelFilesError."""
+    """Look up in the hub's cache a --tokenizer-name that is not a folder. Raises ModelFilesError."""
     name = config.tokenizer_name
     if name is None or Path(name) != config.model_folder or config.model_folder.is_dir():
         return config

@@ -29,7 +29,7 @@ PACKAGES = {
     "grpc": "opentelemetry-exporter-otlp-proto-grpc",
     "http/protobuf": "opentelemetry-exporter-otlp-proto-http",
 }
-"""What brings it; the extra `otel` has all of them."""
+"""The package of each exporter; the extra `otel` has all of them."""
 _TCP = re.compile(r"tcp://(?P<host>\*|\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
@@ -155,6 +155,6 @@ def _check_address(flag: str, address: str, *, is_open: bool) -> None:
         is_local = False
     if not is_local and not is_open:
         raise StartupError(
-            f"{flag} {address} is no loopback address, and events contain prompts: add --kv-events-any-host to"
+            f"{flag} {address} is not a loopback address, and events contain prompts: add --kv-events-any-host to"
             " publish them there"
         )

@@ -7,7 +7,14 @@ import asyncio
 import pytest
 
 from millrace_router.errors import GenerationError, ShuttingDown, ValidationError
-from millrace_router.server.idempotency import Answer, Run, Runs, digest_of, last_event_of, scope_of
+from millrace_router.server.idempotency import (
+    Run,
+    Runs,
+    WholeAnswer,
+    digest_of,
+    last_event_of,
+    scope_of,
+)
 from millrace_router.server.recording import Recording, SseOptions
 from millrace_testing.router.timers import FakeTimers
 
@@ -21,14 +28,14 @@ class Work:
     """A request that goes on until the test says how it ends."""
 
     def __init__(self) -> None:
-        self.end: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[WholeAnswer | None] = asyncio.get_running_loop().create_future()
         self.cancelled = False
         self.recording: Recording | None = None
 
     def was_cancelled(self) -> bool:
         return self.cancelled
 
-    async def __call__(self, run: Run) -> Answer | None:
+    async def __call__(self, run: Run) -> WholeAnswer | None:
         if self.recording is not None:
             run.record(self.recording)
         try:
@@ -48,8 +55,8 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def answer(size: int = 2) -> Answer:
-    return Answer(200, {}, b"x" * size)
+def answer(size: int = 2) -> WholeAnswer:
+    return WholeAnswer(200, {}, b"x" * size)
 
 
 def test_a_key_belongs_to_its_caller_and_its_path() -> None:

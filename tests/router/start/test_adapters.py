@@ -30,7 +30,7 @@ from millrace_router.request.adapter import (
 )
 from millrace_router.start.adapters import OpenAdapters, open_adapters
 from millrace_router.start.running import metrics_of
-from millrace_router.start.shards import Deployment, StartupError
+from millrace_router.start.shards import RouterDeployment, StartupError
 from millrace_testing.adapters.fake_adapters import MODULE
 from millrace_testing.adapters.hub_stub import HubStub, Repository, hub_stub
 from millrace_testing.router.edge import FakeBatcher, logging_to, services_over
@@ -53,7 +53,9 @@ def write_peft(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     return folder
 
 
-def deployment_of(tmp_path: Path, *, pages: int = 4, lora: bool = True, **flags: Any) -> Deployment:
+def deployment_of(
+    tmp_path: Path, *, pages: int = 4, lora: bool = True, **flags: Any
+) -> RouterDeployment:
     config = RouterConfig(
         model_folder=tmp_path,
         model_id="base",
@@ -62,7 +64,7 @@ def deployment_of(tmp_path: Path, *, pages: int = 4, lora: bool = True, **flags:
     )
     info = replace(SERVICES.shard, adapter_modules=(MODULE,) if lora else ())
     capacity = replace(SERVICES.capacity, adapter_pages=pages)
-    return Deployment(config=config, info=info, capacity=capacity)
+    return RouterDeployment(config=config, info=info, capacity=capacity)
 
 
 @asynccontextmanager

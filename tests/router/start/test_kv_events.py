@@ -58,7 +58,7 @@ def test_other_hosts_only_if_asked(flag: str, address: str) -> None:
     flags = {"kv_events": "tcp://127.0.0.1:5557", flag: address}
     name = "--" + flag.replace("_", "-")
     assert refusal(**flags) == (
-        f"{name} {address} is no loopback address, and events contain prompts: add --kv-events-any-host to publish"
+        f"{name} {address} is not a loopback address, and events contain prompts: add --kv-events-any-host to publish"
         " them there"
     )
     check_kv_events(config(**flags, kv_events_any_host=True))

@@ -9,7 +9,7 @@ import pytest
 
 from millrace_router.config import RouterConfig
 from millrace_router.shards.wire import Capacity
-from millrace_router.start.shards import Deployment
+from millrace_router.start.shards import RouterDeployment
 from millrace_testing.router.edge import FakeBatcher, services_over
 
 INFO = services_over(FakeBatcher()).shard
@@ -46,7 +46,7 @@ def test_answers_name_what_computes(
         monkeypatch.delenv("COMPUTE_TYPE", raising=False)
     else:
         monkeypatch.setenv("COMPUTE_TYPE", variable)
-    deployment = Deployment(
+    deployment = RouterDeployment(
         config=RouterConfig(model_folder=Path("/nowhere"), strict_tgi=strict_tgi),
         info=replace(INFO, device_type=device, world_size=num_shard),
         capacity=CAPACITY,

@@ -22,7 +22,7 @@ from millrace_router.start.engine import new_engine
 from millrace_router.start.files import sampling_defaults, tool_format
 from millrace_router.start.running import measure_steps, metrics_of, services_of, start
 from millrace_router.start.shards import (
-    Deployment,
+    RouterDeployment,
     StartupError,
     check_arguments,
     check_capacity,
@@ -146,7 +146,7 @@ async def test_what_is_resolved_is_what_is_used() -> None:
     info = replace(INFO, max_position_embeddings=100_000, vocab_size=77)
     check_capacity(config, capacity)
     channel, tokenizer = StepChannel(ShardGroup(["unix:/nowhere"])), word_tokenizer()
-    deployment = Deployment(config=config, info=info, capacity=capacity)
+    deployment = RouterDeployment(config=config, info=info, capacity=capacity)
     cost, metrics = CostModel(), metrics_of(deployment)
     engine = new_engine(
         deployment, channel, tokenizer, metrics, cost=cost, launcher=LauncherChannel(None)

@@ -13,7 +13,7 @@ from millrace_router.request.limits import Limits
 from millrace_router.request.request import FinishReason, Grammar, GrammarKind, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.services import Services
-from millrace_router.start.shards import Deployment
+from millrace_router.start.shards import RouterDeployment
 from millrace_testing.router.edge import (
     FakeBatcher,
     finished,
@@ -122,7 +122,9 @@ def test_shards_or_flag_turn_them_off(*, of_shards: bool, flag: bool, are_on: bo
 
 
 def limits_from(services: Services) -> Limits:
-    deployment = Deployment(config=services.config, info=services.shard, capacity=services.capacity)
+    deployment = RouterDeployment(
+        config=services.config, info=services.shard, capacity=services.capacity
+    )
     return deployment.limits()
 
 

@@ -88,7 +88,7 @@ class BlockSource(RequestModel):
 
 
 class DocumentBlock(RequestModel):
-    """A document; those that are no text are refused."""
+    """A document; only text is supported."""
 
     type: Literal["document"]
     source: Annotated[

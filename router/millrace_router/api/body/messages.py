@@ -252,7 +252,7 @@ class ChatMessage(MessageBody):
     reasoning_content: str | None = None
     """Neither TGI's nor OpenAI's: the assistant's thought, for templates that use it."""
     reasoning: Any = None
-    """Another server's name, like the one below; what is no text is ignored."""
+    """Another server's name, like the one below; a value that is not text is ignored."""
     thinking: Any = None
 
     @model_validator(mode="before")

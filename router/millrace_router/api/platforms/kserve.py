@@ -83,7 +83,7 @@ class KserveRequest(RequestModel):
     )
     inputs: Annotated[list[KserveInput], Field(fail_fast=True)]
     outputs: Annotated[list[KserveOutput], Field(fail_fast=True)] | None = None
-    """One for each input; without them the answers have the names of the inputs."""
+    """A name for each answer; without them the answers have the names of the inputs."""
 
     def output_names(self) -> list[str]:
         """Return the names of the answers, by input."""

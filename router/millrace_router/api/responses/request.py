@@ -148,7 +148,7 @@ class ReasoningItem(RequestModel):
     summary: Items[ReasoningPart] | None = None
     content: Items[ReasoningPart] | None = None
     encrypted_content: str | None = None
-    """Nobody but OpenAI can read it."""
+    """Only OpenAI can read it."""
 
     @property
     def text(self) -> str:

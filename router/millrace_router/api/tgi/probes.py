@@ -186,7 +186,7 @@ async def quarantine(request: web.Request) -> web.Response:
 
 
 async def info(request: web.Request) -> web.Response:
-    """`GET /info`: the model and every limit, with the fields that TGI 3 dropped; with costs if asked."""
+    """`GET /info`: the model and every limit, with the fields that TGI 3 dropped; with costs if they are requested."""
     costs = request.query.get("costs") == "true"
     return json_response(info_json(request.app[SERVICES], costs=costs))
 
