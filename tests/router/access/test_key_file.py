@@ -57,7 +57,7 @@ def test_mistakes_are_named_without_the_key(file: Path, content: bytes, message:
     assert "secret" not in str(error.value)
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(KeyFileError, match="cannot read"):
             read_keys(path)

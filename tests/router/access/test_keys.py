@@ -47,7 +47,7 @@ async def test_each_key_opens_every_route_that_needs_one(file: Path) -> None:
         assert (await edge.get("/health"))[0] == 200
 
 
-async def test_the_key_without_a_name_works_beside_them(file: Path) -> None:
+async def test_the_unnamed_key_works_with_the_named_ones(file: Path) -> None:
     async with serving(api_key="key-0", api_key_file=file) as edge:
         for key, status in (("key-0", 200), ("key-3", 200), ("key-4", 401)):
             assert (await edge.post("/generate", ASKED, headers=bearer(key)))[0] == status

@@ -91,14 +91,14 @@ def test_without_flags_there_is_none() -> None:
         ({"ssl_certfile", "ssl_keyfile"}, "cannot be used for HTTPS"),
     ],
 )
-def test_files_that_are_missing_or_none(tmp_path: Path, names: set[str], message: str) -> None:
+def test_missing_or_wrong_files_are_refused(tmp_path: Path, names: set[str], message: str) -> None:
     nothing = tmp_path / "nothing.pem"
     nothing.write_text("nothing")
     with pytest.raises(ListenerTlsError, match=message):
         listener_tls(config_of(**dict.fromkeys(names, nothing)))
 
 
-def test_an_authority_that_is_none(tmp_path: Path) -> None:
+def test_a_missing_authority_is_refused(tmp_path: Path) -> None:
     files = certificate(tmp_path, "server")
     given = {"ssl_certfile": files.cert, "ssl_keyfile": files.key, "ssl_ca_certs": tmp_path / "no"}
     with pytest.raises(ListenerTlsError, match="no cannot be used for HTTPS"):

@@ -23,7 +23,7 @@ from millrace_testing.contract.contract import ABSENT, exactly, fits
         (None, ...),
     ],
 )
-def test_what_fits(given: Any, pattern: Any) -> None:
+def test_values_that_fit_are_accepted(given: Any, pattern: Any) -> None:
     assert fits(given, pattern)
 
 
@@ -45,5 +45,5 @@ def test_what_fits(given: Any, pattern: Any) -> None:
         ("text", {"a": 1}),
     ],
 )
-def test_what_does_not(given: Any, pattern: Any) -> None:
+def test_values_that_do_not_fit_are_refused(given: Any, pattern: Any) -> None:
     assert not fits(given, pattern)

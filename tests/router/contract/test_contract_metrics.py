@@ -224,7 +224,7 @@ def totals(held: Held) -> dict[str, float]:
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("addition", ADDITIONS, ids=str)
-def test_what_a_request_adds(
+def test_a_request_adds_to_the_metrics_of_tgi(
     servers: Callable[[str, str], Held], addition: Addition, column: str
 ) -> None:
     held = servers(addition.server, column)

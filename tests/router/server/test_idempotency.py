@@ -89,7 +89,7 @@ def test_a_key_is_neither_empty_nor_long(key: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "00", "-1", "+1", " 1", "1.0", "x", "\u0661", "1" * 10])
-def test_what_is_no_index_is_refused(text: str) -> None:
+def test_wrong_indexes_are_refused(text: str) -> None:
     with pytest.raises(ValidationError, match="id of an event of this stream"):
         last_event_of({"last-event-id": text})
 
@@ -233,7 +233,7 @@ async def test_a_defect_after_the_beginning_ends_the_stream() -> None:
     assert recording.frames_from(1, 100) == [b"error\n\n"]
 
 
-async def test_few_are_kept_and_the_one_not_asked_for_goes_first() -> None:
+async def test_the_least_recently_used_answer_is_dropped_first() -> None:
     timers = FakeTimers()
     runs = Runs(GRACE, call_later=timers, max_kept=2)
     started: dict[bytes, Run] = {}

@@ -123,7 +123,7 @@ async def test_grace_runs_out() -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
-async def test_a_failure_of_a_stream(num_before: int) -> None:
+async def test_a_failed_stream_is_replayed_to_waiting_requests(num_before: int) -> None:
     """Before the first token, waiting requests get its status; later it is replayed."""
     async with keyed_edge() as (edge, _), asyncio.TaskGroup() as group:
         path = "/generate_stream"

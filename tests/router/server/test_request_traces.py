@@ -116,7 +116,7 @@ async def test_attributes_have_tgis_names_and_those_of_the_conventions() -> None
     assert {name: attributes[name] for name in attributes if name not in others} == expected
 
 
-async def test_a_large_seed_is_no_integer_of_an_attribute() -> None:
+async def test_a_large_seed_is_a_text_attribute() -> None:
     asked = {"inputs": "a", "parameters": {"max_new_tokens": 1, "seed": 2**64 - 1, "top_k": 2}}
     attributes = (await span_of("/generate", asked))["attributes"]
     assert attributes["seed"] == str(2**64 - 1)
@@ -132,13 +132,13 @@ async def test_a_large_seed_is_no_integer_of_an_attribute() -> None:
         ("/generate_stream", ASKED, "text_completion"),
     ],
 )
-async def test_the_operation_is_that_of_the_route(path: str, body: Any, operation: str) -> None:
+async def test_the_operation_belongs_to_the_route(path: str, body: Any, operation: str) -> None:
     span = await span_of(path, body)
     assert span["attributes"]["gen_ai.operation.name"] == operation
     assert span["attributes"]["http.route"] == path
 
 
-async def test_each_choice_has_parts_of_its_own() -> None:
+async def test_each_choice_has_its_own_parts() -> None:
     body = {"messages": MESSAGES, "max_tokens": 2, "n": 2, "temperature": 1}
     span = await span_of("/v1/chat/completions", body)
     assert parts(span) == ["queue", "prefill", "decode"] * 2

@@ -52,7 +52,7 @@ async def test_a_stream_that_is_cut_short_has_its_own_error() -> None:
     ]
 
 
-async def test_and_so_in_openais_words() -> None:
+async def test_a_stream_cut_short_ends_with_openais_error() -> None:
     async with serving(cut_short, template="a") as edge:
         _, text, _ = await edge.post("/v1/chat/completions", CHAT)
     *_, error, done, rest = text.split("\n\n")

@@ -78,7 +78,7 @@ async def opened(tmp_path: Path, **options: Any) -> AsyncIterator[OpenAdapters]:
         await adapters.close()
 
 
-async def test_adapters_of_all_flags(tmp_path: Path) -> None:
+async def test_adapters_of_all_flags_are_registered(tmp_path: Path) -> None:
     one, two = write_peft(tmp_path / "one"), write_peft(tmp_path / "two", seed=1)
     flags: dict[str, Any] = {
         "lora_adapters": f"a={one}",
@@ -169,7 +169,7 @@ async def test_versions_that_are_registered_or_in_use_stay_in_the_cache(tmp_path
         assert len(adapters.resolver.digests()) == 1
 
 
-async def test_an_adapter_larger_than_all_memory(tmp_path: Path) -> None:
+async def test_an_adapter_larger_than_all_memory_is_refused(tmp_path: Path) -> None:
     write_peft(tmp_path / "one")
     flags = {"lora_modules": f"a={tmp_path / 'one'}"}
     async with opened(tmp_path, pages=0, **flags) as adapters:
@@ -192,7 +192,9 @@ async def test_an_adapter_larger_than_all_memory(tmp_path: Path) -> None:
         ({"adapter_cache": "/proc/none"}, "cannot use --adapter-cache"),
     ],
 )
-async def test_starts_that_fail(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
+async def test_failed_starts_name_the_cause(
+    tmp_path: Path, flags: dict[str, Any], message: str
+) -> None:
     is_lora = flags.pop("lora", True)
     usual: dict[str, Any] = {"model_folder": tmp_path, "model_id": "base"}
     config = RouterConfig(**usual | {"adapter_cache": tmp_path} | flags)

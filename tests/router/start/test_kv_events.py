@@ -78,7 +78,7 @@ def test_other_hosts_only_if_asked(flag: str, address: str) -> None:
         ),
     ],
 )
-def test_other_mistakes(flags: dict[str, Any], message: str) -> None:
+def test_wrong_flags_of_events_end_the_start(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         check_kv_events(config(**flags))
 

@@ -67,7 +67,7 @@ def capacity_with(**values: int) -> Capacity:
         ),
     ],
 )
-def test_arguments(values: dict[str, Any], message: str) -> None:
+def test_wrong_flags_end_the_start(values: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError) as caught:
         check_arguments(config_with(**values))
     assert str(caught.value) == f"Argument validation error: {message}"
@@ -87,7 +87,7 @@ def test_arguments(values: dict[str, Any], message: str) -> None:
         ),
     ],
 )
-def test_capacity(found: dict[str, int], message: str) -> None:
+def test_flags_beyond_the_capacity_end_the_start(found: dict[str, int], message: str) -> None:
     with pytest.raises(StartupError) as caught:
         check_capacity(config_with(max_batch_prefill_tokens=4096), capacity_with(**found))
     assert str(caught.value) == f"Argument validation error: {message}"
@@ -169,7 +169,7 @@ async def test_what_is_resolved_is_what_is_used() -> None:
     tokenizer.close()
 
 
-async def test_a_folder_without_a_tokenizer() -> None:
+async def test_a_folder_without_a_tokenizer_ends_the_start() -> None:
     with pytest.raises(StartupError, match=r"/nowhere/tokenizer.json does not exist"):
         await start(config_with())
 

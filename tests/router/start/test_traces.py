@@ -35,7 +35,7 @@ def test_missing_packages_are_named(protocol: str, monkeypatch: pytest.MonkeyPat
     check_traces(config_of(protocol, endpoint=None))
 
 
-def test_a_protocol_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
     with pytest.raises(StartupError, match="http/json is not one of grpc, http/protobuf"):
         check_traces(config_of())

@@ -61,7 +61,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-async def test_an_answer() -> None:
+async def test_an_answer_has_the_form_of_anthropic() -> None:
     async with served(says("Hello 好!")) as edge:
         status, answer, response = await edge.post(MESSAGES, ASKED)
     assert status == 200
@@ -94,7 +94,7 @@ async def test_ids_are_unique_and_without_a_name_the_model_has_its_own() -> None
     assert answers[0]["id"] != answers[1]["id"]
 
 
-async def test_a_stream_tells_the_same_message() -> None:
+async def test_a_stream_has_the_same_message() -> None:
     async with served(says("Hello 好!", "Hello 好!")) as edge:
         _, whole, _ = await edge.post(MESSAGES, ASKED)
         events = await stream_of(edge, ASKED)
@@ -140,7 +140,7 @@ async def test_tokens_found_computed_are_counted_apart() -> None:
     ],
     ids=["end", "length", "stop", "stop_at_once"],
 )
-async def test_why_it_stopped(
+async def test_the_stop_reason_shows_how_the_message_ended(
     text: str, asked: dict[str, Any], said: str | None, end: tuple[str, str | None], is_strict: bool
 ) -> None:
     async with served(says(text, text), strict_tgi=is_strict) as edge:
@@ -190,7 +190,7 @@ async def test_why_it_stopped(
     ],
     ids=["call", "text_and_calls", "call_and_text", "call_and_stop", "text", "none"],
 )
-async def test_tools(
+async def test_calls_become_tool_use_blocks(
     text: str, asked: dict[str, Any], content: list[Any], stop_reason: str
 ) -> None:
     asked = ASKED | {"tools": [TOOL]} | asked
@@ -245,7 +245,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_is_wrong_with_a_request_is_said(name: str) -> None:
+async def test_mistakes_in_a_request_are_reported(name: str) -> None:
     asked, message = REFUSED[name]
     template = (
         "{% if 'raise' in messages[0].content %}{{ raise_exception('no such luck') }}{% endif %}x"
@@ -274,7 +274,7 @@ def fails(error: RouterError) -> Any:
     ],
     ids=["generation", "shards", "overload", "size"],
 )
-async def test_what_is_wrong_with_the_server_is_said(
+async def test_faults_of_the_server_are_reported(
     options: dict[str, Any], status: int, kind: str, retry: str | None
 ) -> None:
     async with served(**{"script": None} | options) as edge:

@@ -169,7 +169,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_turns(name: str) -> None:
+def test_turns_are_translated(name: str) -> None:
     turns, expected = CONVERSATIONS[name]
     assert translated({"messages": turns}).messages == expected
 
@@ -182,7 +182,7 @@ def test_the_system_prompt_comes_first(system: object) -> None:
     assert second == USER
 
 
-def test_parameters() -> None:
+def test_parameters_are_translated() -> None:
     asked = {
         "model": "claude",
         "stop_sequences": ["x"],
@@ -214,11 +214,11 @@ def test_a_null_is_as_good_as_nothing() -> None:
     assert translated(dict.fromkeys(optional)) == translated({})
 
 
-def test_top_p_of_one_is_no_restriction() -> None:
+def test_a_top_p_of_one_does_not_restrict() -> None:
     assert translated({"top_p": 1}).request.top_p is None
 
 
-def test_a_schema_for_the_text() -> None:
+def test_a_schema_becomes_the_grammar_of_the_text() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     asked = {
         "output_config": {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
@@ -226,7 +226,7 @@ def test_a_schema_for_the_text() -> None:
     assert translated(asked).request.grammar == RawGrammar(GrammarKind.JSON_SCHEMA, schema)
 
 
-def test_tools() -> None:
+def test_tools_are_translated() -> None:
     tools = [
         TOOL | {"strict": True, "cache_control": {"type": "ephemeral"}},
         TOOL | {"type": "custom"},
@@ -246,7 +246,7 @@ def test_tools() -> None:
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else value,
 )
-def test_choices_of_a_tool(choice: dict[str, Any], expected: Any) -> None:
+def test_tool_choices_are_translated(choice: dict[str, Any], expected: Any) -> None:
     for parallel in (True, False):
         asked = choice | {"disable_parallel_tool_use": not parallel}
         chat = translated({"tools": [TOOL], "tool_choice": asked})
@@ -299,7 +299,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_malformed_is_said_where_it_is(name: str) -> None:
+def test_the_error_names_the_malformed_field(name: str) -> None:
     body, message = MALFORMED[name]
     with pytest.raises(BodyShapeError) as caught:
         translated(body)

@@ -62,7 +62,7 @@ async def test_a_thought_is_the_first_block() -> None:
 
 
 @pytest.mark.parametrize("rest", ["Yes.", CALL, ""])
-async def test_a_stream_tells_the_same_blocks(rest: str) -> None:
+async def test_a_stream_has_the_same_blocks(rest: str) -> None:
     async with served(THINKS + rest, THINKS + rest) as edge:
         answer = await whole(edge, tools=[TOOL])
         events = await streamed(edge, tools=[TOOL])
@@ -100,7 +100,7 @@ async def test_templates_learn_whether_to_think(body: dict[str, Any], end: str) 
     assert prompt.endswith(f"bot {end}")
 
 
-async def test_blocks_are_given_back() -> None:
+async def test_past_blocks_reach_the_template() -> None:
     async with served(THINKS + "Yes.", "Yes.") as edge:
         answer = await whole(edge)
         turns = [USER, {"role": "assistant", "content": answer["content"]}, USER]

@@ -134,7 +134,7 @@ async def test_an_adapter_is_loaded_replaced_and_unloaded(tmp_path: Path) -> Non
         ),
     ],
 )
-async def test_refused(
+async def test_wrong_calls_are_refused(
     path: str, body: dict[str, Any], status: int, kind: str, message: str
 ) -> None:
     async with serving(adapters=resolver_of(FakeFetcher()), admin_key="boss") as edge:
@@ -166,7 +166,7 @@ async def test_a_reload_fetches_what_failed_a_moment_ago() -> None:
         assert (await post(edge, LOAD, **body))[0] == 200
 
 
-async def test_the_form_of_sglang() -> None:
+async def test_answers_have_the_form_of_sglang() -> None:
     fetcher = FakeFetcher(hub={"org/a": Repository()})
     async with serving(adapters=resolver_of(fetcher), admin_key="boss") as edge:
         body = {"lora_name": "a", "lora_path": "org/a", "pinned": False}

@@ -18,7 +18,7 @@ def refusal(given: dict[str, Any]) -> str:
     return str(caught.value).removeprefix("Input validation error: ")
 
 
-def test_ids_and_what_is_added_to_them() -> None:
+def test_biases_are_read_by_token_id() -> None:
     given = {"5": 1, "0": -100, "70000": 0.1, "9": 100.0, "8": 0}
     # The wire has single precision.
     nearest = 0.10000000149011612
@@ -30,14 +30,14 @@ def test_ids_and_what_is_added_to_them() -> None:
     "key",
     ["", "-1", "+1", "05", "00", "1.0", "1e3", "1_0", " 1", "a", "²", "٣", "9" * 11, "9" * 5000],
 )
-def test_what_is_no_token_id(key: str) -> None:
+def test_wrong_token_ids_are_refused(key: str) -> None:
     assert refusal({key: 1}) == f"`logit_bias` must have token ids for keys. Given: {key[:20]}"
 
 
 @pytest.mark.parametrize(
     "value", [None, True, "1", [], {}, 100.1, -101, 10**400, float("nan"), float("inf")]
 )
-def test_what_is_no_bias(value: object) -> None:
+def test_wrong_biases_are_refused(value: object) -> None:
     assert refusal({"3": value}) == (
         "`logit_bias` must have numbers from -100 to 100 for values. Token 3 has another"
     )

@@ -116,7 +116,9 @@ FAILURES: list[tuple[RouterError, int, str]] = [
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("error", "status", "kind"), FAILURES)
-async def test_failures_of_adapters(error: RouterError, status: int, kind: str, path: str) -> None:
+async def test_failures_of_adapters_have_their_status(
+    error: RouterError, status: int, kind: str, path: str
+) -> None:
     async with serving(adapters=adapters(FakeFetcher(error=error))) as edge:
         got, body, response = await edge.post(path, asked(adapter_id="a"))
         assert (got, body) == (status, {"error": str(error), "error_type": kind})
@@ -177,7 +179,7 @@ MERGED = {"ids": ["a", "b"], "weights": [0.25, 0.75]}
         ),
     ],
 )
-async def test_several_adapters_at_a_time(given: dict[str, Any], recipe: dict[str, Any]) -> None:
+async def test_several_adapters_are_merged(given: dict[str, Any], recipe: dict[str, Any]) -> None:
     fetcher = FakeFetcher(hub={"org/a": Repository("A"), "org/b": Repository("B")})
     async with serving(adapters=adapters(fetcher)) as edge:
         status, body, _ = await edge.post("/generate", asked(merged_adapters=MERGED | given))
@@ -237,7 +239,9 @@ async def test_several_adapters_at_a_time(given: dict[str, Any], recipe: dict[st
     ],
 )
 @pytest.mark.parametrize("path", PATHS)
-async def test_wrong_fields(path: str, fields: dict[str, Any], message: str) -> None:
+async def test_wrong_adapter_fields_are_refused(
+    path: str, fields: dict[str, Any], message: str
+) -> None:
     async with serving(adapters=adapters()) as edge:
         status, body, _ = await edge.post(path, asked(**fields))
         assert (status, body["error_type"]) == (422, "validation")
@@ -271,7 +275,7 @@ async def test_answers_have_what_the_client_of_lorax_needs() -> None:
         assert digests(edge) == [A.digest, A.digest]
 
 
-async def test_candidates_in_the_form_of_lorax() -> None:
+async def test_candidates_have_the_form_of_lorax() -> None:
     async with serving(with_candidates, adapters=adapters()) as edge:
         fields = {"return_k_alternatives": 1, "details": True}
         _, body, _ = await edge.post("/generate", asked(**fields))
@@ -306,7 +310,7 @@ async def test_headers_hold_any_name_and_all_names() -> None:
         assert "x-adapter-id" not in response.headers
 
 
-async def test_json_in_the_form_of_lorax() -> None:
+async def test_a_schema_may_have_the_form_of_lorax() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     async with serving() as edge:
         for given in (

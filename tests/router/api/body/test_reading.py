@@ -85,7 +85,7 @@ async def answer_to(
     return status, str(parsed), response.headers.get(IGNORED, "")
 
 
-async def test_what_is_refused_is_refused_by_name() -> None:
+async def test_refused_fields_are_named() -> None:
     async with served() as edge:
         for scope, field in REFUSED:
             status, text, ignored = await answer_to(edge, scope, field.name, asking(field))
@@ -95,7 +95,7 @@ async def test_what_is_refused_is_refused_by_name() -> None:
             assert field.name in text.lower(), text
 
 
-async def test_what_asks_for_nothing_is_accepted() -> None:
+async def test_neutral_values_are_accepted() -> None:
     async with served() as edge:
         for scope, field in REFUSED:
             for value in (None, *field.neutral):
@@ -208,7 +208,7 @@ async def test_the_log_names_each_once() -> None:
     assert b"secret" not in logged
 
 
-async def test_the_native_routes_of_platforms_look_too() -> None:
+async def test_platform_routes_and_estimates_report_unused_fields() -> None:
     async with served() as edge:
         body = {"instances": [{"inputs": "hello", "parameters": {"made_up": 1}}]}
         _, _, response = await edge.post("/vertex", body)

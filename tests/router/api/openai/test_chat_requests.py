@@ -156,7 +156,7 @@ async def test_the_last_turn_is_continued_or_followed(fields: dict[str, Any], pr
         ),
     ],
 )
-async def test_refusals(fields: dict[str, Any], message: str) -> None:
+async def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
     async with served() as edge:
         status, answer, _ = await edge.post(URL, {**ASKED, **fields})
         lines = await edge.exposition()
@@ -173,7 +173,7 @@ async def test_refusals(fields: dict[str, Any], message: str) -> None:
         ([{"type": "video"}], "`messages[0].content[0]` has the 'type' 'video'"),
     ],
 )
-async def test_an_error_in_content_names_its_place(content: object, place: str) -> None:
+async def test_an_error_in_content_names_the_path(content: object, place: str) -> None:
     async with served() as edge:
         status, answer, _ = await edge.post(
             URL, {"messages": [{"role": "user", "content": content}]}
@@ -192,7 +192,7 @@ async def test_least_and_most_tokens_reach_the_shards() -> None:
 
 
 @pytest.mark.parametrize("include_usage", [None, True])
-async def test_usage_comes_with_every_chunk_if_asked_for(include_usage: bool | None) -> None:
+async def test_usage_comes_with_every_chunk_if_requested(include_usage: bool | None) -> None:
     async with served() as edge:
         options = {"continuous_usage_stats": True, "include_usage": include_usage}
         chunks = await chunks_of(edge, {**ASKED, "n": 2, "stream_options": options})

@@ -50,7 +50,9 @@ async def test_stop_strings(text: str, reason: str, *, strict_tgi: bool) -> None
 
 
 @pytest.mark.parametrize(("strict_tgi", "reason"), [(False, "tool_calls"), (True, "stop")])
-async def test_calls(reason: str, *, strict_tgi: bool) -> None:
+async def test_calls_have_tgis_ids_and_reasons_only_in_strict_tgi(
+    reason: str, *, strict_tgi: bool
+) -> None:
     async with served(CALL, CALL, strict_tgi=strict_tgi) as edge:
         choice = await choice_of(edge, tools=TOOLS)
         chunks = await chunks_of(edge, {**ASKED, "tools": TOOLS})
@@ -62,7 +64,7 @@ async def test_calls(reason: str, *, strict_tgi: bool) -> None:
 
 
 @pytest.mark.parametrize("strict_tgi", [False, True])
-async def test_ids_and_roles(*, strict_tgi: bool) -> None:
+async def test_ids_are_empty_and_roles_repeated_only_in_strict_tgi(*, strict_tgi: bool) -> None:
     async with served("ab", "ab", strict_tgi=strict_tgi) as edge:
         _, answer, _ = await edge.post(URL, ASKED)
         chunks = await chunks_of(edge, ASKED)
@@ -86,7 +88,7 @@ async def test_ids_and_roles(*, strict_tgi: bool) -> None:
     ],
 )
 @pytest.mark.parametrize("strict_tgi", [False, True])
-async def test_penalties(
+async def test_penalties_follow_the_dialect(
     fields: dict[str, Any], ours: dict[str, float], theirs: dict[str, float], *, strict_tgi: bool
 ) -> None:
     neutral = {
@@ -103,7 +105,7 @@ async def test_penalties(
 
 
 @pytest.mark.parametrize("strict_tgi", [False, True])
-async def test_a_top_p_of_one(*, strict_tgi: bool) -> None:
+async def test_a_top_p_of_one_is_refused_only_by_strict_tgi(*, strict_tgi: bool) -> None:
     async with served("a", strict_tgi=strict_tgi) as edge:
         status, answer, _ = await edge.post(URL, {**ASKED, "top_p": 1.0})
     assert status == (422 if strict_tgi else 200)
@@ -113,7 +115,9 @@ async def test_a_top_p_of_one(*, strict_tgi: bool) -> None:
 
 
 @pytest.mark.parametrize("strict_tgi", [False, True])
-async def test_no_tools_beside_a_response_format(*, strict_tgi: bool) -> None:
+async def test_tools_with_a_response_format_are_refused_only_by_strict_tgi(
+    *, strict_tgi: bool
+) -> None:
     async with served("{}", strict_tgi=strict_tgi) as edge:
         grammar = {"type": "json_object", "value": {"type": "object", "properties": {}}}
         body = {**ASKED, "tools": [], "response_format": grammar}
@@ -125,7 +129,7 @@ async def test_no_tools_beside_a_response_format(*, strict_tgi: bool) -> None:
 
 
 @pytest.mark.parametrize("strict_tgi", [False, True])
-async def test_images(*, strict_tgi: bool) -> None:
+async def test_images_become_markdown_only_in_strict_tgi(*, strict_tgi: bool) -> None:
     part = {"type": "image_url", "image_url": {"url": "https://h/i.png"}}
     body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "see "}, part]}]}
     async with served(strict_tgi=strict_tgi) as edge:
@@ -136,7 +140,9 @@ async def test_images(*, strict_tgi: bool) -> None:
 
 
 @pytest.mark.parametrize("strict_tgi", [False, True])
-async def test_a_stream_that_fails_before_its_first_token(*, strict_tgi: bool) -> None:
+async def test_a_stream_that_fails_early_has_a_status_unless_strict_tgi(
+    *, strict_tgi: bool
+) -> None:
     async with served(strict_tgi=strict_tgi, script=fail) as edge:
         status, answer, _ = await edge.post(URL, {**ASKED, "stream": True})
     if not strict_tgi:
@@ -154,7 +160,7 @@ async def test_a_stream_that_fails_before_its_first_token(*, strict_tgi: bool) -
 
 
 @pytest.mark.parametrize(("strict_tgi", "count"), [(False, 1), (True, 2)])
-async def test_a_chat_counts(count: int, *, strict_tgi: bool) -> None:
+async def test_a_chat_counts_as_tgi_counts_it(count: int, *, strict_tgi: bool) -> None:
     async with served("a", strict_tgi=strict_tgi) as edge:
         await choice_of(edge)
         lines = await edge.exposition()

@@ -85,7 +85,7 @@ async def test_a_call_is_distinguished_from_text() -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-async def test_a_call_alone_has_null_for_content() -> None:
+async def test_a_call_without_text_has_null_for_content() -> None:
     async with served(NOON) as edge:
         _, answer, _ = await edge.post(URL, ASKED)
     assert answer["choices"][0]["message"]["content"] is None
@@ -106,7 +106,7 @@ async def test_several_calls_are_streamed_as_they_come() -> None:
     assert deltas[-1] == {}, "the end comes after all calls"
 
 
-async def test_each_choice_has_calls_of_its_own() -> None:
+async def test_each_choice_has_its_own_calls() -> None:
     async with served(PARIS, "None needed.", NOON) as edge:
         _, answer, _ = await edge.post(URL, {**ASKED, "n": 3})
         edge.batcher.script = saying(PARIS, "None needed.", NOON)
@@ -133,7 +133,7 @@ async def test_calls_that_are_not_to_be_parallel_end_with_the_first() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_that_is_cut_is_no_error(*, stream: bool) -> None:
+async def test_a_call_that_is_cut_is_not_an_error(*, stream: bool) -> None:
     async with serving(saying(PARIS, end=False), limits=LIMITS, template=TEMPLATE) as edge:
         body = {**ASKED, "max_tokens": len(BYTES.encode(PARIS)) - 25}
         if stream:
@@ -263,7 +263,7 @@ AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "weather", "schema":
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "json"])
-async def test_beside_a_schema_the_model_calls_or_answers(name: str) -> None:
+async def test_with_a_schema_the_model_calls_or_answers(name: str) -> None:
     """The behaviour is OpenAI's; the test compiles the grammar as the shards do."""
     async with served(PARIS, tool_call_parser=name) as edge:
         status, answer, _ = await edge.post(URL, {**ASKED, "response_format": AS_SCHEMA})
@@ -292,7 +292,7 @@ def matches(grammar: Grammar, said: str) -> bool:
     return all(matcher.consume(id_) for id_ in [*words.split(said.encode()), EOS])
 
 
-async def test_an_answer_beside_tools_is_text() -> None:
+async def test_an_answer_without_calls_is_text() -> None:
     said = '{"degrees": 20}'
     async with served(said) as edge:
         _, answer, _ = await edge.post(URL, {**ASKED, "response_format": AS_SCHEMA})
@@ -428,7 +428,7 @@ async def test_a_template_without_tools_gets_them_in_tgi_s_text() -> None:
     assert none == "user hello bot"
 
 
-async def test_a_tool_prompt_follows_what_the_template_tells() -> None:
+async def test_a_tool_prompt_follows_the_template() -> None:
     async with served() as edge:
         prompt = await prompt_of(edge, {**ASKED, "tool_prompt": "Call."})
     assert prompt == "<tool_call> weather,clock user hello\n---\nCall. bot"

@@ -104,7 +104,7 @@ def event(*candidates: tuple[int, str, float], **fields: Any) -> Any:
     return made
 
 
-def test_the_token_stands_beside_the_candidates_and_those_beyond_the_asked_do_not() -> None:
+def test_the_token_comes_with_only_the_requested_candidates() -> None:
     a, b, c = (BYTES.encode(letter)[0] for letter in "abc")
     tied = event((c, "c", -3.0), (a, "a", -1.0), (b, "b", -1.0))
     assert CompletionLogprobs(BYTES, 1).token(tied, 7) == {
@@ -123,7 +123,7 @@ def test_of_tokens_called_alike_the_likeliest_stands_in_the_map() -> None:
     assert columns["token_logprobs"] == [-4.0]
 
 
-def test_log_probabilities_that_are_no_number_are_very_small_ones() -> None:
+def test_infinite_log_probabilities_are_very_small_ones() -> None:
     columns = CompletionLogprobs(BYTES, 0).token(event((5, "x", -math.inf)), 0)
     assert columns["token_logprobs"] == [-9999.0]
 

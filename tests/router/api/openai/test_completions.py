@@ -205,7 +205,7 @@ async def test_token_ids_come_back_as_text_without_special_tokens() -> None:
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
-async def test_refusals(fields: dict[str, Any], message: str) -> None:
+async def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
     async with serving(generate) as edge:
         status, answer, _ = await edge.post(URL, {"max_tokens": 1, **fields})
         assert edge.services.infer.permits.free == LIMITS.max_concurrent_requests
@@ -224,7 +224,7 @@ async def test_every_choice_of_a_prompt_has_the_echo_that_the_first_has_scored()
     assert answer["usage"]["prompt_tokens"] == 3
 
 
-async def test_stop_strings_are_looked_for_in_the_answer_alone() -> None:
+async def test_stop_strings_are_searched_only_in_the_answer() -> None:
     async with serving(generate) as edge:
         answer = await answer_of(edge, prompt="hello", echo=True, stop=" wor", logprobs=0)
         (request,) = edge.batcher.requests
@@ -290,7 +290,7 @@ async def test_a_choice_that_overtakes_the_scoring_one_waits_for_its_echo(*, fai
     assert texts == [["hello wörld a", " hello", " world"]] * 2
 
 
-async def test_the_echo_is_a_chunk_of_its_own_before_the_first_token() -> None:
+async def test_the_echo_is_a_separate_chunk_before_the_first_token() -> None:
     async with serving(generate) as edge:
         texts = [
             chunk["choices"][0]["text"]

@@ -56,7 +56,7 @@ def text_of(chunk: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
 
 
-async def test_chat_answer() -> None:
+async def test_a_chat_answer_has_the_keys_of_tgi() -> None:
     script = generations([*ids("Hello 好!"), END])
     async with served(script) as edge:
         body = {"model": "tgi", "messages": [USER], "seed": 7}
@@ -100,7 +100,7 @@ async def test_chat_ids_are_unique_and_other_names_are_echoed() -> None:
     assert answers[0]["id"] != answers[1]["id"]
 
 
-async def test_chat_stream() -> None:
+async def test_a_chat_stream_ends_with_its_usage() -> None:
     script = generations([*ids("Hi 好"), END])
     async with served(script) as edge:
         body = {"messages": [USER], "stream_options": {"include_usage": True}}
@@ -131,7 +131,7 @@ async def test_chat_stream() -> None:
     }
 
 
-async def test_chat_stream_without_usage() -> None:
+async def test_a_chat_stream_has_no_usage_unless_requested() -> None:
     async with served(generations([*ids("Hi"), END])) as edge:
         for options in ({}, {"stream_options": None}, {"stream_options": {"include_usage": False}}):
             edge.batcher.script = generations([*ids("Hi"), END])
@@ -140,7 +140,7 @@ async def test_chat_stream_without_usage() -> None:
             assert all(chunk["usage"] is None for chunk in events[:-1])
 
 
-async def test_the_finish_reason_length() -> None:
+async def test_a_full_answer_ends_with_length() -> None:
     async with served(generations(ids("Hello there"))) as edge:
         body = {"messages": [USER], "max_completion_tokens": 2, "max_tokens": None}
         _, answer, _ = await edge.post("/v1/chat/completions", body)
@@ -197,7 +197,7 @@ def test_a_choice_is_the_text_up_to_the_first_stop(
     assert reason == ("stop" if ends else "length")
 
 
-async def test_chat_logprobs() -> None:
+async def test_log_probabilities_agree_in_answers_and_streams() -> None:
     script = generations([*ids("the"), END], [*ids("the"), END])
     script.candidates = [(ids("the")[0], -0.25), (ids(" dog")[0], -1.3242187)]
     async with served(script) as edge:
@@ -313,7 +313,7 @@ def refused(fields: dict[str, Any], param: str | None, message: str) -> Any:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_chat_refusals(
+async def test_wrong_chats_are_refused(
     fields: dict[str, Any], param: str | None, message: str, *, stream: bool
 ) -> None:
     async with served(generations()) as edge:
@@ -332,7 +332,7 @@ async def test_chat_refusals(
     }
 
 
-async def test_other_failures_before_the_first_byte() -> None:
+async def test_other_failures_before_the_first_byte_have_their_status() -> None:
     async with served(generations([GenerationError("out of luck")]), template=None) as edge:
         url = "/v1/chat/completions"
         status, answer, _ = await edge.post(url, {"messages": [USER]})
@@ -361,7 +361,7 @@ async def test_overload_says_when_to_come_back() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_failure_in_mid_stream(path: str) -> None:
+async def test_a_failure_in_mid_stream_is_the_last_event(path: str) -> None:
     async with served(generations([*ids("Hi"), GenerationError("gone")])) as edge:
         body = {"messages": [USER], "prompt": "a"}
         *chunks, error, done = await stream_of(edge, path, body)
@@ -388,7 +388,7 @@ async def test_a_client_that_leaves_closes_its_generations(path: str) -> None:
         assert all(stream.closed for stream in script.streams)
 
 
-async def test_completion_answer() -> None:
+async def test_a_completion_answer_has_a_choice_for_each_prompt() -> None:
     script = generations([*ids(" one"), END], ids(" two three"))
     async with served(script) as edge:
         body = {"prompt": ["hello", "a b"], "max_tokens": 4, "model": "m"}
@@ -418,7 +418,7 @@ async def test_completion_answer() -> None:
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-async def test_completion_stream(*, include_usage: bool) -> None:
+async def test_a_completion_stream_interleaves_its_choices(*, include_usage: bool) -> None:
     plans = [[*ids(" one 好"), END], [*ids(" two three four"), END]]
     async with served(generations(*plans, together=2)) as edge:
         body = {"prompt": ["hello", "a b"], "stream_options": {"include_usage": include_usage}}
@@ -549,7 +549,9 @@ async def test_only_completions_get_the_tokenizer_s_special_tokens() -> None:
         ({"prompt": "a", "temperature": 0, "min_p": 2}, "validation", "`min_p` must be >= 0.0"),
     ],
 )
-async def test_completion_refusals(fields: dict[str, Any], error_type: str, message: str) -> None:
+async def test_wrong_completions_are_refused(
+    fields: dict[str, Any], error_type: str, message: str
+) -> None:
     async with served(generations()) as edge:
         status, answer, _ = await edge.post("/v1/completions", fields)
         assert edge.services.infer.permits.free == LIMITS.max_concurrent_requests
@@ -557,7 +559,7 @@ async def test_completion_refusals(fields: dict[str, Any], error_type: str, mess
     assert message in answer["error"]["message"]
 
 
-async def test_the_model_by_its_name() -> None:
+async def test_the_model_is_described_by_its_name() -> None:
     async with served(generations()) as edge:
         status, body, _ = await edge.get("/v1/models/org/tiny")
         other, refusal, _ = await edge.get("/v1/models/tiny")
@@ -565,7 +567,7 @@ async def test_the_model_by_its_name() -> None:
     assert (other, json.loads(refusal)["error"]["type"]) == (404, "not_found")
 
 
-async def test_models() -> None:
+async def test_the_served_model_is_listed() -> None:
     async with served(generations()) as edge:
         status, body, _ = await edge.get("/v1/models")
     assert status == 200

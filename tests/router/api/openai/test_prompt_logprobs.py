@@ -42,7 +42,7 @@ def test_the_token_and_the_likeliest_have_their_ranks() -> None:
 
 
 @pytest.mark.parametrize("route", BODIES)
-async def test_answers_have_them_if_asked(route: str) -> None:
+async def test_answers_have_them_if_requested(route: str) -> None:
     async with serving(echo, limits=WIDE, template=TEMPLATE) as edge:
         body = {**BODIES[route], "max_tokens": 1}
         _, plain, _ = await edge.post(route, body)

@@ -25,13 +25,17 @@ FLOATS = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1e-45, -1.3242188])
 
 @given(st.integers(1, 2**40), st.integers(0, 2**32 - 1), TEXTS, FLOATS, st.booleans())
 @example(1, 5, "x", float("nan"), True)
-def test_a_token(index: int, id_: int, text: str, logprob: float, special: bool) -> None:
+def test_a_plain_token_frame_equals_the_rendered_one(
+    index: int, id_: int, text: str, logprob: float, special: bool
+) -> None:
     token = TokenEvent(index, Token(id_, text, logprob, special))
     assert plain_frame(token) == event(orjson.dumps(stream_json(token)))
 
 
 @given(TEXTS.filter(bool), TEXTS, st.integers(0, 3), st.booleans())
-def test_a_chunk_of_a_chat(text: str, model: str, index: int, strict_tgi: bool) -> None:
+def test_a_templated_chat_chunk_equals_the_rendered_one(
+    text: str, model: str, index: int, strict_tgi: bool
+) -> None:
     head = ResponseMeta("chat.completion", "chatcmpl", model=model, fingerprint="1-native")
     answers = ChatRenderer(head, dialect_of(strict_tgi=strict_tgi))
     template = ChunkTemplate(lambda text: answers.text_chunk(index, text))
@@ -42,7 +46,9 @@ def test_a_chunk_of_a_chat(text: str, model: str, index: int, strict_tgi: bool) 
 
 
 @given(TEXTS, TEXTS, st.integers(0, 3), st.booleans())
-def test_a_chunk_of_a_completion(text: str, model: str, index: int, strict_tgi: bool) -> None:
+def test_a_templated_completion_chunk_equals_the_rendered_one(
+    text: str, model: str, index: int, strict_tgi: bool
+) -> None:
     head = ResponseMeta("text_completion", "cmpl", model=model, fingerprint="1-native")
     chunks = CompletionChunks(
         head,

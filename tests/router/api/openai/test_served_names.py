@@ -55,7 +55,7 @@ async def test_every_name_is_listed_and_described() -> None:
         ("any", "any"),
     ],
 )
-async def test_answers_have_the_name_that_was_asked_or_the_first(
+async def test_answers_have_the_requested_name_or_the_first(
     path: str, asked: str, answered: str
 ) -> None:
     async with serve() as edge:

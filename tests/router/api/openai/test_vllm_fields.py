@@ -92,14 +92,14 @@ async def test_a_stop_token_is_the_reason_of_the_end_also_at_the_limit() -> None
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
-async def test_a_stop_string_is_part_of_the_text_if_asked_for(route: str, name: str) -> None:
+async def test_a_stop_string_is_part_of_the_text_if_requested(route: str, name: str) -> None:
     tokens = [*ids("one STOP two"), END]
     assert await said(tokens, route, stop="STOP") == "one "
     assert await said(tokens, route, stop="STOP", **{name: True}) == "one STOP"
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_special_tokens_are_shown_if_asked_for(route: str) -> None:
+async def test_special_tokens_are_shown_if_requested(route: str) -> None:
     end = BYTES.token_text(END)
     tokens = [*ids("a"), END, *ids("b"), END]
     fields: dict[str, Any] = {"ignore_eos": True, "stop": "b"}
@@ -197,7 +197,7 @@ def test_a_choice_is_itself_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES[:2])
-async def test_token_ids_stand_beside_the_texts(route: str) -> None:
+async def test_token_ids_come_with_the_texts(route: str) -> None:
     tokens = [*ids("a 好"), END]
     script = Generations(tokens, tokens, tokens, tokenizer=BYTES)
     async with serving(script, limits=WIDE, template=TEMPLATE) as edge:

@@ -211,7 +211,7 @@ async def test_the_document_is_served_and_printed(capsys: pytest.CaptureFixture[
             assert body.decode() + "\n" == printed
 
 
-async def test_the_operator_s_routes_are_told_where_they_are_served() -> None:
+async def test_the_operators_routes_are_documented_only_where_they_are_served() -> None:
     async with serving() as edge:
         _, _, body, _ = await ask(edge, BY_NAME["openapi"])
     served = set(json.loads(body)["paths"])

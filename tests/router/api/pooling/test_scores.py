@@ -35,7 +35,7 @@ def probability(raw: float) -> float:
     return 1 / (1 + math.exp(-raw))
 
 
-async def test_teis_ranking() -> None:
+async def test_a_ranking_has_the_form_of_tei() -> None:
     async with served() as edge:
         status, answer, response = await edge.post("/rerank", {"query": "hello", "texts": TEXTS})
         assert status == 200
@@ -55,7 +55,7 @@ async def test_teis_ranking() -> None:
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-async def test_coheres_ranking(path: str) -> None:
+async def test_a_ranking_has_the_form_of_cohere(path: str) -> None:
     documents = ["world", {"text": "a b a"}, "b b"]
     async with served() as edge:
         body = {"model": "m", "query": "hello", "documents": documents, "top_n": 2}
@@ -80,7 +80,7 @@ async def test_coheres_ranking(path: str) -> None:
         (["hello", "a", "a b"], TEXTS, [0.0, 2.0, 2.0]),
     ],
 )
-async def test_vllms_scores(one: Any, other: Any, expected: list[float]) -> None:
+async def test_scores_have_the_form_of_vllm(one: Any, other: Any, expected: list[float]) -> None:
     async with served() as edge:
         for path in ("/score", "/v1/score"):
             status, answer, _ = await edge.post(path, {"text_1": one, "text_2": other})

@@ -76,7 +76,7 @@ async def test_a_call_is_a_text(format_: str) -> None:
     assert [grammar is not None for grammar in grammars] == [format_ in {"lark", "regex"}] * 2
 
 
-async def test_the_model_is_told_what_to_write() -> None:
+async def test_the_prompt_describes_the_format() -> None:
     prompts = []
     async with served(says("a", "a")) as edge:
         for format_ in ("none", "lark"):
@@ -108,7 +108,7 @@ async def test_a_call_may_be_forced(choice: Any) -> None:
     assert request.grammar.kind is GrammarKind.LARK
 
 
-async def test_functions_stand_beside_it() -> None:
+async def test_functions_and_custom_tools_mix() -> None:
     add = {"type": "function", "name": "add", "parameters": {"type": "object"}}
     text = f"{call({'a': 1}, 'add')}\n{call()}"
     body = asked("none") | {"tools": [add, tool()]}

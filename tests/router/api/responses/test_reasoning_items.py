@@ -86,7 +86,7 @@ async def test_the_effort_reaches_the_template_and_the_answer() -> None:
     assert answer["reasoning"] == asked
 
 
-async def test_items_are_given_back() -> None:
+async def test_items_are_accepted_as_input() -> None:
     async with served(THINKS + "Yes.", "Yes.") as edge:
         answer = await whole(edge)
         await whole(edge, input=[*answer["output"], {"role": "user", "content": "and?"}])

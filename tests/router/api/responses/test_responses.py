@@ -53,7 +53,7 @@ def called(arguments: str = ARGUMENTS, status: str = "completed") -> dict[str, A
     return {"type": "function_call", "status": status, "name": "add", "arguments": arguments}
 
 
-async def test_an_answer() -> None:
+async def test_an_answer_has_the_form_of_openai() -> None:
     async with served(says("Hello 好!")) as edge:
         status, answer, response = await edge.post(URL, ASKED | {"metadata": {"a": "b"}})
     assert status == 200
@@ -98,7 +98,7 @@ async def test_an_answer() -> None:
     assert response.headers["x-prompt-tokens"] == "4"
 
 
-async def test_a_stream_tells_the_same_response() -> None:
+async def test_a_stream_has_the_same_response() -> None:
     async with served(says("Hello 好!", "Hello 好!")) as edge:
         _, whole, _ = await edge.post(URL, ASKED)
         events = await events_of(edge, ASKED)
@@ -201,7 +201,7 @@ async def test_usage_has_cached_tokens() -> None:
     ],
     ids=["end", "length", "stop", "nothing"],
 )
-async def test_how_it_ended(
+async def test_the_status_shows_how_the_response_ended(
     text: str, asked: dict[str, Any], said: str | None, status: str, is_strict: bool
 ) -> None:
     async with served(says(text, text), strict_tgi=is_strict) as edge:
@@ -232,7 +232,7 @@ async def test_how_it_ended(
     ],
     ids=["call", "text_and_calls", "call_and_text", "text", "none", "cut_short"],
 )
-async def test_tools(text: str, asked: dict[str, Any], output: list[Any]) -> None:
+async def test_calls_become_items(text: str, asked: dict[str, Any], output: list[Any]) -> None:
     asked = ASKED | {"tools": [TOOL]} | asked
     async with served(says(text, text), tool_call_parser="hermes") as edge:
         _, answer, _ = await edge.post(URL, asked)
@@ -283,7 +283,7 @@ async def test_formats_are_grammars(name: str) -> None:
     assert answer["text"] == {"format": told}
 
 
-async def test_log_probabilities_stand_beside_the_text() -> None:
+async def test_log_probabilities_come_with_the_text() -> None:
     asked = ASKED | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     text = "one two"
     script = says(text, text)
@@ -350,7 +350,7 @@ STRICT = [(name, True) for name in ("background", "shape", "no_tool_left")]
 
 
 @pytest.mark.parametrize(("name", "is_strict"), [*((name, False) for name in REFUSED), *STRICT])
-async def test_what_is_wrong_with_a_request_is_said(name: str, is_strict: bool) -> None:
+async def test_mistakes_in_a_request_are_reported(name: str, is_strict: bool) -> None:
     asked, said = REFUSED[name]
     template = (
         "{% if 'raise' in messages[0].content %}{{ raise_exception('no such luck') }}{% endif %}x"
@@ -375,7 +375,7 @@ async def test_what_is_wrong_with_a_request_is_said(name: str, is_strict: bool) 
     ],
     ids=["generation", "shards", "overload", "size"],
 )
-async def test_what_is_wrong_with_the_server_is_said(options: dict[str, Any], status: int) -> None:
+async def test_faults_of_the_server_are_reported(options: dict[str, Any], status: int) -> None:
     async with served(**{"script": None} | options) as edge:
         for body in (ASKED, ASKED | STREAM):
             given, answer, response = await edge.post(URL, body)

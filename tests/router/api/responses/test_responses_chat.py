@@ -265,13 +265,13 @@ async def prompts_of(*asked: tuple[str, dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_the_prompt_is_that_of_the_same_chat(name: str) -> None:
+async def test_the_prompt_equals_the_chats(name: str) -> None:
     body, messages = CASES[name]
     given, expected = await prompts_of((URL, body), (CHAT, {"messages": messages}))
     assert given == expected
 
 
-async def test_an_answer_is_a_turn_of_its_own() -> None:
+async def test_an_answer_is_a_separate_turn() -> None:
     turns = [said("user", "a"), said("assistant", "b")]
     own = {"messages": turns, "continue_final_message": False, "add_generation_prompt": True}
     given, expected, continued = await prompts_of(

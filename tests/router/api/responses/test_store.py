@@ -29,7 +29,7 @@ def store_with(num_responses: int, clock: Clock | None = None) -> ResponseStore:
     return ResponseStore(num_responses * measured.num_bytes, 60, clock or Clock())
 
 
-def test_a_response_is_found_by_its_tenant_alone() -> None:
+def test_a_response_is_found_only_by_its_tenant() -> None:
     store = store_with(3)
     store.add("ann", response("1"), [ITEM])
     found = store.find("ann", "1")

@@ -202,7 +202,7 @@ async def test_what_is_malformed_is_refused_as_ever() -> None:
 
 
 @pytest.mark.parametrize("id_", [5, ["a"], {"a": 1}, True, "", None], ids=str)
-async def test_an_item_whose_id_is_no_text_gets_another(id_: object) -> None:
+async def test_an_item_whose_id_is_not_text_gets_another(id_: object) -> None:
     async with serving(says_world, **ON) as edge:
         item = {"role": "user", "content": "hello", "id": id_}
         first = await asked(edge, {"input": [item]})

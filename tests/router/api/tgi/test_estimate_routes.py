@@ -52,7 +52,9 @@ async def served(estimate: Estimate = ESTIMATE, **options: Any) -> AsyncIterator
         ({"prompt": ["a b"], "stream": True}, 2, 14),
     ],
 )
-async def test_every_kind_of_body(body: dict[str, Any], num_prompt: int, max_new: int) -> None:
+async def test_every_kind_of_body_is_estimated(
+    body: dict[str, Any], num_prompt: int, max_new: int
+) -> None:
     async with served() as edge:
         status, answer, response = await edge.post(URL, body)
         (estimated,) = edge.batcher.estimated
@@ -156,7 +158,7 @@ async def test_without_a_template_there_is_no_chat() -> None:
     assert (status, answer["error_type"]) == (422, "template_error")
 
 
-async def test_terms_count() -> None:
+async def test_scheduling_parameters_reach_the_estimate() -> None:
     async with served(fairness="tenant", max_queue_wait=9.0) as edge:
         headers = {"x-priority": "3", "x-tenant": "me", "x-max-queue-ms": "2000"}
         await edge.post(URL, ASKED, headers=headers)
@@ -184,7 +186,7 @@ async def test_only_a_chat_has_no_special_tokens_added() -> None:
     assert lengths == [2, 2, 1]
 
 
-async def test_a_full_server_still_tells() -> None:
+async def test_a_full_server_still_estimates() -> None:
     async with served(limits=limits_with(max_concurrent_requests=1)) as edge:
         running = asyncio.create_task(edge.post("/generate", ASKED))
         await edge.batcher.arrived.wait()

@@ -142,7 +142,7 @@ async def test_wrong_terms_are_refused_and_counted(
         assert 'tgi_request_failure{err="validation"} 1' in lines
 
 
-async def test_a_priority_of_another_type_is_no_priority() -> None:
+async def test_a_priority_of_another_type_is_refused() -> None:
     async with serving() as edge:
         for value in ("1", 1.5, True):
             status, body, _ = await edge.post("/generate", with_parameters(priority=value))
@@ -206,7 +206,7 @@ async def test_tokenizing_takes_a_permit() -> None:
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/chat_tokenize"])
-async def test_much_text_is_tokenized_beside_the_event_loop(
+async def test_much_text_is_tokenized_off_the_event_loop(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[int] = set()

@@ -60,7 +60,7 @@ async def test_the_figures_are_those_of_the_metrics() -> None:
     }
 
 
-async def test_nothing_is_read_while_nobody_asks() -> None:
+async def test_nothing_is_read_without_a_request() -> None:
     async with serving(lambda _, stream: play(stream, "a", "b")) as edge:
         for _ in range(3):
             await edge.post("/generate", ASKED)

@@ -74,7 +74,7 @@ async def test_bodies_of_another_shape_are_refused(path: str, body: dict[str, An
     assert (status, answer["error_type"]) == (422, "validation")
 
 
-async def test_the_routes_want_the_key() -> None:
+async def test_the_tokenizer_routes_need_the_key() -> None:
     async with serving(api_key="secret") as edge:
         async with edge.client.get(edge.url + "/tokenizer_info") as response:
             assert response.status == 401
