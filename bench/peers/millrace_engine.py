@@ -31,7 +31,7 @@ from millrace_router.request.token_stream import read_tokens
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.start.engine import new_engine
 from millrace_router.start.running import metrics_of
-from millrace_router.start.shards import Deployment, num_slots, prefill_tokens
+from millrace_router.start.shards import RouterDeployment, num_slots, prefill_tokens
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_shard.commands.composition import load as load_model
 from millrace_shard.config import ShardConfig
@@ -140,7 +140,7 @@ async def _assemble(shard: InProcessShard, config: RouterConfig, tokenizer: Toke
         max_batch_size=num_slots(config),
         max_concurrent_requests=config.max_concurrent_requests,
     )
-    deployment = Deployment(config=config, info=info, capacity=capacity)
+    deployment = RouterDeployment(config=config, info=info, capacity=capacity)
     engine = new_engine(
         deployment,
         cast("StepChannel", shard),

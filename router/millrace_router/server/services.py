@@ -89,7 +89,7 @@ SERVICES: web.AppKey[Services] = web.AppKey("services", Services)
 
 
 def count_refusal(metrics: Metrics, error: RouterError) -> None:
-    """Count a request that failed before a generation was asked for, once."""
+    """Count once a request that failed before it started a generation."""
     if error.is_counted:
         return
     error.is_counted = True

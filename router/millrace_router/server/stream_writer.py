@@ -72,7 +72,7 @@ class StreamWriter:
                 self._changed.set()
 
     def _add(self, frame: bytes) -> None:
-        """Buffer a frame; the size of one frame alone does not make a client slow, so the next one is judged."""
+        """Buffer a frame; one large frame does not make a client slow, so the next one decides."""
         if self._num_bytes > MAX_BUFFERED_BYTES:
             self._frames.clear()
             self._fall_behind()

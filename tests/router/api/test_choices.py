@@ -62,7 +62,7 @@ def _is_opening(chunk: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("path", URLS)
-async def test_each_choice_is_a_generation_of_its_own(path: str) -> None:
+async def test_each_choice_is_a_separate_generation(path: str) -> None:
     async with served(counting()) as edge:
         status, answer, response = await edge.post(path, {**ASKED[path], "n": 3})
         assert edge.services.infer.permits.taken == 0
@@ -271,7 +271,7 @@ async def test_best_of_that_leaves_no_choice_out_changes_nothing(fields: dict[st
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("asked", "told"), [(None, 0), (0, 0), (1, 1), (2, 2), (3, 3)])
-async def test_candidates_that_tie_for_the_last_place_are_cut(
+async def test_candidates_that_tie_for_the_last_rank_are_cut(
     asked: int | None, told: int, *, stream: bool
 ) -> None:
     """The shards tell of all that tie, as TGI does; OpenAI's clients count on `top_logprobs` of them."""

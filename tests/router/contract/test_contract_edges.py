@@ -540,5 +540,5 @@ RULES = [
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("rule", [*KEYS, *BROWSERS, *UNREADABLE, *MISDIRECTED, *RULES], ids=str)
-def test_rule(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
+def test_rule_holds(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
     servers(rule.server, column).check(rule, column)

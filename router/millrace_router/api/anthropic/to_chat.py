@@ -39,7 +39,7 @@ NAMES = FieldNames(prompt="messages", max_new_tokens="max_tokens", stop="stop_se
 ID_PREFIX = "toolu_"
 """Prefix of the ids of calls for Anthropic's clients; templates that want ids of a length do not expect it."""
 ERROR = "Error"
-"""Beginning of the result of a call that failed: templates have no field for it."""
+"""Beginning of the result of a call that failed: templates lack a field for it."""
 
 
 def chat_of(body: CountTokensRequest, dialect: Dialect) -> Chat:

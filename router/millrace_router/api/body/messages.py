@@ -36,7 +36,7 @@ class FunctionDefinition(RequestModel):
     parameters: dict[str, Any] | None = Field(
         validation_alias=AliasChoices("parameters", "arguments"), default=None
     )
-    """A JSON schema; None stands for no parameters."""
+    """A JSON schema; None for a function without parameters."""
     strict: bool | None = None
     """Whether the arguments of every call match `parameters`."""
 
@@ -45,7 +45,7 @@ class FunctionDefinition(RequestModel):
 
 
 class ToolDefinition(RequestModel):
-    """A tool; functions alone are supported."""
+    """A tool; only functions are supported."""
 
     type: str | None = "function"
     function: FunctionDefinition | None = None
@@ -144,7 +144,7 @@ def choose_by_word(
 def choose_named(
     tools: tuple[Tool, ...], name: str, *, parallel: bool
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Return the tool with the name, and the choice; raises ToolError if there is none."""
+    """Return the tool with the name, and the choice; raises ToolError if no tool has it."""
     (chosen,) = only(tools, [name])
     return tools, ToolChoice("named", chosen.name, parallel)
 
@@ -237,7 +237,7 @@ class ToolCall(RequestModel):
 
 
 class MessageBody(RequestModel):
-    """What a turn says; TGI has this name for it."""
+    """The content of a turn, by TGI's name."""
 
     content: MessageContent | None = None
     tool_calls: Items[ToolCall] | None = None
@@ -250,9 +250,9 @@ class ChatMessage(MessageBody):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    """Not in either contract: the assistant's thought, for templates that ask for it."""
+    """Neither TGI's nor OpenAI's: the assistant's thought, for templates that use it."""
     reasoning: Any = None
-    """Another server's name, like the one below; what is no text is ignored."""
+    """Another server's name, like the one below; a value that is not text is ignored."""
     thinking: Any = None
 
     @model_validator(mode="before")
@@ -305,7 +305,7 @@ def template_content(content: MessageContent, dialect: Dialect) -> str | list[di
 def _text_of(part: ContentPart, dialect: Dialect) -> str:
     if isinstance(part, MediaPart) or (isinstance(part, ImagePart) and not dialect.takes_images):
         raise ValidationError(
-            f"content of type `{part.type}` is not supported: this model reads text alone"
+            f"content of type `{part.type}` is not supported: this model reads only text"
         )
     return part.text
 

@@ -41,7 +41,7 @@ MAX_PENALTY = 2.0
 MAX_STOP_TOKENS = 64
 MAX_TEMPERATURE = 2.0
 TOP_LOGPROBS = 20
-"""Candidates for a token that OpenAI's chats and responses may ask for."""
+"""Most candidates for a token that OpenAI's chats and responses may request."""
 TGI_NAMES = FieldNames(
     least_tokens="min_tokens", most_tokens="max_tokens", truncate="truncate_prompt_tokens"
 )
@@ -130,7 +130,9 @@ class SamplingFields(SamplingModel):
     presence_penalty: Float32 | None = None
     """Lowers the scores of tokens that are in the answer. Range: -2 to 2; 0 is off. Default: 0."""
     ignore_eos: bool | None = None
-    """Whether the answer goes on until `max_tokens`, whatever the model says. Range: true or false. Default: false."""
+    """Whether the answer goes on until `max_tokens`, even if the model ends it. Range: true or false.
+    Default: false.
+    """
     min_tokens: UInt32 | None = None
     """Tokens before which the model cannot end the answer. Range: 0 to `max_tokens`. Default: 0."""
     priority: int | None = None
@@ -228,7 +230,7 @@ class SamplingFields(SamplingModel):
         )
 
     def _dry(self) -> DryRequest | None:
-        """Return the DRY penalty, unless it is off; llama.cpp's defaults stand for what is absent."""
+        """Return the DRY penalty, unless it is off; absent fields have llama.cpp's defaults."""
         window = -1 if self.dry_penalty_last_n is None else self.dry_penalty_last_n
         if not self.dry_multiplier or window == 0:
             return None

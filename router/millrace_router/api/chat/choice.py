@@ -95,7 +95,7 @@ class TokenLogprobs:
     bytes_of: Callable[[Token], bytes]
     """Returns the bytes that a token adds to the text; they may end within a character."""
     names_ids: bool = False
-    """Whether the name of a token is its id, as in `token_id:5`."""
+    """Whether tokens are named by their ids, as in `token_id:5`."""
 
     def json(self, event: TokenEvent) -> ChatCompletionLogprobJson:
         """Render a token and its first candidates; candidates that tie for the last place may be missing."""

@@ -171,7 +171,7 @@ async def _answer(
                 )
             choices.append(choice)
     headers = {**answer_headers(services, _generations(samples), usage), **headers}
-    # TGI has no such sum here.
+    # TGI does not add them up here.
     del headers["x-compute-time"]
     answer: CompletionFinalJson = {**meta.json(), "choices": choices, "usage": usage_json(usage)}
     return json_response(answer, headers=headers)

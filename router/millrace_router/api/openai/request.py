@@ -70,7 +70,7 @@ class Reasoning(RequestModel):
 
     effort: str | None = None
     enabled: bool | None = None
-    """OpenRouter's: false asks for no thought."""
+    """OpenRouter's: false requests an answer without a thought."""
     max_tokens: UInt32 | None = None
     """OpenRouter's name of `thinking_token_budget`, which beats it."""
     exclude: bool | None = None
@@ -135,7 +135,7 @@ class CommonRequest(SamplingFields, GuidedFields):
     stream: bool | None = None
     """Whether the answer comes in pieces, as events. Range: true or false. Default: false."""
     stream_options: StreamOptions | None = None
-    """What a stream has besides text, such as `include_usage`. Range: an object. Default: none."""
+    """Contents of a stream besides text, such as `include_usage`. Range: an object. Default: none."""
     n: int | None = None
     """Number of answers to the same prompt. Range: 1 to `--max-n`. Default: 1."""
     logit_bias: dict[str, Any] | Annotated[list[Any], Field(max_length=0)] | None = None

@@ -33,7 +33,7 @@ class ChatStream(ChoiceStream):
         """With `is_plain`, a token that does not end its choice adds nothing but thought, text and calls.
 
         With `continuous_usage` every token's chunk has the usage of its choice so far, in which the prompt is
-        counted with the first choice alone.
+        counted only with the first choice.
         """
         super().__init__(generation, choices)
         self._index = index

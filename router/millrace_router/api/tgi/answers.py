@@ -108,7 +108,7 @@ def token_json(token: Token) -> TokenJson:
 
 
 def prefill_json(prompt: PromptLogprobs | None, texts: Iterable[str]) -> list[PrefillTokenJson]:
-    """Render the prompt's log probabilities; empty if the request did not ask for them."""
+    """Render the prompt's log probabilities; empty if they were not requested."""
     if prompt is None:
         return []
     return [

@@ -39,7 +39,7 @@ class StatusJson(TypedDict):
     recoveries: int
     """Failures of the shards since the start."""
     window_seconds: float
-    """The time that the figures below are about: a minute, or since somebody asked before."""
+    """Seconds that the figures below cover: a minute, or since the last request for them."""
     tokens_per_second: float
     cached_share: float | None
     """Share of the prompt tokens that the prefix cache had, 0 to 1; null without prompts."""
@@ -186,7 +186,7 @@ async def quarantine(request: web.Request) -> web.Response:
 
 
 async def info(request: web.Request) -> web.Response:
-    """`GET /info`: the model and every limit, with the fields that TGI 3 dropped; with costs if asked."""
+    """`GET /info`: the model and every limit, with the fields that TGI 3 dropped; with costs if they are requested."""
     costs = request.query.get("costs") == "true"
     return json_response(info_json(request.app[SERVICES], costs=costs))
 
