@@ -9,9 +9,15 @@ from types import TracebackType
 from typing import Self
 
 from millrace_router.errors import RouterError
-from millrace_router.request.events import Finished, PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason, ValidRequest
-from millrace_router.request.token_stream import TokenSink, TokenStream, read_tokens
+from millrace_router.request.token_stream import (
+    Finished,
+    PromptLogprobs,
+    TokenEvent,
+    TokenSink,
+    TokenStream,
+    read_tokens,
+)
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.progress_log import ProgressLog
 from millrace_router.validation.validator import Validated

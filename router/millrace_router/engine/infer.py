@@ -23,8 +23,7 @@ from millrace_router.errors import (
 from millrace_router.prediction.forecast import Appraisal, Estimate
 from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.request.request import ValidRequest
-from millrace_router.request.seeds import seed_of_sample
+from millrace_router.request.request import ValidRequest, seed_of_sample
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.rules import check_best_of, check_stream

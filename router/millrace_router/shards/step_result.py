@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.request.events import PromptChunk
+from millrace_router.request.token_stream import PromptChunk
 
 
 @dataclass(frozen=True, slots=True)

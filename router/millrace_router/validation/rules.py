@@ -6,8 +6,7 @@ from millrace_proto.sampling import NO_RULES, Sampling, SequenceRules
 from millrace_router.errors import SizeError, ValidationError, WrongTask
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import Task
-from millrace_router.request.seeds import random_seed
+from millrace_router.request.request import Task, random_seed
 
 MAX_STOP_CHARS = 4096
 """Longer stop sequences are refused: the search for them would cost more than the token."""

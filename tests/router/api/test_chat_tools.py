@@ -9,9 +9,6 @@ from millrace_router.api.chat.choice import ChatDelta
 from millrace_router.api.chat.choice import ChoiceText
 from millrace_router.api.openai.render import ChatRenderer
 from millrace_router.api.openai.render import ResponseMeta
-from millrace_router.request.events import Finished
-from millrace_router.request.events import Token
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import FinishReason
 from millrace_router.request.request import Grammar
 from millrace_router.request.request import GrammarKind
@@ -31,6 +28,9 @@ from millrace_testing.router.streams import added_up
 from millrace_testing.router.streams import chunks_of
 from millrace_testing.text.texts import Generations
 from millrace_testing.text.texts import tokenizer
+from millrace_router.request.token_stream import Finished
+from millrace_router.request.token_stream import Token
+from millrace_router.request.token_stream import TokenEvent
 
 TEMPLATE = (
     "{% if tools %}<tool_call> {{ tools | map(attribute='function.name') | join(',') }} {% endif %}"

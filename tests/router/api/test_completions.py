@@ -17,10 +17,6 @@ from millrace_router.api.openai.completion_text import Style
 from millrace_router.api.openai.completion_text import echo_of
 from millrace_router.api.openai.render import prompt_logprobs_json
 from millrace_router.errors import GenerationError
-from millrace_router.request.dialect import TGI
-from millrace_router.request.events import PromptLogprobs
-from millrace_router.request.events import Token
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import FinishReason
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
@@ -35,6 +31,10 @@ from millrace_testing.router.edge import token_event
 from millrace_testing.router.edge import word_tokenizer
 from millrace_testing.text.texts import KINDS
 from millrace_testing.text.texts import tokenizer
+from millrace_router.request.limits import TGI
+from millrace_router.request.token_stream import PromptLogprobs
+from millrace_router.request.token_stream import Token
+from millrace_router.request.token_stream import TokenEvent
 
 URL = "/v1/completions"
 HELLO, WORLD, WOERLD = 2, 3, 4

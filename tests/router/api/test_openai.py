@@ -21,10 +21,7 @@ from millrace_router.api.tgi.answers import plain_frame
 from millrace_router.api.tgi.answers import stream_json
 from millrace_router.engine.generation import Usage
 from millrace_router.errors import GenerationError
-from millrace_router.request.dialect import dialect_of
 from millrace_router.request.entry import Entry
-from millrace_router.request.events import Token
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.sse import event
@@ -35,6 +32,9 @@ from millrace_testing.router.edge import serving
 from millrace_testing.text.texts import Generations
 from millrace_testing.text.texts import Plan
 from millrace_testing.text.texts import tokenizer
+from millrace_router.request.limits import dialect_of
+from millrace_router.request.token_stream import Token
+from millrace_router.request.token_stream import TokenEvent
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }} {{ turn.content }} {% endfor %}bot"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=200)

@@ -13,7 +13,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from millrace_router.api.tgi import routes
 from millrace_router.errors import QueueExpired
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import sse
@@ -31,6 +30,7 @@ from millrace_testing.router.sse import FakeTransport
 from millrace_testing.router.sse import unchunked
 from millrace_testing.shards.hash_shard import HashShard
 from millrace_testing.shards.held_shards import HeldShards
+from millrace_router.request.token_stream import TokenEvent
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "stream": True}

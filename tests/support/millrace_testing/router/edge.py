@@ -35,17 +35,16 @@ from millrace_router.prediction.forecast import Estimate
 from millrace_router.reasoning.formats import reasoning_of_model
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.shard_status import ShardStatus
-from millrace_router.request.dialect import dialect_of
-from millrace_router.request.events import (
+from millrace_router.request.limits import Limits, dialect_of
+from millrace_router.request.request import FinishReason, Grammar, Task, ValidRequest
+from millrace_router.request.token_stream import (
     Finished,
     PromptLogprobs,
     Token,
     TokenEvent,
+    TokenStream,
     end_without_token,
 )
-from millrace_router.request.limits import Limits
-from millrace_router.request.request import FinishReason, Grammar, Task, ValidRequest
-from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.services import Services
 from millrace_router.server.traces import RequestTraces, SpanSink
 from millrace_router.shards.wire import Capacity, ShardInfo
