@@ -73,7 +73,7 @@ log = structlog.get_logger(__name__)
 
 
 def create_app(services: Services) -> web.Application:
-    """Assemble the application; its state is `services` alone."""
+    """Assemble the application; its only state is `services`."""
     config = services.config
     middlewares: list[Middleware] = [access_log, answer_preflight, describe_errors]
     if services.keys.are_required:
@@ -227,7 +227,7 @@ def allow_origins(
 def report_load(
     load: LoadReport,
 ) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """Make the hook that adds ORCA's report to the answers of requests that ask for it."""
+    """Make the hook that adds ORCA's report to the answers of requests with its header."""
 
     async def hook(request: web.Request, response: web.StreamResponse) -> None:
         form = request.headers.get(FORMAT_HEADER)
@@ -248,7 +248,7 @@ def require_key(keys: ApiKeys, open_paths: Collection[str]) -> Middleware:
         if request.match_info.http_exception is not None or _reads(request, open_paths):
             return await handler(request)
         if request.path in ADMIN_PATHS:
-            # Their own wrapper asks for the other key.
+            # Their own wrapper checks the admin key.
             return await handler(request)
         name = keys.name_of(request.headers)
         if name is None:

@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 log = structlog.get_logger(__name__)
 KEY_NAME: web.RequestKey[str] = web.RequestKey("key_name", str)
-"""Name of the key that a request presented; absent for the key of `--api-key`, and where no key is asked for."""
+"""Name of the key that a request presented; absent for the key of `--api-key`, and on servers without keys."""
 
 
 class KeyFileError(Exception):

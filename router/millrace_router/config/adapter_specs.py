@@ -59,7 +59,7 @@ def _json_adapter(text: str, *, prefix: str = "") -> AdapterSpec:
     """Read an object with `name`, `path` and perhaps `revision`, all after `prefix`; others are ignored.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `text` is not such an object.
 
     """
     try:

@@ -56,7 +56,7 @@ class ModelFlags(BaseModel):
         return self.served_model_name or (self.model_id,)
 
     def names_the_model(self, name: str | None) -> bool:
-        """Whether `name` is one of the model, and no adapter's."""
+        """Return whether `name` means the model and not an adapter."""
         return name in self.all_names
 
     @property

@@ -1,4 +1,4 @@
-"""Which requests run in a step."""
+"""Flags of the scheduler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SchedulingFlags(BaseModel):
     )
     kv_events_replay: str | None = Field(
         default=None,
-        description="Address at which subscribers ask for events that they missed, such as tcp://127.0.0.1:5558.",
+        description="Address at which subscribers request events that they missed, such as tcp://127.0.0.1:5558.",
     )
     kv_events_topic: str = Field(
         default="", description="Topic of the events; llm-d expects kv@ADDRESS@MODEL."

@@ -1,4 +1,4 @@
-"""How requests become prompts, and texts become answers."""
+"""Flags for making prompts of requests, and answers of texts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def prepare_app(app: web.Application) -> None:
 def note_ignored(request: web.Request, names: Iterable[str]) -> None:
     """Name parts of a request that have no effect, such as `messages.foo`, in its answer, and once each in the log.
 
-    The log has identifiers alone: anything else may be a client's text.
+    The log has only identifiers: anything else may be a client's text.
     """
     noted = request.setdefault(_IGNORED, {})
     logged = request.app[_LOGGED]
@@ -97,7 +97,7 @@ def answer_headers(
 
 
 def _num_characters(generations: Sequence[Generation | Collected]) -> str:
-    """Count the characters of all prompts, each with its first sample alone; prompts of token ids have none."""
+    """Count the characters of all prompts, once for each prompt; prompts of token ids count 0."""
     return str(sum(len(one.inputs) for one in generations if not one.sample))
 
 

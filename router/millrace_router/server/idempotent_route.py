@@ -12,9 +12,9 @@ from millrace_router.errors import BodyError, NotResumable, RouterError
 from millrace_router.server.bodies import read_body
 from millrace_router.server.headers import ignored_header
 from millrace_router.server.idempotency import (
-    Answer,
     Run,
     Runs,
+    WholeAnswer,
     digest_of,
     last_event_of,
     owned_key,
@@ -95,7 +95,7 @@ def _counted(handler: Handler) -> Handler:
     return answer
 
 
-async def _work(handler: Handler, request: web.Request, run: Run) -> Answer | None:
+async def _work(handler: Handler, request: web.Request, run: Run) -> WholeAnswer | None:
     request[RUN] = run
     try:
         response = await handler(request)
@@ -106,7 +106,7 @@ async def _work(handler: Handler, request: web.Request, run: Run) -> Answer | No
         return None
     assert isinstance(response.body, bytes)
     headers = {**response.headers, **ignored_header(request)}
-    return Answer(response.status, headers, response.body)
+    return WholeAnswer(response.status, headers, response.body)
 
 
 async def _read(request: web.Request, run: Run, num_known: int) -> web.StreamResponse:
@@ -114,13 +114,13 @@ async def _read(request: web.Request, run: Run, num_known: int) -> web.StreamRes
     answer = await run.answer()
     with counting_refusals(request.app[SERVICES].metrics):
         _check_known(answer, num_known)
-    if isinstance(answer, Answer):
+    if isinstance(answer, WholeAnswer):
         return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
     with ResumedStream(answer, num_known, partial(cut_off, request)) as stream:
         return await send(request, stream, answer.options)
 
 
-def _check_known(answer: Answer | Recording, num_known: int) -> None:
+def _check_known(answer: WholeAnswer | Recording, num_known: int) -> None:
     """Check that an answer can be resumed after `num_known` tokens; raises ValidationError or NotResumable."""
     if num_known > (answer.num_tokens if isinstance(answer, Recording) else 0):
         raise unknown_event()

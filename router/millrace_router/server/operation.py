@@ -27,7 +27,7 @@ READING = (
 ADMITTING = (*READING, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 """Statuses of failures on routes that take a permit."""
 NAMING = (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
-"""Statuses of a request for an adapter that the client may not use, or that is not there."""
+"""Statuses of a request for an adapter that the client may not use, or that does not exist."""
 GENERATING = (
     *ADMITTING,
     *NAMING,
@@ -61,32 +61,32 @@ class Operation:
     method: str
     path: str
     id: str
-    """TGI's name, if it has the route."""
+    """`operationId`: TGI's name if it has the route."""
     summary: str
     body: Any = None
     answer: Any = None
-    """None for an empty answer, bytes for text."""
+    """Type of the answer; None for an empty answer, bytes for text."""
     text_type: str = PLAIN
     """Media type of text."""
     event: Any = None
     """The JSON of one event of a stream."""
     has_end: bool = False
-    """The last event of its streams is `[DONE]`."""
+    """Whether the last event of its streams is `[DONE]`."""
     failures: tuple[HTTPStatus, ...] = ()
     foreign: tuple[HTTPStatus, ...] = ()
     """Failures of TGI that this server does not have, for clients that are made from the document."""
     is_open: bool = False
-    """Needs no API key."""
+    """Whether the route works without an API key."""
     is_admin: bool = False
-    """Needs the admin key in place of the API key, and does not exist without one."""
+    """Whether the route needs the admin key in place of the API key; it does not exist without one."""
     openai: bool = False
-    """Failures have OpenAI's envelope."""
+    """Whether failures have OpenAI's envelope."""
     either: bool = False
-    """Failures have TGI's envelope or OpenAI's, depending on the body."""
+    """Whether failures have TGI's envelope or OpenAI's, depending on the body."""
     failure: Any = None
     """The JSON of a failure that may have this form, too."""
     anthropic: bool = False
-    """Failures have Anthropic's envelope."""
+    """Whether failures have Anthropic's envelope."""
     headers: tuple[str, ...] = ()
     """Request headers that the route reads."""
 

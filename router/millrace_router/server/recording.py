@@ -15,7 +15,7 @@ MAX_RECORDED_BYTES = 2**23
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SseOptions:
-    """How a stream is sent."""
+    """Options for sending a stream."""
 
     headers: Mapping[str, str]
     keep_alive_seconds: float
@@ -52,7 +52,7 @@ class Recording:
         self.options = options
         self.ended = False
         self.error: Exception | None = None
-        """Why there are no frames at all."""
+        """Why the stream failed before its first frame."""
         self.num_tokens = 0
         self.num_bytes = 0
         """Bytes of the frames that are kept."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
+import orjson
 import pytest
 from millrace_router.adapters.resolver import ClientRules
 from millrace_router.adapters.resolver import Resolver
@@ -23,14 +25,12 @@ from millrace_testing.adapters.fake_fetcher import Repository
 from millrace_testing.adapters.fake_fetcher import registered
 from millrace_testing.adapters.fake_fetcher import resolver_of
 from millrace_testing.adapters.fake_fetcher import version
+from millrace_testing.adapters.fake_fetcher import write_adapter
 from millrace_testing.router.edge import Edge
 from millrace_testing.router.edge import echo
 from millrace_testing.router.edge import play
 from millrace_testing.router.edge import serving
 from millrace_testing.router.edge import token_event
-from pathlib import Path
-import orjson
-from millrace_testing.adapters.fake_fetcher import write_adapter
 
 A, B = version("a", "A None"), version("b", "B None")
 PATHS = ["/generate", "/generate_stream", "/"]
@@ -119,7 +119,9 @@ FAILURES: list[tuple[RouterError, int, str]] = [
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("error", "status", "kind"), FAILURES)
-async def test_failures_of_adapters(error: RouterError, status: int, kind: str, path: str) -> None:
+async def test_failures_of_adapters_have_their_status(
+    error: RouterError, status: int, kind: str, path: str
+) -> None:
     async with serving(adapters=adapters(FakeFetcher(error=error))) as edge:
         got, body, response = await edge.post(path, asked(adapter_id="a"))
         assert (got, body) == (status, {"error": str(error), "error_type": kind})
@@ -180,7 +182,7 @@ MERGED = {"ids": ["a", "b"], "weights": [0.25, 0.75]}
         ),
     ],
 )
-async def test_several_adapters_at_a_time(given: dict[str, Any], recipe: dict[str, Any]) -> None:
+async def test_several_adapters_are_merged(given: dict[str, Any], recipe: dict[str, Any]) -> None:
     fetcher = FakeFetcher(hub={"org/a": Repository("A"), "org/b": Repository("B")})
     async with serving(adapters=adapters(fetcher)) as edge:
         status, body, _ = await edge.post("/generate", asked(merged_adapters=MERGED | given))
@@ -240,7 +242,9 @@ async def test_several_adapters_at_a_time(given: dict[str, Any], recipe: dict[st
     ],
 )
 @pytest.mark.parametrize("path", PATHS)
-async def test_wrong_fields(path: str, fields: dict[str, Any], message: str) -> None:
+async def test_wrong_adapter_fields_are_refused(
+    path: str, fields: dict[str, Any], message: str
+) -> None:
     async with serving(adapters=adapters()) as edge:
         status, body, _ = await edge.post(path, asked(**fields))
         assert (status, body["error_type"]) == (422, "validation")
@@ -274,7 +278,7 @@ async def test_answers_have_what_the_client_of_lorax_needs() -> None:
         assert digests(edge) == [A.digest, A.digest]
 
 
-async def test_candidates_in_the_form_of_lorax() -> None:
+async def test_candidates_have_the_form_of_lorax() -> None:
     async with serving(with_candidates, adapters=adapters()) as edge:
         fields = {"return_k_alternatives": 1, "details": True}
         _, body, _ = await edge.post("/generate", asked(**fields))
@@ -309,7 +313,7 @@ async def test_headers_hold_any_name_and_all_names() -> None:
         assert "x-adapter-id" not in response.headers
 
 
-async def test_json_in_the_form_of_lorax() -> None:
+async def test_a_schema_may_have_the_form_of_lorax() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     async with serving() as edge:
         for given in (
@@ -539,7 +543,7 @@ async def test_an_adapter_is_loaded_replaced_and_unloaded(tmp_path: Path) -> Non
         ),
     ],
 )
-async def test_refused(
+async def test_wrong_calls_are_refused(
     path: str, body: dict[str, Any], status: int, kind: str, message: str
 ) -> None:
     async with serving(adapters=resolver_of(FakeFetcher()), admin_key="boss") as edge:
@@ -571,7 +575,7 @@ async def test_a_reload_fetches_what_failed_a_moment_ago() -> None:
         assert (await post(edge, LOAD, **body))[0] == 200
 
 
-async def test_the_form_of_sglang() -> None:
+async def test_answers_have_the_form_of_sglang() -> None:
     fetcher = FakeFetcher(hub={"org/a": Repository()})
     async with serving(adapters=resolver_of(fetcher), admin_key="boss") as edge:
         body = {"lora_name": "a", "lora_path": "org/a", "pinned": False}

@@ -86,7 +86,7 @@ async def test_an_unknown_model_is_refused_with_adapters(path: str) -> None:
         assert 'tgi_request_failure{err="validation"} 2' in await edge.exposition()
 
 
-async def test_an_unknown_model_in_the_envelope_of_anthropic() -> None:
+async def test_an_unknown_model_has_anthropics_envelope() -> None:
     async with serving_answers(adapters=adapters(), template=TEMPLATE) as edge:
         status, body, _ = await edge.post("/v1/messages", CHAT | {"model": "claude"})
         assert (status, body["error"]["type"]) == (404, "not_found_error")
@@ -102,7 +102,7 @@ async def test_an_unknown_model_in_the_envelope_of_anthropic() -> None:
         ({"adapters": adapters(), "strict_tgi": True}, 200),
     ],
 )
-async def test_what_becomes_of_unknown_models(options: dict[str, Any], status: int) -> None:
+async def test_unknown_models_are_the_base_or_refused(options: dict[str, Any], status: int) -> None:
     async with serving_answers(template=TEMPLATE, **options) as edge:
         body = CHAT | {"model": "gpt-4o"}
         got, answer, _ = await edge.post("/v1/chat/completions", body)
@@ -125,7 +125,7 @@ async def test_a_name_that_was_an_adapter_is_never_the_base(unknown_model: str) 
         assert edge.batcher.requests == []
 
 
-async def test_one_version_of_an_adapter() -> None:
+async def test_a_model_name_may_pin_the_version_of_an_adapter() -> None:
     async with serving_answers(adapters=adapters(), template=TEMPLATE) as edge:
         body = CHAT | {"model": f"a@sha256:{A.digest}"}
         assert (await edge.post("/v1/chat/completions", body))[0] == 200
@@ -134,7 +134,7 @@ async def test_one_version_of_an_adapter() -> None:
         assert digests(edge) == [A.digest]
 
 
-async def test_fields_of_lorax_and_of_sglang_beside_a_model() -> None:
+async def test_chats_take_adapter_fields_of_lorax_and_sglang() -> None:
     private = Repository("P", tokens=frozenset({"good"}))
     fetcher = FakeFetcher(hub={"org/a": Repository("A"), "org/p": private})
     resolver = resolver_of(fetcher, registered("a", "org/a"), rules=OPEN)
@@ -151,7 +151,7 @@ async def test_fields_of_lorax_and_of_sglang_beside_a_model() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_headers_of_lorax_for_requests_with_one_of_its_fields(*, stream: bool) -> None:
+async def test_requests_with_fields_of_lorax_get_its_headers(*, stream: bool) -> None:
     names = ("x-adapter-id", "x-adapter-source", "x-model-id")
     bodies = {
         "/v1/chat/completions": CHAT,
@@ -266,7 +266,7 @@ async def test_every_name_is_listed_and_described() -> None:
         ("any", "any"),
     ],
 )
-async def test_answers_have_the_name_that_was_asked_or_the_first(
+async def test_answers_have_the_requested_name_or_the_first(
     path: str, asked: str, answered: str
 ) -> None:
     async with serving_names() as edge:

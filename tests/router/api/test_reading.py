@@ -1,25 +1,29 @@
 """Fields that the server does not use are refused by name, or named in the answer: on a real socket."""
 
 from __future__ import annotations
-
 import io
 import re
 from typing import Any
-
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from millrace_router.api.body.fields import FieldScope
-from millrace_router.api.body.foreign_routes import TIPS, foreign_route
-from millrace_router.api.body.refused_fields import UNUSED_FIELDS, RefusedField
-from millrace_router.api.body.sampling import MAX_BIASES, biases_from
+from millrace_router.api.body.foreign_routes import TIPS
+from millrace_router.api.body.foreign_routes import foreign_route
+from millrace_router.api.body.refused_fields import UNUSED_FIELDS
+from millrace_router.api.body.refused_fields import RefusedField
+from millrace_router.api.body.sampling import MAX_BIASES
+from millrace_router.api.body.sampling import biases_from
 from millrace_router.api.openapi.document import OPERATIONS
 from millrace_router.errors import ValidationError
 from millrace_router.request.request import Task
 from millrace_testing.project import ROOT
-from millrace_testing.router.edge import Edge, limits_with, logging_to, pooling_of, serving
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import logging_to
+from millrace_testing.router.edge import pooling_of
+from millrace_testing.router.edge import serving
 
 TEMPLATE = "{% for turn in messages %}{{ turn.content }} {% endfor %}"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=200)
@@ -92,7 +96,7 @@ async def answer_to(
     return status, str(parsed), response.headers.get(IGNORED, "")
 
 
-async def test_what_is_refused_is_refused_by_name() -> None:
+async def test_refused_fields_are_named() -> None:
     async with served() as edge:
         for scope, field in REFUSED:
             status, text, ignored = await answer_to(edge, scope, field.name, asking(field))
@@ -102,7 +106,7 @@ async def test_what_is_refused_is_refused_by_name() -> None:
             assert field.name in text.lower(), text
 
 
-async def test_what_asks_for_nothing_is_accepted() -> None:
+async def test_neutral_values_are_accepted() -> None:
     async with served() as edge:
         for scope, field in REFUSED:
             for value in (None, *field.neutral):
@@ -126,13 +130,13 @@ def refused_section() -> str:
     for scope, field in REFUSED:
         scopes.setdefault((field.name, field.reason), []).append(scope)
     rows: dict[tuple[str, tuple[FieldScope, ...]], list[str]] = {}
-    for (name, reason), bodies in scopes.items():
-        rows.setdefault((reason or "not supported", tuple(bodies)), []).append(name)
+    for (name, reason), owners in scopes.items():
+        rows.setdefault((reason or "not supported", tuple(owners)), []).append(name)
     lines = ["| field | body | reason |", "|---|---|---|"]
-    for (reason, bodies), names in rows.items():
+    for (reason, scopes_of_row), names in rows.items():
         cells = (
             ", ".join(f"`{one}`" for one in names),
-            ", ".join(one.name.lower() for one in bodies),
+            ", ".join(one.name.lower() for one in scopes_of_row),
         )
         lines.append(f"| {' | '.join(cells)} | {reason} |")
     return "\n".join(lines)
@@ -215,7 +219,7 @@ async def test_the_log_names_each_once() -> None:
     assert b"secret" not in logged
 
 
-async def test_the_native_routes_of_platforms_look_too() -> None:
+async def test_platform_routes_and_estimates_report_unused_fields() -> None:
     async with served() as edge:
         body = {"instances": [{"inputs": "hello", "parameters": {"made_up": 1}}]}
         _, _, response = await edge.post("/vertex", body)
@@ -232,7 +236,7 @@ def refusal(given: dict[str, Any]) -> str:
     return str(caught.value).removeprefix("Input validation error: ")
 
 
-def test_ids_and_what_is_added_to_them() -> None:
+def test_biases_are_read_by_token_id() -> None:
     given = {"5": 1, "0": -100, "70000": 0.1, "9": 100.0, "8": 0}
     # The wire has single precision.
     nearest = 0.10000000149011612
@@ -244,14 +248,14 @@ def test_ids_and_what_is_added_to_them() -> None:
     "key",
     ["", "-1", "+1", "05", "00", "1.0", "1e3", "1_0", " 1", "a", "²", "٣", "9" * 11, "9" * 5000],
 )
-def test_what_is_no_token_id(key: str) -> None:
+def test_wrong_token_ids_are_refused(key: str) -> None:
     assert refusal({key: 1}) == f"`logit_bias` must have token ids for keys. Given: {key[:20]}"
 
 
 @pytest.mark.parametrize(
     "value", [None, True, "1", [], {}, 100.1, -101, 10**400, float("nan"), float("inf")]
 )
-def test_what_is_no_bias(value: object) -> None:
+def test_wrong_biases_are_refused(value: object) -> None:
     assert refusal({"3": value}) == (
         "`logit_bias` must have numbers from -100 to 100 for values. Token 3 has another"
     )

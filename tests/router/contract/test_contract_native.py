@@ -556,7 +556,7 @@ STREAMS = [
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("rule", [*ERRORS, *PARAMETERS, *ANSWERS, *STREAMS], ids=str)
-def test_rule(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
+def test_rule_holds(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
     servers(rule.server, column).check(rule, column)
 
 

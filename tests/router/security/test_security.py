@@ -425,7 +425,7 @@ def test_containers_are_counted_and_brackets_in_strings_are_not() -> None:
 @pytest.mark.parametrize(
     "body", [b"[" * TWO_MB, b'{"a":' * 400_000, b'"' + b"[" * TWO_MB, b"]" * 999 + b"[" * 999]
 )
-def test_what_is_no_json_is_left_to_the_parser_or_refused(body: bytes) -> None:
+def test_malformed_json_is_left_to_the_parser_or_refused(body: bytes) -> None:
     try:
         check_structure(body)
     except BodyError:

@@ -1,4 +1,4 @@
-"""Anthropic's request for a message as strict models; features of Anthropic's servers alone are refused."""
+"""Anthropic's request for a message as strict models; features that only Anthropic's servers have are refused."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class BlockSource(RequestModel):
 
 
 class DocumentBlock(RequestModel):
-    """A document; those that are no text are refused."""
+    """A document; only text is supported."""
 
     type: Literal["document"]
     source: Annotated[
@@ -154,7 +154,7 @@ class ToolResultBlock(RequestModel):
 
 
 class ThinkingBlock(RequestModel):
-    """The assistant's thought, for templates that ask for it."""
+    """The assistant's thought, for templates that use it."""
 
     type: Literal["thinking"]
     thinking: str = ""

@@ -183,7 +183,7 @@ def token_of(request: web.Request, token: str | None) -> str | None:
 
 
 def _by_name(services: Services, name: str) -> AdapterReference:
-    """Return the registered adapter of this name; a path is none. Raises AdapterNotFound."""
+    """Return the registered adapter of this name, which cannot be a path. Raises AdapterNotFound."""
     resolver = services.adapters
     if resolver is None or resolver.registry.get(check_name(name)) is None:
         if resolver is not None and resolver.registry.was(name):

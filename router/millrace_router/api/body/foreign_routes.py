@@ -1,4 +1,4 @@
-"""Routes of other servers, which clients that were made for those ask for."""
+"""Routes of other servers, which clients that were made for them request."""
 
 from __future__ import annotations
 

@@ -1,19 +1,27 @@
 """The turns of a conversation in the form of OpenAI and TGI, its tools, and the choice among them."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
-
-from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Annotated
+from typing import Any
+from typing import Literal
+from pydantic import AliasChoices
+from pydantic import Discriminator
+from pydantic import Field
+from pydantic import Tag
+from pydantic import model_validator
 from typing_extensions import TypeAliasType
-
-from millrace_router.api.body.fields import Items, RequestModel
-from millrace_router.errors import ToolError, ValidationError
+from millrace_router.api.body.fields import Items
+from millrace_router.api.body.fields import RequestModel
+from millrace_router.errors import ToolError
+from millrace_router.errors import ValidationError
 from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.text.template_messages import THOUGHT
+from millrace_router.text.template_messages import Message
+from millrace_router.tool_calls.tool import Tool
+from millrace_router.tool_calls.tool import ToolChoice
 from millrace_router.request.limits import Dialect
-from millrace_router.text.template_messages import THOUGHT, Message
-from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 EXCLUSIVE = "Grammar and tools are mutually exclusive"
 MAX_NAME_CHARS = 100
@@ -36,7 +44,7 @@ class FunctionDefinition(RequestModel):
     parameters: dict[str, Any] | None = Field(
         validation_alias=AliasChoices("parameters", "arguments"), default=None
     )
-    """A JSON schema; None stands for no parameters."""
+    """A JSON schema; None for a function without parameters."""
     strict: bool | None = None
     """Whether the arguments of every call match `parameters`."""
 
@@ -45,7 +53,7 @@ class FunctionDefinition(RequestModel):
 
 
 class ToolDefinition(RequestModel):
-    """A tool; functions alone are supported."""
+    """A tool; only functions are supported."""
 
     type: str | None = "function"
     function: FunctionDefinition | None = None
@@ -144,7 +152,7 @@ def choose_by_word(
 def choose_named(
     tools: tuple[Tool, ...], name: str, *, parallel: bool
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Return the tool with the name, and the choice; raises ToolError if there is none."""
+    """Return the tool with the name, and the choice; raises ToolError if no tool has it."""
     (chosen,) = only(tools, [name])
     return tools, ToolChoice("named", chosen.name, parallel)
 
@@ -237,7 +245,7 @@ class ToolCall(RequestModel):
 
 
 class MessageBody(RequestModel):
-    """What a turn says; TGI has this name for it."""
+    """The content of a turn, by TGI's name."""
 
     content: MessageContent | None = None
     tool_calls: Items[ToolCall] | None = None
@@ -250,9 +258,9 @@ class ChatMessage(MessageBody):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    """Not in either contract: the assistant's thought, for templates that ask for it."""
+    """Neither TGI's nor OpenAI's: the assistant's thought, for templates that use it."""
     reasoning: Any = None
-    """Another server's name, like the one below; what is no text is ignored."""
+    """Another server's name, like the one below; a value that is not text is ignored."""
     thinking: Any = None
 
     @model_validator(mode="before")
@@ -305,7 +313,7 @@ def template_content(content: MessageContent, dialect: Dialect) -> str | list[di
 def _text_of(part: ContentPart, dialect: Dialect) -> str:
     if isinstance(part, MediaPart) or (isinstance(part, ImagePart) and not dialect.takes_images):
         raise ValidationError(
-            f"content of type `{part.type}` is not supported: this model reads text alone"
+            f"content of type `{part.type}` is not supported: this model reads only text"
         )
     return part.text
 

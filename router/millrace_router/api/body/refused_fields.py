@@ -16,11 +16,11 @@ class RefusedField:
     name: str
     reason: str = ""
     neutral: tuple[Any, ...] = ()
-    """Values besides null that request nothing, so that the field may have them."""
+    """Values, besides null, that change nothing, so that the field may have them."""
 
     def refuses(self, value: object) -> bool:
-        """Return whether `value` requests something."""
-        # 0 == False in Python, and both request nothing.
+        """Return whether `value` would change the answer."""
+        # 0 == False in Python, and both change nothing.
         return value is not None and value not in self.neutral
 
 

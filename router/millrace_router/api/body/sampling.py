@@ -1,34 +1,35 @@
 """What may be drawn: OpenAI's sampling parameters and their meaning, and what the text has to match."""
 
 from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
-
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Annotated
+from typing import Any
 from pydantic import Field
-
 from millrace_proto.sampling import WARPERS
-from millrace_router.api.body.fields import (
-    UINT32_MAX,
-    UINT64_MAX,
-    FieldScope,
-    Float32,
-    Items,
-    RequestModel,
-    SamplingModel,
-    UInt32,
-)
+from millrace_router.api.body.fields import UINT32_MAX
+from millrace_router.api.body.fields import UINT64_MAX
+from millrace_router.api.body.fields import FieldScope
+from millrace_router.api.body.fields import Float32
+from millrace_router.api.body.fields import Items
+from millrace_router.api.body.fields import RequestModel
+from millrace_router.api.body.fields import SamplingModel
+from millrace_router.api.body.fields import UInt32
 from millrace_router.errors import ValidationError
 from millrace_router.request.float32 import rounded
-from millrace_router.request.generation_request import DryRequest, FieldNames, GenerationRequest
-from millrace_router.request.grammar import ANY_OBJECT, RawGrammar
-from millrace_router.request.limits import Dialect
-from millrace_router.request.request import FinishReason, GrammarKind
-from millrace_router.request.token_stream import TokenEvent
+from millrace_router.request.generation_request import DryRequest
+from millrace_router.request.generation_request import FieldNames
+from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.grammar import ANY_OBJECT
+from millrace_router.request.grammar import RawGrammar
+from millrace_router.request.request import FinishReason
+from millrace_router.request.request import GrammarKind
 from millrace_router.validation.rules import check_sampling
 from millrace_router.validation.sampling_defaults import GREEDY_NAMES
 from millrace_router.validation.sampling_defaults import NAMES as DEFAULTED
+from millrace_router.request.limits import Dialect
+from millrace_router.request.token_stream import TokenEvent
 
 MAX_BIASES = 300
 """OpenAI's limit, too."""
@@ -41,7 +42,7 @@ MAX_PENALTY = 2.0
 MAX_STOP_TOKENS = 64
 MAX_TEMPERATURE = 2.0
 TOP_LOGPROBS = 20
-"""Candidates for a token that OpenAI's chats and responses may ask for."""
+"""Most candidates for a token that OpenAI's chats and responses may request."""
 TGI_NAMES = FieldNames(
     least_tokens="min_tokens", most_tokens="max_tokens", truncate="truncate_prompt_tokens"
 )
@@ -130,7 +131,9 @@ class SamplingFields(SamplingModel):
     presence_penalty: Float32 | None = None
     """Lowers the scores of tokens that are in the answer. Range: -2 to 2; 0 is off. Default: 0."""
     ignore_eos: bool | None = None
-    """Whether the answer goes on until `max_tokens`, whatever the model says. Range: true or false. Default: false."""
+    """Whether the answer goes on until `max_tokens`, even if the model ends it. Range: true or false.
+    Default: false.
+    """
     min_tokens: UInt32 | None = None
     """Tokens before which the model cannot end the answer. Range: 0 to `max_tokens`. Default: 0."""
     priority: int | None = None
@@ -228,7 +231,7 @@ class SamplingFields(SamplingModel):
         )
 
     def _dry(self) -> DryRequest | None:
-        """Return the DRY penalty, unless it is off; llama.cpp's defaults stand for what is absent."""
+        """Return the DRY penalty, unless it is off; absent fields have llama.cpp's defaults."""
         window = -1 if self.dry_penalty_last_n is None else self.dry_penalty_last_n
         if not self.dry_multiplier or window == 0:
             return None

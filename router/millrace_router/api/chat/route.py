@@ -130,7 +130,7 @@ def stream_error(error: RouterError) -> bytes:
 
 
 async def always(_: web.Request) -> bool:
-    """Return that every request asks for a stream."""
+    """Return True: every request of the route requests a stream."""
     return True
 
 

@@ -152,7 +152,7 @@ OPERATIONS = (
 
 @cache
 def openapi_json(*, admin: bool = True, root_path: str = "") -> bytes:
-    """Render the document, with the routes of the operator or without; `root_path` is where a proxy has the server."""
+    """Render the document, with the operator's routes if `admin`; `root_path` is where a proxy has the server."""
     servers = {"servers": [{"url": root_path}]} if root_path else {}
     return orjson.dumps(openapi(admin=admin) | servers, option=orjson.OPT_INDENT_2)
 
@@ -273,12 +273,12 @@ def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
 
 
 def _retry_after(operation: Operation, status: HTTPStatus) -> dict[str, object]:
-    """Describe the header of answers after which a client may try again."""
+    """Describe the header that gives the time to the next try."""
     schema = {"type": "integer", "minimum": 1}
     if status is HTTPStatus.TOO_MANY_REQUESTS:
         header = {"description": "Seconds until there may be room", "required": True}
     elif status is HTTPStatus.SERVICE_UNAVAILABLE and operation.fetches:
-        # The server itself may be down, too, and cannot say for how long.
+        # The shards may be down, too, for a time that is not known.
         header = {"description": "Seconds until the adapter may be fetched again"}
     else:
         return {}

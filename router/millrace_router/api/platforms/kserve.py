@@ -1,6 +1,6 @@
 """KServe's open inference protocol, version 2.
 
-Texts are tensors of bytes, and every model name stands for the one model.
+Texts are tensors of bytes, and every model name means the served model.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class KserveRequest(RequestModel):
     )
     inputs: Annotated[list[KserveInput], Field(fail_fast=True)]
     outputs: Annotated[list[KserveOutput], Field(fail_fast=True)] | None = None
-    """One for each input; without them the answers have the names of the inputs."""
+    """A name for each answer; without them the answers have the names of the inputs."""
 
     def output_names(self) -> list[str]:
         """Return the names of the answers, by input."""
@@ -270,7 +270,7 @@ async def infer(request: web.Request) -> web.StreamResponse:
     body = await read_request(request, KserveRequest)
     with counting_refusals(services.metrics):
         texts = _texts(body, services)
-        # A body without prompts has its headers checked here alone.
+        # The headers of a body without prompts are checked only here.
         scheduling_of(request, body.parameters.priority)
     prompts = [text for tensor in texts for text in tensor]
     answers = iter(await gather([_answer(request, text, body.parameters) for text in prompts]))

@@ -48,7 +48,7 @@ class PoolingFields(RequestModel):
 
 
 class EmbeddingFields(PoolingFields):
-    """What both routes for embeddings have."""
+    """Fields that both routes for embeddings have."""
 
     dimensions: Dimensions = None
     normalize: bool | None = None
@@ -121,7 +121,7 @@ class RerankRequest(PoolingFields):
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
     instruction: str | None = None
-    """What a fitting document is."""
+    """Describes which documents fit the query."""
 
     @property
     def all_texts(self) -> list[str]:

@@ -46,7 +46,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingForm:
-    """How an embedding is made of a hidden state, and written."""
+    """Makes an embedding of a hidden state, and writes it."""
 
     normalizes: bool
     dimensions: int | None
@@ -97,7 +97,7 @@ class PoolingRun(Generic[Result]):
 
     services: Services
     base_request: GenerationRequest
-    """All but the prompt."""
+    """The request of every prompt, without the prompt."""
     prompts: Sequence[Callable[[], Ids]]
     render: Callable[[Sequence[float]], Result]
     on_start: Callable[[Generation], None] = lambda _: None
@@ -107,10 +107,10 @@ class PoolingRun(Generic[Result]):
     _done: dict[int, tuple[Generation, Result]] = field(default_factory=dict)
 
     async def finish(self) -> Pooled[Result]:
-        """Run all prompts; raises the first RouterError, after which none goes on."""
+        """Run all prompts; raises the first RouterError, which ends the others."""
         self._waiting.extend(range(len(self.prompts)))
         services = self.services
-        # At least one worker asks for a permit, and is refused if there is none.
+        # At least one worker requests a permit, and is refused if none is free.
         num_workers = max(1, min(len(self.prompts), services.infer.permits.free // 2))
         self._num_workers = num_workers
         try:
@@ -162,7 +162,7 @@ def text_or_ids(prompt: str | Ids, tokenize: Callable[[str], Ids]) -> Callable[[
 
 
 def longest_prompt(limits: Limits) -> int:
-    """The most tokens of a prompt that is pooled."""
+    """Return the most tokens of a prompt that is pooled."""
     return min(limits.max_input_tokens, limits.max_total_tokens - 1)
 
 
@@ -192,7 +192,7 @@ def usage_json(usage: Usage) -> PoolingUsageJson:
 
 @dataclass(frozen=True, slots=True)
 class PoolingInput:
-    """The parts of a body that have other names on the other route."""
+    """The parts of a body whose names differ between OpenAI's and TEI's routes."""
 
     prompt: Prompt
     name: str

@@ -38,7 +38,7 @@ LEFT_OUT = frozenset(
 )
 """Types of `LeftOutItem`."""
 LOGPROBS = "message.output_text.logprobs"
-"""The name in `include` that asks for log probabilities."""
+"""The name in `include` that requests log probabilities."""
 
 
 class MessageItem(RequestModel):
@@ -111,7 +111,7 @@ class ClientCallOutputItem(RequestModel):
 
     @property
     def text(self) -> str:
-        """The result as text; JSON where it is an object or a list, and the status where there is none."""
+        """Return the result as text: JSON for an object or a list, the status if the result is absent."""
         if self.output is None:
             return self.status or ""
         return self.output if isinstance(self.output, str) else orjson.dumps(self.output).decode()
@@ -142,13 +142,13 @@ class ReasoningPart(RequestModel):
 
 
 class ReasoningItem(RequestModel):
-    """The assistant's thought, for templates that ask for it."""
+    """The assistant's thought, for templates that use it."""
 
     type: Literal["reasoning"]
     summary: Items[ReasoningPart] | None = None
     content: Items[ReasoningPart] | None = None
     encrypted_content: str | None = None
-    """Nobody but OpenAI can read it."""
+    """Only OpenAI can read it."""
 
     @property
     def text(self) -> str:
@@ -260,7 +260,7 @@ class SchemaTextFormat(RequestModel):
     name: str | None = None
     description: str | None = None
     schema_: Any = Field(alias="schema", default=None)
-    """None stands for any object."""
+    """The schema; None for any object."""
     strict: bool | None = None
 
     def raw(self) -> RawGrammar:
@@ -301,7 +301,7 @@ class ResponsesRequest(SamplingFields):
         Items[InputItem],
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
     ]
-    """A text stands for one message of the user."""
+    """Items; a text is one message of the user."""
     instructions: str | None = None
     """The system message before all others."""
     max_output_tokens: UInt32 | None = None
@@ -329,7 +329,7 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: str | None = None
     """Repeated; the store has put the conversation in front of `input`."""
     store: bool | None = None
-    """False asks for no memory of the response, which there is only with `--responses-store`."""
+    """False keeps the response out of the store, which exists only with `--responses-store`."""
     conversation: str | dict[str, Any] | None = None
     """Refused, like the two fields below: OpenAI's servers store what they refer to."""
     prompt: dict[str, Any] | None = None

@@ -50,7 +50,7 @@ RESPONSE = RESPONSES + "/{id}"
 INPUT_ITEMS = RESPONSE + "/input_items"
 MAX_ITEMS = 100
 USUAL_ITEMS = 20
-"""Items in one answer, at most and by default."""
+"""Items in one answer by default; `MAX_ITEMS` is the most."""
 MIB = 2**20
 _NUMBER = re.compile(r"[0-9]{1,4}")
 

@@ -34,10 +34,10 @@ class StoredResponse:
     """Name of its client's key, "" for none; only this tenant can read the response."""
     response: bytes
     input_items: tuple[bytes, ...]
-    """All items that it is an answer to; each has an id."""
+    """All items that the response answers, each with an id."""
     output_items: tuple[bytes, ...]
     ends_at: float
-    """Time at which it is forgotten."""
+    """Time at which the response is forgotten."""
 
     @property
     def conversation(self) -> tuple[bytes, ...]:
@@ -46,7 +46,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes, items that it shares with earlier responses among them."""
+        """Bytes of the response, including items that it shares with earlier responses."""
         items = self.conversation
         num_overhead = OVERHEAD_BYTES * (1 + len(items))
         return len(self.response) + sum(map(len, items)) + num_overhead

@@ -100,7 +100,7 @@ async def estimate(request: web.Request) -> web.StreamResponse:
 
 
 async def _read(request: web.Request, body: object) -> tuple[GenerationRequest, int | None]:
-    """Return the generation that a body asks for, and its priority; its keys determine the dialect."""
+    """Return the generation that a body requests, and its priority; the keys of the body determine the dialect."""
     services = request.app[SERVICES]
     keys = [key for key in KEYS if isinstance(body, dict) and key in body]
     if keys == ["inputs"]:

@@ -34,7 +34,7 @@ class VersionJson(TypedDict):
 
 
 class LimitsJson(TypedDict):
-    """The model, and what one request may ask for."""
+    """The model, and the limits of one request."""
 
     model_id: str
     model_sha: str | None
@@ -116,7 +116,7 @@ class InfoJson(LimitsJson, SchedulerJson, CostsJson):
     """The most adapters in the shards at a time; 0 without adapters."""
     max_lora_rank: int
     sampling_defaults: dict[str, float]
-    """What the model's generation_config.json says of parameters that a request leaves out."""
+    """The defaults of sampling parameters in the model's generation_config.json."""
     resume_grace: float
     """Seconds that a request with an `Idempotency-Key` outlives its connection."""
     num_shard: int

@@ -1,18 +1,22 @@
 """Routes for operators: health, description, metrics, quarantined requests; and the figures of `/status`."""
 
 from __future__ import annotations
-
 from http import HTTPStatus
-
 from aiohttp import web
 from typing_extensions import TypedDict
-
-from millrace_router.api.tgi.info import InfoJson, QuarantineJson, VersionJson, info_json
-from millrace_router.errors import RouterError, ShuttingDown, Unhealthy
+from millrace_router.api.tgi.info import InfoJson
+from millrace_router.api.tgi.info import QuarantineJson
+from millrace_router.api.tgi.info import VersionJson
+from millrace_router.api.tgi.info import info_json
+from millrace_router.errors import RouterError
+from millrace_router.errors import ShuttingDown
+from millrace_router.errors import Unhealthy
 from millrace_router.server.bodies import json_response
 from millrace_router.server.operation import Operation
-from millrace_router.server.services import SERVICES, Services
-from millrace_router.telemetry.instruments import CONTENT_TYPE, render
+from millrace_router.server.services import SERVICES
+from millrace_router.server.services import Services
+from millrace_router.telemetry.instruments import CONTENT_TYPE
+from millrace_router.telemetry.instruments import render
 from millrace_router.telemetry.recent import Recent
 from millrace_router.version import VERSION
 
@@ -39,7 +43,7 @@ class StatusJson(TypedDict):
     recoveries: int
     """Failures of the shards since the start."""
     window_seconds: float
-    """The time that the figures below are about: a minute, or since somebody asked before."""
+    """Seconds that the figures below cover: a minute, or since the last request for them."""
     tokens_per_second: float
     cached_share: float | None
     """Share of the prompt tokens that the prefix cache had, 0 to 1; null without prompts."""
@@ -186,7 +190,7 @@ async def quarantine(request: web.Request) -> web.Response:
 
 
 async def info(request: web.Request) -> web.Response:
-    """`GET /info`: the model and every limit, with the fields that TGI 3 dropped; with costs if asked."""
+    """`GET /info`: the model and every limit, with the fields that TGI 3 dropped; with costs if they are requested."""
     costs = request.query.get("costs") == "true"
     return json_response(info_json(request.app[SERVICES], costs=costs))
 

@@ -103,7 +103,7 @@ class GenerateParameters(SamplingModel):
     ignore_eos: Switch = Field(
         default=False, validation_alias=AliasChoices("ignore_eos", "ignore_eos_token")
     )
-    """Whether the answer goes on until `max_new_tokens`, whatever the model says. Range: true or false. Default:
+    """Whether the answer goes on until `max_new_tokens`, even if the model ends it. Range: true or false. Default:
     false.
     """
     min_new_tokens: UInt32 | None = None

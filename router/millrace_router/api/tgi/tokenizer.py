@@ -113,7 +113,7 @@ def names_prompt(body: object) -> bool:
 
 
 async def tokenize_prompt(request: web.Request, body: object) -> web.StreamResponse:
-    """`POST /tokenize` with a `prompt`: token ids alone; raises RouterError."""
+    """`POST /tokenize` with a `prompt`: only token ids; raises RouterError."""
     services = request.app[SERVICES]
     prompt_request = to_model(body, TokenizePromptRequest)
     with services.infer.permit():
