@@ -36,6 +36,7 @@ from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.start.shards import RouterDeployment
 
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A batcher that does not run yet, and its parts that other components read."""

@@ -48,6 +48,7 @@ from millrace_testing.shards.fake_shard import continuation
 from millrace_testing.shards.fake_shard import serve_fake_shard
 from millrace_testing.shards.hash_shard import HashShard
 
+
 def record(
     folder: Path,
     *,
@@ -144,13 +145,14 @@ async def test_a_token_that_differs_is_found_where_it_is(tmp_path: Path) -> None
         answer.logprobs[index] -= 0.25
 
     (outcome,) = await replayed(tmp_path, Liar(number, lie))
-    found = outcome.difference
-    assert found is not None
-    assert (found.what, found.step, found.slot, found.gap) == ("token", number, slot, 0.25)
+    difference = outcome.difference
+    assert difference is not None
+    assert (difference.what, difference.gap) == ("token", 0.25)
+    assert (difference.step, difference.slot) == (number, slot)
     position, was, request_id = oracle(driver, number, slot)
-    assert (found.position, found.request_id) == (position, request_id)
-    assert found.recorded.startswith(f"{was} (")
-    assert found.replayed.startswith(f"{was + 1} (")
+    assert (difference.position, difference.request_id) == (position, request_id)
+    assert difference.recorded.startswith(f"{was} (")
+    assert difference.replayed.startswith(f"{was + 1} (")
     assert outcome.num_steps == number, "what comes after it is not compared"
 
 
@@ -406,10 +408,14 @@ def test_the_command_says_different(
         assert "DIFFERENT" in (table := capsys.readouterr().out)
         assert replay([*arguments, "--json"]) == 1
         report = json.loads(capsys.readouterr().out)
-    found = report["epochs"][0]["difference"]
-    assert (found["what"], found["request_id"], found["position"]) == ("token", 3, 2 + 4)
-    assert found["replayed"].startswith("96 ")
-    assert f"first difference at step {found['step']}, slot {found['slot']}, request 3" in table
+    difference = report["epochs"][0]["difference"]
+    assert difference["what"] == "token"
+    assert (difference["request_id"], difference["position"]) == (3, 2 + 4)
+    assert difference["replayed"].startswith("96 ")
+    assert (
+        f"first difference at step {difference['step']}, slot {difference['slot']}, request 3"
+        in table
+    )
 
 
 def test_the_command_says_that_nothing_is_compared(

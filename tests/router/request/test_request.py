@@ -24,6 +24,7 @@ from millrace_router.request.limits import MILLRACE
 from millrace_router.request.limits import TGI
 from millrace_router.request.limits import dialect_of
 
+
 def scheduling(priority: int | None = None, **headers: str) -> SchedulingParameters:
     """Scheduling parameters without tenants; `x_priority` stands for `x-priority`."""
     given_headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -208,10 +209,10 @@ def test_a_block_that_is_not_full_has_no_key() -> None:
 def test_a_salt_parts_all_blocks() -> None:
     """Each part counts in its place, and no parts together make another."""
     salts: list[tuple[str, ...]] = [(), ("", "a"), ("a", ""), ("a", "b"), ("b", "a"), ("ab", "")]
-    found = [BlockHashes(2, None, salt).first(2, [1, 2, 3, 4], []) for salt in salts]
-    assert len({key for some in found for key in some}) == 2 * len(salts)
+    keys = [BlockHashes(2, None, salt).first(2, [1, 2, 3, 4], []) for salt in salts]
+    assert len({key for some in keys for key in some}) == 2 * len(salts)
     again = BlockHashes(2, None, ("a", "b")).first(2, [1, 2, 3, 4], [])
-    assert list(again) == list(found[3])
+    assert list(again) == list(keys[3])
 
 
 def as_float32(value: float) -> bytes:

@@ -358,12 +358,12 @@ def test_percentiles_are_in_the_bucket_of_the_true_ones(share: float) -> None:
     for value in values:
         metrics.time_to_first_token_seconds.observe(value)
     clock.now += 10.0
-    found = recent.window().first_token_seconds(share)
-    assert found is not None
+    percentile = recent.window().first_token_seconds(share)
+    assert percentile is not None
     bounds = np.array([0.0, *DURATION_BUCKETS])
     expected = np.quantile(values, share, method="inverted_cdf")
     at = int(np.searchsorted(bounds, expected))
-    assert bounds[at - 1] <= found <= bounds[at]
+    assert bounds[at - 1] <= percentile <= bounds[at]
 
 
 def test_quantile_handles_empty_and_outermost_buckets() -> None:

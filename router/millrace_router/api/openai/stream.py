@@ -17,6 +17,7 @@ from millrace_router.server.sse import DONE
 from millrace_router.server.sse import event as framed
 from millrace_router.request.token_stream import TokenEvent
 
+
 class ChatStream(ChoiceStream):
     """Frames the chunks of one choice."""
 

@@ -14,6 +14,7 @@ from millrace_router.request.token_stream import PromptLogprobs
 from millrace_router.request.token_stream import Token
 from millrace_router.request.token_stream import TokenEvent
 
+
 class PrefillTokenJson(TypedDict):
     """A prompt token; the first one of a prompt has no log probability."""
 
