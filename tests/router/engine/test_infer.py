@@ -145,7 +145,7 @@ async def test_the_samples_of_best_of_compute_one_prompt() -> None:
     assert sorted(cached) == [0, 8], "all but the last, partial block is found computed"
 
 
-async def test_how_long_a_request_took_to_be_queued_is_told_once() -> None:
+async def test_the_time_until_a_request_is_queued_is_reported_once() -> None:
     batcher, reported = FakeBatcher(), list[float]()
     infer = new_infer(batcher)
     infer._on_entry = reported.append
@@ -363,7 +363,7 @@ async def test_errors_after_it_are_the_last_event() -> None:
     assert rest == ""
 
 
-async def test_overload_says_when_to_come_back() -> None:
+async def test_overload_predicts_when_to_retry() -> None:
     async with serving(None, limits=limits_with(max_concurrent_requests=1)) as edge:
         first = asyncio.create_task(edge.post("/generate", ASKED))
         await edge.batcher.arrived.wait()

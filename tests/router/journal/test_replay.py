@@ -374,7 +374,7 @@ async def record_over_sockets(address: str, folder: Path, *, keeps_tokens: bool 
         await shards.close()
 
 
-def test_the_command_says_equal(
+def test_the_command_reports_equal_epochs(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(record_over_sockets(address, tmp_path / "journal"))
@@ -396,7 +396,7 @@ def test_the_command_says_equal(
     assert epoch["tokens"] >= 45
 
 
-def test_the_command_says_different(
+def test_the_command_reports_a_difference(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(record_over_sockets(address, tmp_path / "journal"))
@@ -418,7 +418,7 @@ def test_the_command_says_different(
     )
 
 
-def test_the_command_says_that_nothing_is_compared(
+def test_the_command_reports_that_nothing_is_compared(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(record_over_sockets(address, tmp_path / "journal", keeps_tokens=False))
@@ -430,7 +430,7 @@ def test_the_command_says_that_nothing_is_compared(
     assert "holds no token ids" in table
 
 
-def test_what_cannot_be_replayed(
+def test_journals_that_cannot_be_replayed_are_refused(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()

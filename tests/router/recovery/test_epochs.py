@@ -106,7 +106,7 @@ async def test_a_launcher_restarts_its_own_ranks() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-async def test_a_single_rank_that_is_lost_ends_nobody(tmp_path: Path, num_ranks: int) -> None:
+async def test_losing_a_single_rank_ends_no_request(tmp_path: Path, num_ranks: int) -> None:
     shards = [FakeShard() for _ in range(num_ranks)]
     addresses = [f"unix:{tmp_path}/{rank}" for rank in range(num_ranks)]
     with ExitStack() as ranks:

@@ -57,9 +57,7 @@ def search(members: list[int], poison: set[int]) -> tuple[list[int], int]:
 
 @settings(deadline=None)
 @given(st.integers(1, 300), st.data())
-def test_the_poison_request_alone_is_found_within_the_bound(
-    count: int, data: st.DataObject
-) -> None:
+def test_only_the_poison_request_is_found_within_the_bound(count: int, data: st.DataObject) -> None:
     culprit = data.draw(st.integers(0, count - 1))
     detected, num_failures = search(list(range(count)), {culprit})
     assert detected == [culprit]

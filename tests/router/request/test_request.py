@@ -133,9 +133,7 @@ def test_a_tenant_is_a_name_or_else_a_key_that_cannot_be_read_back() -> None:
         (5000.5, 60.0, "wait for 5000.5 s, and may wait for 60 s"),
     ],
 )
-def test_a_refusal_says_how_long_even_where_that_is_short(
-    predicted: float, allowed: float, said: str
-) -> None:
+def test_a_refusal_names_even_short_waits(predicted: float, allowed: float, said: str) -> None:
     error = QueueTooLong(predicted_seconds=predicted, allowed_seconds=allowed)
     assert str(error).endswith(said)
 

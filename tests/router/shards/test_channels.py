@@ -82,7 +82,7 @@ async def test_a_router_with_a_certificate_reaches_its_shard(
     assert await reaches(f"localhost:{port}", mine)
 
 
-async def test_without_papers_or_with_others_it_does_not(
+async def test_shards_are_not_reached_without_matching_certificates(
     port: int, tmp_path: Path, authority: trustme.CA
 ) -> None:
     stranger = certificate(tmp_path, "stranger", trusts=authority)
@@ -90,7 +90,7 @@ async def test_without_papers_or_with_others_it_does_not(
     assert not await reaches(f"localhost:{port}", stranger)
 
 
-async def test_it_speaks_to_no_shard_of_another_authority_or_name(
+async def test_shards_of_another_authority_or_name_are_refused(
     port: int, tmp_path: Path, authority: trustme.CA
 ) -> None:
     doubter = certificate(tmp_path, "doubter", authority=authority, trusts=trustme.CA())
@@ -113,7 +113,7 @@ async def test_unix_sockets_are_spoken_to_plainly_whatever_is_configured(tmp_pat
 
 
 @pytest.mark.parametrize("given", ["shard_tls_cert", "shard_tls_key", "shard_tls_ca"])
-def test_all_three_files_or_none(given: str, tmp_path: Path) -> None:
+def test_tls_needs_all_three_files_or_none(given: str, tmp_path: Path) -> None:
     with pytest.raises(TlsError, match="--shard-tls-") as refused:
         tls_from(config(**{given: tmp_path / "x"}))
     assert "--" + given.replace("_", "-") not in str(refused.value)
@@ -128,7 +128,7 @@ async def test_the_start_fails_with_files_that_do_not_belong_together(tmp_path: 
         await start(config(model_folder=model, **wrong))
 
 
-async def test_a_router_that_is_refused_says_so_while_it_waits(
+async def test_a_router_that_is_refused_logs_it_while_it_waits(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace_router.start.shards.INFO_SECONDS", 0.01)

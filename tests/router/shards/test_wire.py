@@ -67,7 +67,7 @@ def test_columns_of_different_length_are_an_error(column: str) -> None:
 
 
 @pytest.mark.parametrize("chunks", [[], [(7, 3)]], ids=["decode", "prefill"])
-def test_what_decodes_are_allowed_is_two_columns_beside_their_slots(
+def test_allowed_positions_are_two_columns_next_to_the_slots(
     chunks: list[tuple[int, int]],
 ) -> None:
     plan: StepPlan = StepPlan(
@@ -98,7 +98,7 @@ def test_positions_filled_by_decodes_are_reported_by_slot() -> None:
         result_from_pb([answer])
 
 
-def test_a_step_that_changes_nothing_says_nothing_of_changes() -> None:
+def test_a_step_that_changes_nothing_sends_no_changes() -> None:
     plan = StepPlan(decodes=[3])
     message = plan_to_pb(plan, epoch=1, number=2)
     assert message == pb.StepRequest(epoch=1, number=2, decode=pb.Decode(decode_slots=[3]))
@@ -170,7 +170,7 @@ def test_stop_tokens_are_sent_only_for_a_minimum() -> None:
     assert not read(replace(REQUEST, min_new_tokens=0)).rules.stop_ids
 
 
-def test_what_an_older_router_wrote_has_no_rules() -> None:
+def test_messages_of_older_routers_have_no_rules() -> None:
     arrived = Sampling.from_pb(pb.NextTokenChooserParameters(temperature=1))
     assert not arrived.rules
     assert (arrived.top_n_sigma, arrived.xtc_probability) == (0, 0)

@@ -298,7 +298,7 @@ def test_a_file_that_another_empties_is_filled_from_its_beginning(path: Path) ->
     assert path.read_text() == "3\n"
 
 
-def test_a_full_disk_costs_lines_alone(path: Path) -> None:
+def test_a_full_disk_costs_only_lines(path: Path) -> None:
     output = io.BytesIO()
     path.symlink_to("/dev/full")
     with logging_to(output), opened(path) as file:
@@ -328,7 +328,7 @@ def test_half_a_line_spoils_no_other(path: Path, monkeypatch: pytest.MonkeyPatch
     assert file.num_lost == 1
 
 
-def test_a_folder_that_goes_away_costs_lines_alone(path: Path) -> None:
+def test_a_folder_that_goes_away_costs_only_lines(path: Path) -> None:
     folder = path.parent / "logs"
     folder.mkdir()
     with logging_to(io.BytesIO()), opened(folder / "requests.log") as file:

@@ -147,7 +147,7 @@ def test_lines_that_hold_only_a_tag_leave_nothing() -> None:
     assert render(source, [USER, SYSTEM]) == "a\n  user\n  system\nb"
 
 
-def test_raise_exception_tells_the_client() -> None:
+def test_raise_exception_reaches_the_client() -> None:
     with pytest.raises(TemplateError) as raised:
         render(INST, [USER, USER])
     expected = "Template error: Roles must take turns: user, assistant, user, ..."
@@ -549,7 +549,7 @@ def test_arguments_are_an_object_if_they_can_be(given: object, seen: object) -> 
     assert message["content"] == ""
 
 
-def test_what_else_a_message_has_reaches_the_template() -> None:
+def test_other_fields_of_a_message_reach_the_template() -> None:
     thoughts = {"role": "assistant", "content": "So.", "reasoning_content": "Hm.", "name": "bot"}
     messages = [USER_TURN, thoughts]
     prompt = template("qwen-3").render(messages, continue_final_message=False)

@@ -459,7 +459,7 @@ def test_trimmer_holds_back_only_what_may_begin_a_stop(pieces: list[str], stops:
 
 @settings(deadline=None, max_examples=150)
 @given(pieces=st.lists(st.text("ab", max_size=5), max_size=12), stop=st.text("ab", min_size=1))
-def test_what_is_held_back_is_the_longest_beginning_of_a_stop(pieces: list[str], stop: str) -> None:
+def test_the_longest_beginning_of_a_stop_is_held_back(pieces: list[str], stop: str) -> None:
     """The sequence may repeat itself, so that one prefix ends with another."""
     trimmer = StopTrimmer([stop])
     text = shown = ""

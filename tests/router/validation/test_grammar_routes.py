@@ -132,7 +132,7 @@ def test_more_choices_than_permits_are_never_allowed() -> None:
     services.tokenizer.close()
 
 
-async def test_a_body_that_is_no_grammar_says_where() -> None:
+async def test_invalid_bodies_of_grammars_are_located() -> None:
     async with served() as edge:
         body = {"inputs": "a", "parameters": {"grammar": {"type": "yaml", "value": "a"}}}
         status, answer, _ = await edge.post("/generate", body)
@@ -208,7 +208,7 @@ async def test_a_restart_of_the_shards_is_waited_for(*, has_given_up: bool) -> N
         assert (status, answer) == (200, {"generated_text": " x x x"})
 
 
-async def test_who_may_not_wait_for_a_restart_is_sent_away() -> None:
+async def test_requests_that_may_not_wait_for_a_restart_are_refused() -> None:
     async with served() as edge:
         edge.batcher.status.begin_outage("killed")
         headers = {"x-max-queue-ms": "20"}
@@ -250,7 +250,9 @@ def ends(reason: FinishReason) -> Callable[[ValidRequest, TokenStream], None]:
         (FinishReason.LENGTH, "length", "length"),
     ],
 )
-async def test_how_a_guided_generation_ends(reason: FinishReason, native: str, openai: str) -> None:
+async def test_guided_generations_report_their_finish_reason(
+    reason: FinishReason, native: str, openai: str
+) -> None:
     details = {"inputs": "a", "parameters": {"grammar": REGEX, "details": True}}
     async with served(script=ends(reason)) as edge:
         _, answer, _ = await edge.post("/generate", details)
@@ -261,7 +263,7 @@ async def test_how_a_guided_generation_ends(reason: FinishReason, native: str, o
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_what_else_can_be_asked_of_sampling(path: str) -> None:
+async def test_further_sampling_parameters_are_accepted(path: str) -> None:
     body = {
         **OPENAI[path],
         "temperature": 0.5,
@@ -306,7 +308,7 @@ async def test_what_else_can_be_asked_of_sampling(path: str) -> None:
         ),
     ],
 )
-async def test_what_cannot_be_asked_of_sampling(
+async def test_invalid_sampling_parameters_are_refused(
     path: str, fields: dict[str, Any], message: str
 ) -> None:
     async with served() as edge:

@@ -233,7 +233,7 @@ def test_best_of_is_checked_for_whole_answers(
         ),
     ],
 )
-def test_what_a_stream_cannot_do(parameters: dict[str, Any], message: str) -> None:
+def test_options_that_streams_lack_are_refused(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         check_stream(GenerationRequest(**parameters))
     assert str(caught.value) == f"Input validation error: {message}"
@@ -354,7 +354,7 @@ async def test_a_check_trusts_and_refuses_as_a_validation_does() -> None:
     ("words", "max_new_tokens", "counted"),
     [(9, None, 7), (9, 3, 3), (20, None, 0), (8, 9, 9)],
 )
-async def test_what_is_too_long_tells_how_long_it_is(
+async def test_size_error_reports_lengths(
     words: int, max_new_tokens: int | None, counted: int
 ) -> None:
     request = GenerationRequest(prompt="a " * words, max_new_tokens=max_new_tokens)
@@ -436,7 +436,7 @@ async def test_grammars_are_refused_where_they_are_off() -> None:
     assert compiler.asked == []
 
 
-async def test_what_is_only_checked_is_not_compiled() -> None:
+async def test_checked_requests_are_not_compiled() -> None:
     compiler = FakeCompiler(refusal=lambda _: "no such thing")
     validator = new_validator(compiler=compiler)
     await validator.check(guided())
@@ -447,7 +447,7 @@ async def test_what_is_only_checked_is_not_compiled() -> None:
     assert compiler.asked == [Grammar(GrammarKind.REGEX, "a+")]
 
 
-async def test_what_is_refused_for_another_reason_is_not_compiled() -> None:
+async def test_refused_requests_are_not_compiled() -> None:
     compiler = FakeCompiler()
     request = replace(guided(), min_new_tokens=3, max_new_tokens=2)
     with pytest.raises(ValidationError, match="min_new_tokens"):
@@ -530,7 +530,7 @@ async def sampled(config: dict[str, Any], route: str, **fields: Any) -> dict[str
 
 
 @pytest.mark.parametrize("route", BODIES)
-async def test_what_is_left_out_is_the_models(route: str) -> None:
+async def test_omitted_parameters_are_the_models(route: str) -> None:
     expected = {
         "temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.0,
         "repetition_penalty": 1.5, "samples": True,
@@ -637,7 +637,7 @@ async def test_samplers_arrive() -> None:
         assert (await sampling_of(edge)).rules == NO_RULES
 
 
-async def test_bad_words_are_tokens_alone_and_after_a_blank() -> None:
+async def test_bad_words_are_banned_with_and_without_a_blank() -> None:
     async with serving_bytes() as edge:
         rules = (await sampling_of(edge, bad_words=["hello", " hello"])).rules
     assert rules.bad_words == (tuple(BYTES.encode("hello")), tuple(BYTES.encode(" hello")))
