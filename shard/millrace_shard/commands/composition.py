@@ -183,7 +183,7 @@ def _rope_override(config: ShardConfig) -> RopeOverride | None:
 
 
 class TracingError(RuntimeError):
-    """Traces are asked for, and OpenTelemetry is not installed."""
+    """Traces are requested, but OpenTelemetry is not installed."""
 
 
 def open_tracing(config: ShardConfig) -> TracingInterceptor | None:

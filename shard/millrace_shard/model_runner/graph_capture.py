@@ -52,7 +52,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def warm_up(self, compute: Callable[[], Tensor]) -> None:
-        """Run `compute` twice, as Capture says; compilation may wait for the device, so only the second run may not."""
+        """Run `compute` twice; compilation may wait for the device, so only the second run may not."""
         caller = torch.cuda.current_stream()
         self._stream.wait_stream(caller)
         try:

@@ -62,7 +62,7 @@ class ClosingTokens:
         return sorted(allowed.tolist(), key=self._rank_of)
 
     def closes(self, id_: int) -> bool:
-        """Whether the token is closing brackets alone, which come first where few tokens are allowed."""
+        """Whether the token consists only of closing brackets, which come first where few tokens are allowed."""
         return not self.tokenizer.decode_bytes([id_]).strip(b"]}")
 
     def _rank_of(self, id_: int) -> tuple[int, int, int]:
@@ -238,7 +238,7 @@ class ClosingState:
 
 
 class Closing:
-    """Follows one text. What it does is a function of the tokens and of their limit alone.
+    """Follows one text. What it does depends only on the tokens and their limit.
 
     So a text that is computed again, or in other steps, is closed in the same place with the same tokens.
     """

@@ -120,7 +120,7 @@ class GrammarCompiler:
         return matcher.copy()
 
     def renewed(self, grammar: Grammar, stale: Lexer) -> Matcher | None:
-        """As `matcher`, with another lexer than `stale`; None if that takes longer than a step may wait.
+        """The same as `matcher`, with another lexer than `stale`; None if that takes longer than a step may wait.
 
         Raises GrammarInvalid.
         """

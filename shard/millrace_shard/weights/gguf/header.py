@@ -235,7 +235,7 @@ def _alignment(path: Path, metadata: Mapping[str, Value]) -> int:
         or alignment & (alignment - 1)
     ):
         raise WeightsError(
-            f"general.alignment of {path.name} is {alignment!r}, which is no power of two up to {LARGEST_ALIGNMENT}"
+            f"general.alignment of {path.name} is {alignment!r}, which is not a power of two up to {LARGEST_ALIGNMENT}"
         )
     return alignment
 

@@ -376,7 +376,7 @@ def _added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
 
 
 def _ends(metadata: Metadata, vocabulary: Vocabulary, *, starts: bool) -> dict[str, Any] | None:
-    """The post-processor, which adds the bos and eos tokens that the file asks for."""
+    """The post-processor, which adds the bos and eos tokens that the file requests."""
     flags = {
         "bos": metadata.flag(f"{PREFIX}add_bos_token"),
         "eos": metadata.flag(f"{PREFIX}add_eos_token"),

@@ -152,7 +152,9 @@ def compressed_tensors(settings: Settings) -> Quantization:
     summaries = dict.fromkeys(group.summary for group in groups)
     notes = []
     if any(isinstance(g, dict) and g.get("input_activations") for g in config_groups.values()):
-        notes.append("weights are exact; activations are not quantised as input_activations says")
+        notes.append(
+            "weights are exact; activations are not quantised as input_activations requests"
+        )
     return Quantization(
         method=METHOD,
         summary=f"{METHOD}, {'; '.join(summaries)}",
@@ -206,7 +208,7 @@ def _check_patterns(targets: Sequence[str]) -> None:
                 re.compile(target[3:])
             except re.error as error:
                 raise UnsupportedModel(
-                    f"{METHOD}: {target!r} is no regular expression: {error}"
+                    f"{METHOD}: {target!r} is not a regular expression: {error}"
                 ) from error
 
 

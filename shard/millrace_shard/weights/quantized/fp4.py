@@ -88,10 +88,10 @@ def _linear(
 
 
 def check_width(tensors: ModuleTensors, inputs: int, size: int) -> None:
-    """Raise UnsupportedModel for inputs that are no whole groups."""
+    """Raise UnsupportedModel for inputs that do not fill whole groups."""
     if inputs % size:
         raise UnsupportedModel(
-            f"{tensors.module} has {inputs} inputs, which are no groups of {size}"
+            f"{tensors.module} has {inputs} inputs, which do not fill groups of {size}"
         )
 
 

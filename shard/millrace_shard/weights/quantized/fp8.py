@@ -26,7 +26,7 @@ EXACT = "weights are exact; activations are not quantised"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Linear:
-    """`weight` [out, in], and a scale by which it is multiplied, whatever its name says."""
+    """`weight` [out, in], and a scale by which it is multiplied, whatever its name."""
 
     block: Block | None = None
     """None: one scale for the tensor, or one for each output."""

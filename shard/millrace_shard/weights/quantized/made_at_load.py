@@ -119,7 +119,7 @@ def fp4_values() -> Tensor:
 
 
 def made_at_load(flag: str | None) -> MadeAtLoad | None:
-    """The way that --quantize asks for; None for other values."""
+    """The way that --quantize requests; None for other values."""
     return None if flag is None else METHODS.get(flag)
 
 

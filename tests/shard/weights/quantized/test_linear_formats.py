@@ -67,7 +67,7 @@ def test_scattered_inputs_count_though_the_config_denies_them(
         group["weights"].pop(order)
     write(tmp_path, tensors, config)
     assert torch.equal(read(tmp_path, part()).dequantized(), expected)
-    with pytest.raises(WeightsError, match="one shard alone can serve this model"):
+    with pytest.raises(WeightsError, match="only one shard can serve this model"):
         read(tmp_path, part(columns=(0, 96)))
 
 
