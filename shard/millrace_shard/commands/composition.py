@@ -66,7 +66,6 @@ def build_engine(config: ShardConfig, device: torch.device) -> Engine:
 
 
 def load(config: ShardConfig, device: torch.device) -> LoadedModel:
-    """Connect the ranks, then read this rank's weights."""
     config = with_folders(config)
     group = _connect(config, device)
     dtype = choose_dtype(config, device)

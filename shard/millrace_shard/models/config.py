@@ -69,7 +69,6 @@ class ConfigReader:
 
     @property
     def model_type(self) -> str:
-        """The name of the family."""
         return str(self._fields.get("model_type"))
 
     def value(self, name: str) -> Any:  # noqa: ANN401
@@ -159,12 +158,10 @@ class ConfigReader:
                 raise UnsupportedModel(f"layer_types={kinds!r} is not for {self.model_type}")
 
     def fields_read(self) -> frozenset[str]:
-        """The names of all fields that have been read."""
         return frozenset(self._read)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a number, within the range of float32."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return -LARGEST_NUMBER <= value <= LARGEST_NUMBER

@@ -180,7 +180,6 @@ def _longest_sequence(spec: DecoderSpec) -> int:
 
 
 def _is_embedding(folder: Path, text: Mapping[str, Any]) -> bool:
-    """Whether the files say that the model is for embeddings."""
     classes = text.get("architectures")
     is_base = isinstance(classes, list) and any(str(name).endswith("Model") for name in classes)
     return is_base or (folder / SENTENCE_TRANSFORMERS).is_file()

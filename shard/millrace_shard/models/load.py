@@ -142,7 +142,6 @@ def _check_class(model: ModelDescription, quantize: str | None, *, allow_unliste
 
 
 def check_model(model: ModelDescription, *, allow_unlisted: bool) -> None:
-    """Raise UnsupportedModel for a class of `transformers` that is not supported."""
     if model.config is not None:
         from millrace_shard.models.transformers_backend.supported import check_supported  # noqa: PLC0415
 

@@ -181,7 +181,6 @@ class RopeTables:
     """Makes each table once."""
 
     def __init__(self, max_total_tokens: int | None, device: torch.device) -> None:
-        """`max_total_tokens` is the length of the longest sequence, if known."""
         self._max_total_tokens = max_total_tokens
         self._device = device
         self._tables: dict[RopeSpec, Tensor] = {}

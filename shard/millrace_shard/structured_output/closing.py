@@ -174,7 +174,6 @@ class _Walk:
         return bool(ids) and self.walker.consume_tokens(ids)
 
     def _forced_text(self) -> str:
-        """The text that has to follow, up to a special token."""
         # On a copy: where special tokens have to follow, the call spoils the state of the matcher.
         forced = self.walker.deep_copy().compute_ff_bytes()
         return forced.partition(SPECIAL_MARK)[0].decode(errors="ignore")

@@ -136,7 +136,6 @@ class GrammarCompiler:
         return self.matcher(grammar)
 
     def close(self) -> None:
-        """End the process and the threads."""
         self._process.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 

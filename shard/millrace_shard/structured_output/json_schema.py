@@ -159,7 +159,6 @@ class References:
                 waiting += [sub for _, sub in subschemas(part)]
 
     def _in_place(self, schema: object) -> Iterator[str]:
-        """References that apply to the same value as `schema`."""
         waiting = [schema]
         while waiting:
             part = waiting.pop()
@@ -390,7 +389,6 @@ def _move_bounds(parts: Sequence[Schema]) -> None:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a number that is not refused."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return -MAX_EXACT <= value <= MAX_EXACT

@@ -73,7 +73,6 @@ def prepare_gguf(path: Path, cache_root: Path, *, tokenizer: Path | None) -> Pat
 
 
 def _digest(header: GgufHeader, tokenizer: Path | None) -> str:
-    """A digest of everything that the folder depends on."""
     with header.path.open("rb") as file:
         start = file.read(header.num_bytes)
     state = [str(FORMAT_VERSION), str(header.path.resolve()), str(header.size)]

@@ -79,7 +79,6 @@ class Vocabulary:
         return cls(tokens=tokens, kinds=kinds, ids=ids, named=_named(metadata, len(tokens)))
 
     def of_kind(self, *kinds: TokenKind) -> list[int]:
-        """The ids of all tokens of these kinds."""
         return [id_ for id_, kind in enumerate(self.kinds) if kind in kinds]
 
     def end_ids(self) -> list[int]:
@@ -89,7 +88,6 @@ class Vocabulary:
         return list(dict.fromkeys(named + [id_ for id_ in control if self.tokens[id_] in ENDS]))
 
     def text(self, name: str) -> str | None:
-        """The token that the file names `name`."""
         return self.tokens[self.named[name]] if name in self.named else None
 
 

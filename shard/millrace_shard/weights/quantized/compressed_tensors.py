@@ -194,7 +194,6 @@ def _group(name: str, raw: object, whole: str) -> Group:
 
 
 def _usual_format(raw: Mapping[str, Any]) -> str:
-    """The format that the library chooses where the config names none."""
     weights = raw["weights"]
     if weights.get("type") == "float":
         return FLOAT if weights.get("num_bits") == 8 else NVFP4

@@ -63,7 +63,6 @@ class Nvfp4Linear:
 
 
 def mx_scales(tensors: ModuleTensors, suffix: str, exponents: Tensor) -> Tensor:
-    """The scales float32 of exponents uint8."""
     scales = powers_of_two(exponents)
     if not scales.isfinite().all():
         raise tensors.error(suffix, "has the exponent 255, which is not a number")

@@ -82,12 +82,10 @@ def fp8(settings: Settings) -> Quantization:
 
 
 def fbgemm_fp8(settings: Settings) -> Quantization:  # noqa: ARG001
-    """A checkpoint of quant_method fbgemm_fp8."""
     return _quantization("fbgemm_fp8", "fbgemm_fp8, one scale an output", Fp8Linear())
 
 
 def modelopt_fp8() -> Quantization:
-    """A checkpoint of quant_method modelopt, whose algorithm is FP8."""
     return _quantization("modelopt", "modelopt FP8, one scale a tensor", Fp8Linear())
 
 

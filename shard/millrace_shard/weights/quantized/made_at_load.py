@@ -113,7 +113,6 @@ def to_fp4(rows: Tensor) -> QuantizedTensor:
 
 
 def fp4_values() -> Tensor:
-    """The table of bitsandbytes' fp4."""
     positive = torch.tensor(FP4) / 12
     return torch.cat((positive, -positive))
 
