@@ -152,7 +152,7 @@ def test_a_unix_socket_needs_no_certificate() -> None:
 
 
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key", "tls_ca"])
-def test_all_three_files_or_none(given: str, tmp_path: Path) -> None:
+def test_tls_needs_all_three_files_or_none(given: str, tmp_path: Path) -> None:
     with pytest.raises(CredentialsError, match="--tls-") as refused:
         server_credentials(config("localhost:1", **{given: tmp_path / "x"}))
     assert "--" + given.replace("_", "-") not in str(refused.value)

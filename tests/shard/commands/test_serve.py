@@ -277,7 +277,7 @@ def test_int8_is_for_classes_of_transformers_too(tmp_path: Path) -> None:
     assert isinstance(load(config, torch.device("cpu")).kernels, Int8Kernels)
 
 
-def test_defaults_by_device(folder: Path) -> None:
+def test_defaults_depend_on_the_device(folder: Path) -> None:
     config = ShardConfig.from_args([str(folder), "--device=cpu"])
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert choose_device(config) == cpu

@@ -98,7 +98,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache", "restored_log")
-def test_flags_of_the_download(
+def test_tgis_download_flags_are_accepted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = "--extension .bin --logger-level INFO --json-output --trust-remote-code --merge-lora --auto-convert"

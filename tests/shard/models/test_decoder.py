@@ -279,13 +279,13 @@ def test_experts_that_are_stacked_in_the_file(name: str, tmp_path: Path) -> None
     assert_same_as_generate(reference, load(tmp_path / "stacked"))
 
 
-def test_sharded_files_and_a_bare_prefix(tmp_path: Path) -> None:
+def test_sharded_files_match_transformers(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "llama", max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert_same_as_generate(reference, load(tmp_path))
 
 
-def test_dynamic_rope_past_its_trained_length(tmp_path: Path) -> None:
+def test_dynamic_rope_past_its_trained_length_matches_transformers(tmp_path: Path) -> None:
     """Prompts within the trained length, generations past it: there `generate` is consistent with itself."""
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     reference = save_tiny(tmp_path, "llama", max_position_embeddings=40, rope_parameters=scaling)
@@ -302,7 +302,7 @@ LONGROPE = {
 }
 
 
-def test_longrope_within_its_original_length(tmp_path: Path) -> None:
+def test_longrope_within_its_original_length_matches_transformers(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "llama", rope_parameters=LONGROPE)
     assert_same_as_generate(reference, load(tmp_path), lengths=(5, 24), chunk=7)
 

@@ -43,7 +43,7 @@ def load(
     )
 
 
-def test_info(tmp_path: Path) -> None:
+def test_info_follows_the_config(tmp_path: Path) -> None:
     save_tiny(tmp_path, "mistral", sliding_window=9)
     model = load(tmp_path)
     assert model.info.model_type == "mistral"
@@ -178,7 +178,7 @@ def test_the_dtype_asked_for_is_that_of_the_computation(tmp_path: Path) -> None:
         assert 1e-4 < difference < 0.5
 
 
-def test_a_folder_without_config(tmp_path: Path) -> None:
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json in"):
         load(tmp_path)
 

@@ -58,7 +58,7 @@ def save(folder: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_of_the_text_model(name: str, tmp_path: Path) -> None:
+def test_text_models_of_multimodal_ones_match_transformers(name: str, tmp_path: Path) -> None:
     reference = save(tmp_path, name)
     kernels = PlainKernels(deterministic=False)
     model = load_model(

@@ -88,13 +88,13 @@ def test_compiled_kernels_compute_the_same_weights(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3_text"])
-def test_other_families(family: str, tmp_path: Path) -> None:
+def test_quantised_models_of_other_families_match_transformers(family: str, tmp_path: Path) -> None:
     assert_same(save_quantized(tmp_path, family, "gptq"), generate(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "pack-quantized", "fp8-block", "nf4"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
-def test_experts_one_by_one(family: str, name: str, tmp_path: Path) -> None:
+def test_quantised_experts_match_transformers(family: str, name: str, tmp_path: Path) -> None:
     reference = save_quantized(tmp_path, family, name, moe_intermediate_size=64)
     assert_same(reference, generate(tmp_path))
 
@@ -129,7 +129,7 @@ def test_groups_of_modules_have_their_own_formats(tmp_path: Path) -> None:
     assert_same(save_mixed(tmp_path, "llama", formats, config), generate(tmp_path))
 
 
-def test_overrides_of_gptq(tmp_path: Path) -> None:
+def test_overrides_of_gptq_match_transformers(tmp_path: Path) -> None:
     config = {
         **FORMATS["gptq"].config,
         "dynamic": {"-:.*self_attn.*": {}, r"+:.*\.down_proj": {"bits": 8}},

@@ -83,7 +83,7 @@ def process_of(compiler: GrammarCompiler) -> psutil.Process:
     [regex("[0-9]{4}"), schema('{"type": "object"}'), lark('start: "a" b\nb: /x+/')],
     ids=["regex", "json schema", "lark"],
 )
-def test_a_valid_grammar(compiler: GrammarCompiler, grammar: Grammar) -> None:
+def test_a_valid_grammar_is_accepted(compiler: GrammarCompiler, grammar: Grammar) -> None:
     compiler.check(grammar)
     assert mask_of(compiler.matcher(grammar))
 

@@ -554,7 +554,7 @@ def writings(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.skipif(SUITE is None, reason="run by make test-all SUITE=fuzz")
-def test_the_official_suite() -> None:
+def test_the_official_suite_is_enforced_or_refused() -> None:
     wrong, missing, refused, checked = [], [], [], 0
     for name, described, tests in suite_groups():
         try:

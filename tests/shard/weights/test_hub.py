@@ -295,7 +295,7 @@ def test_progress_is_told_while_the_hub_sends(
         ({"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": "/d"}, None, "/d", False),
     ],
 )
-def test_environment(
+def test_settings_follow_the_environment(
     environment: dict[str, str],
     token: str | None,
     cache: str,

@@ -130,7 +130,7 @@ def test_a_wrong_shape_is_named(folder: Path) -> None:
         weights(folder).rows("model.a.weight", 8, 7)
 
 
-def test_an_empty_folder(tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         WeightsError, match=r"no model\.safetensors and no model\.safetensors\.index"
     ):
@@ -157,7 +157,7 @@ def shard(folder: Path) -> Path:
     return index
 
 
-def test_sharded_files_by_index_and_without_one(tmp_path: Path) -> None:
+def test_sharded_files_are_read_with_and_without_an_index(tmp_path: Path) -> None:
     index = shard(tmp_path)
     for _ in range(2):
         read = weights(tmp_path)

@@ -435,7 +435,7 @@ def test_store_takes_strided_rows(dtype: torch.dtype, kernels: CpuKernels) -> No
 
 
 @pytest.mark.parametrize("width", [8, 64, 100, 576])
-def test_norms(dtype: torch.dtype, kernels: CpuKernels, width: int) -> None:
+def test_norms_match_their_definition(dtype: torch.dtype, kernels: CpuKernels, width: int) -> None:
     x, residual, weight = (torch.randn(37, width).to(dtype) for _ in range(3))
 
     def expected(values: Tensor, weight: Tensor) -> Tensor:
@@ -455,7 +455,9 @@ def test_norms(dtype: torch.dtype, kernels: CpuKernels, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [8, 100, 1536])
-def test_silu_mul(dtype: torch.dtype, kernels: CpuKernels, width: int) -> None:
+def test_silu_mul_matches_its_definition(
+    dtype: torch.dtype, kernels: CpuKernels, width: int
+) -> None:
     gate_up = (torch.randn(33, 2 * width) * 3).to(dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     expected = F.silu(gate) * up

@@ -78,7 +78,7 @@ def found(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_checkpoints(name: str, tmp_path: Path) -> None:
+def test_formats_of_checkpoints_match_the_loaded_weights(name: str, tmp_path: Path) -> None:
     save_quantized(tmp_path, "llama", name, num_hidden_layers=1)
     formats = found(tmp_path)
     assert formats
@@ -94,7 +94,7 @@ def test_ranks_have_groups_of_their_own(rank: int, tmp_path: Path) -> None:
     assert formats == loaded(tmp_path, group=ProcessGroup(rank, 2, CPU))
 
 
-def test_modules_of_other_formats(tmp_path: Path) -> None:
+def test_formats_of_single_modules_match_the_loaded_weights(tmp_path: Path) -> None:
     parts = {"q_proj": FORMATS["pack-quantized"], "down_proj": FORMATS["int-quantized"], "": None}
     groups = {
         f"group_{number}": {
@@ -112,7 +112,7 @@ def test_modules_of_other_formats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q4_K", "Q6_K"])
-def test_gguf_files(kind: str, tmp_path: Path) -> None:
+def test_formats_of_gguf_files_match_the_loaded_weights(kind: str, tmp_path: Path) -> None:
     made = TinyGguf("llama", kind, num_hidden_layers=1)
     folder = prepare_gguf(made.write(tmp_path / "m.gguf"), tmp_path, tokenizer=None)
     assert len(found(folder)) == (kind != "F16")

@@ -117,7 +117,7 @@ def test_ids_are_those_of_a_tokenizer_by_hand(pre: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pre", PIECES)
-def test_words_of_other_patterns(pre: str, tmp_path: Path) -> None:
+def test_words_are_split_as_each_pattern_requires(pre: str, tmp_path: Path) -> None:
     found = ours(tmp_path, metadata_of(by_hand("gpt-2"), pre))
     expected = PIECES[pre].split("|")
     assert found.pre_tokenizer is not None
@@ -148,7 +148,7 @@ def test_the_normal_form_is_what_transformers_leaves_out(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "tekken", "smaug-bpe", "qwen2"])
-def test_words_that_no_merges_build(pre: str, tmp_path: Path) -> None:
+def test_words_that_no_merges_build_are_single_tokens(pre: str, tmp_path: Path) -> None:
     """The models' tokenizer.json has `ignore_merges` for Llama 3 and Tekken; transformers' reading leaves it out."""
     expected = by_hand(pre)
     metadata = metadata_of(expected, pre)
@@ -186,7 +186,7 @@ def test_ends_of_a_prompt(
         assert theirs(tmp_path).encode("hello") == found.encode("hello").ids
 
 
-def test_special_tokens_and_templates(tmp_path: Path) -> None:
+def test_special_tokens_and_templates_are_kept(tmp_path: Path) -> None:
     metadata = metadata_of(by_hand("gpt-2"), "gpt-2")
     metadata |= {
         "tokenizer.chat_template": "default {{ messages }}",

@@ -19,7 +19,7 @@ def read(*, vocab_size: int = 8, **values: Any) -> Vocabulary:
     return Vocabulary.read(Metadata(found, "m.gguf"), vocab_size=vocab_size)
 
 
-def test_tokens_and_ids() -> None:
+def test_tokens_are_found_by_id_kind_and_name() -> None:
     kinds = np.array([CONTROL, NORMAL, NORMAL], np.int32)
     found = read(tokens=["<s>", "a", "b"], token_type=kinds, bos_token_id=0)
     assert found.ids == {"<s>": 0, "a": 1, "b": 2}

@@ -155,7 +155,7 @@ def test_ranks_cannot_share_groups_of_experts(tmp_path: Path) -> None:
     assert "do not fit the 72 inputs" in refusal(tmp_path, UnsupportedModel)
 
 
-def test_experts_in_mxfp4(tmp_path: Path) -> None:
+def test_damaged_mxfp4_experts_are_refused(tmp_path: Path) -> None:
     save_mxfp4(tmp_path, num_hidden_layers=2)
     path = tmp_path / "model.safetensors"
     whole = load_file(path)

@@ -99,7 +99,7 @@ def test_zeros_stay_zeros(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_transposed_experts(method: str) -> None:
+def test_transposed_experts_have_the_same_codes(method: str) -> None:
     """Files of gpt-oss have them; torch warns of numbers that are not contiguous in a search."""
     quantize = METHODS[method].linear
     transposed = weight(192, 32).t()
