@@ -242,7 +242,7 @@ class Sampling:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn at random: the client asked for it, or a warper is active."""
+        """Whether tokens are drawn at random: the client requested it, or a warper is active."""
         return self.do_sample or any(getattr(self, name) != NEUTRAL[name] for name in WARPERS)
 
     def refusal(self) -> str | None:

@@ -138,7 +138,9 @@ class DeviceFlags(BaseModel):
         " device has it.",
     )
     max_total_tokens: int | None = Field(
-        None, ge=2, description="Longest sequence that will be asked for; RoPE is laid out for it."
+        None,
+        ge=2,
+        description="The longest sequence that requests may have; RoPE is laid out for it.",
     )
     deterministic: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -266,7 +268,7 @@ class WeightFlags(BaseModel):
     rope_factor: float | None = Field(
         default=None,
         gt=0,
-        description="Factor of --rope-scaling, 1.0 when absent; alone it implies linear.",
+        description="Factor of --rope-scaling, 1.0 when absent; without --rope-scaling it implies linear.",
     )
 
 

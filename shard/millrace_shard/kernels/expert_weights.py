@@ -25,7 +25,7 @@ class Scoring(Enum):
     SOFTMAX = "softmax"
     """The softmax over all experts."""
     SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
-    """The softmax over the chosen experts alone."""
+    """The softmax over only the chosen experts."""
     SIGMOID = "sigmoid"
     """The sigmoid of each logit. Experts are chosen by it and a correction, which is not part of their shares."""
 
@@ -123,7 +123,7 @@ class ExpertsWeights:
 
     router: RouterWeights
     experts: Iterable[ExpertWeights]
-    """One after the other, of equal shapes. The weights of one are valid until the next one is asked for."""
+    """One after the other, of equal shapes. The weights of one are valid until the next one is taken."""
     activation: Activation | ClampedSwiglu
     inter: int
     """Intermediate channels of an expert on this rank."""
@@ -134,7 +134,7 @@ class ExpertsWeights:
         return len(self.router.weight)
 
     def peeked(self) -> tuple[ExpertWeights, ExpertsWeights]:
-        """The first expert, and the weights with it as if it had not been asked for."""
+        """The first expert, and the weights with it as if it had not been taken."""
         experts = iter(self.experts)
         first = next(experts)
         return first, replace(self, experts=itertools.chain((first,), experts))

@@ -107,7 +107,7 @@ logger = logging.getLogger(__name__)
 def quantization_of(
     folder: Path, flag: str | None, spec: DecoderSpec, world_size: int
 ) -> Quantization | MadeAtLoad | None:
-    """The quantisation of the checkpoint, or the one that --quantize asks for; None for plain weights.
+    """The quantisation of the checkpoint, or the one that --quantize requests; None for plain weights.
 
     Raises UnsupportedModel, also for ranks that cannot share the groups of inputs.
     """

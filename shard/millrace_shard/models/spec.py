@@ -185,7 +185,6 @@ class GatedSpec:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The numbers of channels that ranks share."""
         return (self.intermediate_size,)
 
 
@@ -222,7 +221,6 @@ class ExpertsSpec:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The numbers of channels that ranks share."""
         return self.intermediate_size, *(self.shared.mlp.widths if self.shared else ())
 
 
@@ -298,5 +296,4 @@ class DecoderSpec:
 
     @property
     def num_stored_layers(self) -> int:
-        """The number of layers in the file."""
         return len(self.layers) + self.num_more_layers

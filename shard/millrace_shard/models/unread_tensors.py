@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that no part of the model asked for, because its config does not name them."""
+"""Tensors of a checkpoint that no part of the model has read, because its config does not name them."""
 
 from __future__ import annotations
 

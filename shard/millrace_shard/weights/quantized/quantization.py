@@ -45,7 +45,7 @@ class Quantization:
     """The method of a checkpoint."""
 
     method: str
-    """As TGI's `--quantize` names it where it does, else as `quant_method`."""
+    """The name of TGI's `--quantize` if it has one, else of `quant_method`."""
     summary: str
     """The method and its settings, for the log."""
     format_of: FormatOf

@@ -1,23 +1,23 @@
 from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.errors import UnsupportedModel, WeightsError
+from millrace_shard.errors import UnsupportedModel
+from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.linear_reader import LinearReader
-from millrace_shard.weights.quantized.module_tensors import Cut, Span
+from millrace_shard.weights.quantized.module_tensors import Cut
+from millrace_shard.weights.quantized.module_tensors import Span
 from millrace_shard.weights.quantized.quantization_config import read_quantization
 from millrace_shard.weights.safetensor_files import SafetensorFiles
 from millrace_shard.weights.weights import Weights
@@ -72,13 +72,13 @@ def test_scattered_inputs_count_though_the_config_denies_them(
         group["weights"].pop(order)
     write(tmp_path, tensors, config)
     assert torch.equal(read(tmp_path, part()).dequantized(), expected)
-    with pytest.raises(WeightsError, match="one shard alone can serve this model"):
+    with pytest.raises(WeightsError, match="only one shard can serve this model"):
         read(tmp_path, part(columns=(0, 96)))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [(0, 36), (36, 72), (20, 28), (67, 72)])
-def test_outputs_of_a_rank(tmp_path: Path, name: str, rows: Span) -> None:
+def test_the_outputs_of_a_rank_are_cut_exactly(tmp_path: Path, name: str, rows: Span) -> None:
     tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
     write(tmp_path, tensors, FORMATS[name].config)
     found = read(tmp_path, part(rows=rows))
@@ -87,7 +87,7 @@ def test_outputs_of_a_rank(tmp_path: Path, name: str, rows: Span) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in SCATTERED])
 @pytest.mark.parametrize("columns", [(0, 96), (96, 192), (64, 128), (48, 80), (176, 192)])
-def test_inputs_of_a_rank(tmp_path: Path, name: str, columns: Span) -> None:
+def test_the_inputs_of_a_rank_are_cut_exactly(tmp_path: Path, name: str, columns: Span) -> None:
     tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
     write(tmp_path, tensors, FORMATS[name].config)
     found = read(tmp_path, part(columns=columns))
@@ -134,7 +134,7 @@ def test_there_are_fixtures() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+def test_weights_match_the_library(tmp_path: Path, name: str) -> None:
     path = FIXTURES / f"{name}.safetensors"
     tensors = load_file(path)
     expected = tensors.pop("expected")
@@ -182,7 +182,7 @@ def open_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> Weights:
     return Weights(folder, dtype=torch.float32, device=cpu, group=ProcessGroup.single())
 
 
-def test_experts_are_those_of_transformers(
+def test_experts_match_transformers(
     tmp_path: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
     expected = convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32).transpose(1, 2)
