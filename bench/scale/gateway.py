@@ -197,7 +197,7 @@ class KvAware(Gateway):
     """Knows what every replica has cached, and sends a request where its first token comes soonest.
 
     That is where the fewest prompt tokens are to be computed before: the request's tokens that are not cached, and
-    the tokens of requests that this gateway has sent and that have not begun. Replicas beyond the bound are passed over.
+    the tokens of requests that this gateway has sent and that have not begun. Replicas beyond the bound are skipped.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ RouterError
 │   └── AdapterRemoved        404  adapter_not_found  (the operator has unloaded it)
 ├── AdapterRefused            400  InvalidUserInput   (`/v1/load_lora_adapter`, and `/v1/unload_lora_adapter`)
 ├── AdapterNotLoaded          404  NotFoundError      (the same routes)
-├── AdapterForbidden          403  adapter_forbidden  (the token has no access)
+├── AdapterForbidden          403  adapter_forbidden  (the token does not grant access)
 ├── AdapterTooLarge           413  validation         (larger than a download, or all memory, may be)
 ├── AdapterUnavailable        503  unavailable        (the hub or the disk failed)
 ├── WrongMethod               405  method_not_allowed
@@ -121,7 +121,7 @@ class AdapterInvalid(ValidationError):
 
 
 class BodyError(ValidationError):
-    """The body cannot be read as a request; the message has no prefix."""
+    """The body cannot be read as a request; the message is not prefixed."""
 
     status = 400
 

@@ -53,7 +53,7 @@ class ListeningFlags(BaseModel):
         default=None, description="PEM file with the certificate for HTTPS, and its chain."
     )
     ssl_keyfile: Path | None = Field(
-        default=None, description="PEM file with the certificate's key, which has no password."
+        default=None, description="PEM file with the certificate's key, without a password."
     )
     ssl_ca_certs: Path | None = Field(
         default=None,

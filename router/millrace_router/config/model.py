@@ -61,7 +61,7 @@ class ModelFlags(BaseModel):
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """The names of the model with that of --model-id, which is always understood."""
+        """The served names and --model-id, which is always accepted."""
         return (*self.served_model_name, self.model_id)
 
     @model_validator(mode="before")

@@ -54,8 +54,8 @@ class LimitFlags(BaseModel):
     max_new_tokens_limit: int | None = Field(
         default=None,
         ge=1,
-        description="Most new tokens that a request may ask for, and get without asking; no limit of its own when"
-        " absent.",
+        description="Most new tokens that a request may have, and the default of requests; when absent, only the"
+        " context limits them.",
     )
     max_batch_size: int | None = Field(
         default=None,
@@ -267,9 +267,13 @@ class RouterConfig(
     @property
     def hub_cache(self) -> Path:
         """The hub's local cache, by the variables that its client and TGI read."""
-        given = {name: value for name, value in os.environ.items() if value}
-        home = given.get("HF_HOME") or f"{given.get('XDG_CACHE_HOME', '~/.cache')}/huggingface"
-        cache = given.get("HF_HUB_CACHE") or given.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+        variables = {name: value for name, value in os.environ.items() if value}
+        home = (
+            variables.get("HF_HOME") or f"{variables.get('XDG_CACHE_HOME', '~/.cache')}/huggingface"
+        )
+        cache = (
+            variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+        )
         return Path(cache).expanduser()
 
     @property

@@ -18,7 +18,7 @@ class Dialect:
     refuses_full_top_p: bool = False
     """OpenAI's `top_p` of 1 is refused, instead of meaning no restriction."""
     has_tgi_penalties: bool = False
-    """OpenAI's penalties are those of TGI, over the prompt and the answer."""
+    """OpenAI's penalties work as TGI's, over the prompt and the answer."""
     refuses_tools_with_format: bool = False
     """A chat has either `tools` or a `response_format`."""
     takes_images: bool = False
@@ -30,7 +30,7 @@ class Dialect:
     has_tgi_reasons: bool = False
     """Text completions end with TGI's finish reasons, and chunks before the end have an empty one."""
     repeats_role: bool = False
-    """Every chunk of a chat has the role, instead of a first chunk of its own."""
+    """Every chunk of a chat has the role, instead of a separate first chunk."""
     numbers_calls: bool = False
     """Calls have numbers as ids."""
     stops_after_calls: bool = False
@@ -48,7 +48,7 @@ class Dialect:
     ignores_foreign_fields: bool = False
     """Fields of other servers that would change the answer are ignored, instead of a refusal."""
     limits_vertex_parameters: bool = False
-    """Vertex AI's texts take the parameters `max_new_tokens` and `seed` alone."""
+    """Vertex AI's texts take only the parameters `max_new_tokens` and `seed`."""
 
 
 MILLRACE = Dialect()

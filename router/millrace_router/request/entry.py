@@ -22,7 +22,7 @@ from millrace_router.text.stopping import StopMatcher
 from millrace_router.text.tokenizer import Tokenizer
 
 MAX_JUMP_FORWARD_TOKENS = 16
-"""Most tokens forced by a grammar that one step computes beside a sampled one."""
+"""Most tokens forced by a grammar that one step computes in addition to a sampled one."""
 
 
 class Entry(SchedulableRequest):

@@ -70,10 +70,10 @@ class TokenEvent:
     token: Token
     top_tokens: tuple[Token, ...] = ()
     finished: Finished | None = None
-    """Set with the last token alone, and always there."""
+    """Set with the last token, and only there."""
 
 
 def end_without_token() -> TokenEvent:
-    """The end of a request that generates none."""
+    """Return the end of a request that generates none."""
     finished = Finished(FinishReason.LENGTH, "", 0, None)
     return TokenEvent(0, Token(0, "", 0.0, special=True), (), finished)

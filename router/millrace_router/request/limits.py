@@ -19,7 +19,7 @@ class Limits:
     default_max_new_tokens: int | None = None
     """Not in TGI: most new tokens of a request that names no limit; None for what the context leaves."""
     max_new_tokens_limit: int | None = None
-    """Not in TGI: most new tokens that a request may ask for."""
+    """Not in TGI: most new tokens that a request may name."""
     max_concurrent_requests: int = 128
     max_best_of: int = 2
     max_n: int = 16

@@ -77,7 +77,7 @@ class ValidRequest:
     prefill_logprobs: bool = False
     """Whether the answer has the log probabilities of the prompt's tokens."""
     prompt_top_n_tokens: int = 0
-    """Candidates beside each token of the prompt."""
+    """Other candidates for each token of the prompt."""
     grammar: Grammar | None = None
     adapter: AdapterVersion | None = None
     """The version that all its tokens are computed with; None for the base model."""

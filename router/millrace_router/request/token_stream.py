@@ -50,7 +50,7 @@ class TokenStream:
         self.predicted_queue_seconds: float | None = None
         """Prediction of the time until the first admission, made when the request came."""
         self.prompt_logprobs: PromptLogprobs | None = None
-        """Set before the first token, if the request asks for them."""
+        """Set before the first token, if the request wants them."""
         self.pooled: Sequence[float] | None = None
         """Set before the end of a request that is pooled."""
         self._on_close: Callable[[], None] | None = None

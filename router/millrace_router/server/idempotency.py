@@ -1,6 +1,6 @@
 """Requests with an idempotency key: a repeated request gets the answer of the first one, finished or still running.
 
-**What is kept, and for how long.** A request with a key runs in a task of its own, and a repetition attaches to it:
+**What is kept, and for how long.** A request with a key runs in its own task, and a repetition attaches to it:
 no second generation, no second permit. When no connection reads the answer any more, the run goes on for the grace
 period, in which its client may come back, and is aborted after that; the period is 0 by default. The answer stays
 available for the grace period after its end, unless the run failed before its first byte: the next try may succeed.
@@ -196,7 +196,7 @@ class Runs:
         """Start a run that `find` did not find; `work` records a stream, or returns an answer in one piece."""
         run = self._runs[scope] = Run(body_digest)
         self._tasks[run] = task = asyncio.create_task(work(run))
-        # A task that is cancelled before its first step runs no `finally` of its own.
+        # A task that is cancelled before its first step does not run its `finally`.
         task.add_done_callback(partial(self._end, scope, run))
         return run
 
@@ -215,10 +215,10 @@ class Runs:
 
     def end(self, owned: bytes) -> bool:
         """Abort and forget the runs of an `owned_key`; return whether there were any."""
-        found = [(scope, run) for scope, run in self._runs.items() if scope.startswith(owned)]
-        for scope, run in found:
+        matches = [(scope, run) for scope, run in self._runs.items() if scope.startswith(owned)]
+        for scope, run in matches:
             self._drop(scope, run)
-        return bool(found)
+        return bool(matches)
 
     def drain(self) -> None:
         """Abort runs without readers, from now on at once: a client that comes back will reach another server."""

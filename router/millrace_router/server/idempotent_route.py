@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial, wraps
+from http import HTTPStatus
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -20,11 +21,19 @@ from millrace_router.server.idempotency import (
     scope_of,
     unknown_event,
 )
+from millrace_router.server.operation import Operation
 from millrace_router.server.recording import Recording, ResumedStream
 from millrace_router.server.services import SERVICES, count_refusal, counting_refusals
 from millrace_router.server.sse import RUN, cut_off, send
 
 RUNS: web.AppKey[Runs] = web.AppKey("runs", Runs)
+END_OPERATION = Operation(
+    method="delete",
+    path="/v1/requests/{key}",
+    id="end_request",
+    summary="End the request with this `Idempotency-Key`",
+    failures=(HTTPStatus.GONE, HTTPStatus.UNPROCESSABLE_ENTITY),
+)
 
 
 async def end_runs(app: web.Application) -> None:
@@ -33,7 +42,7 @@ async def end_runs(app: web.Application) -> None:
 
 
 async def end_request(request: web.Request) -> web.Response:
-    """`DELETE /v1/requests/{key}`: abort and forget what the caller asked for with this key, or 410."""
+    """`DELETE /v1/requests/{key}`: abort and forget the caller's request with this key, or 410."""
     if not request.app[RUNS].end(owned_key(request.headers, request.match_info["key"])):
         raise NotResumable
     return web.Response()
@@ -42,7 +51,7 @@ async def end_request(request: web.Request) -> web.Response:
 def idempotent(handler: Handler) -> Handler:
     """Let requests with the same key, body, caller and path share one call of `handler`.
 
-    The call outlives the connection of the first request: it runs in a task of its own, in which the headers and the
+    The call outlives the connection of the first request: it runs in its own task, in which the headers and the
     body of the first request stay readable. Requests without a key go straight to `handler`. What `handler` refuses
     counts as a request that failed, unless its body cannot be read.
     """

@@ -36,9 +36,9 @@ def with_id(index: int, frame: bytes) -> bytes:
 
 
 class Recording:
-    """A sink that keeps a stream's frames, numbers those of tokens from 1, and hands them to all resumed streams.
+    """A sink that keeps a stream's frames, numbers the frames of tokens from 1, and hands them to all resumed streams.
 
-    Frames that belong to no token have no number: a client that resumes after the last token gets them again. An
+    Frames without a token are not numbered: a client that resumes after the last token gets them again. An
     error in mid-stream is such a frame; before the first token the resumed streams raise it.
     """
 

@@ -62,7 +62,7 @@ class Services:
     compute_type: str
     """Value of the `x-compute-type` header."""
     pooling: PoolingModel = GENERATES
-    """What the model yields beside text."""
+    """What the model yields in addition to text."""
     adapters: Resolver | None = None
     """None if the shards take no adapters."""
     loading: AdapterLoading | None = None

@@ -70,19 +70,19 @@ def sampling_defaults(config: RouterConfig, model: ModelFiles) -> SamplingDefaul
     except ValueError as error:
         raise ModelFilesError(f"{error}; --generation-config off ignores it") from None
     if given := defaults.given():
-        log.info("Sampling defaults are those of the model's generation_config.json", **given)
+        log.info("Sampling defaults are from the model's generation_config.json", **given)
     return defaults
 
 
 def tool_format(config: RouterConfig, template: ChatTemplate, tokenizer: Tokenizer) -> CallFormat:
-    """Return how the model writes calls, by the flag or its template; warns if nobody knows."""
-    asked = config.tool_call_parser
-    if asked == "auto" and template.lists_tools and detected(template.tool_source) is None:
+    """Return how the model writes calls, by the flag or its template; warns if neither shows it."""
+    parser = config.tool_call_parser
+    if parser == "auto" and template.lists_tools and detected(template.tool_source) is None:
         log.warning(
             "The chat template has tools, but no known form of calls: answers are searched for JSON."
             " --tool-call-parser names the form",
         )
-    return format_of(template.tool_source, asked, special_ids=tokenizer.special_ids)
+    return format_of(template.tool_source, parser, special_ids=tokenizer.special_ids)
 
 
 def with_model_folder(config: RouterConfig) -> RouterConfig:

@@ -92,7 +92,7 @@ class Running:
 
 
 async def start(config: RouterConfig, keys: ApiKeys | None = None) -> Running:
-    """Start everything except the HTTP port, with `keys` or those of the flags; raises StartupError."""
+    """Start everything except the HTTP port, with `keys` or else the keys of the flags; raises StartupError."""
     _check(config)
     try:
         keys = keys or ApiKeys.of(config)
@@ -182,7 +182,7 @@ async def measure_steps(
     cost: CostModel,
     launcher: LauncherChannel,
 ) -> None:
-    """Measure the costs of steps with an engine of its own, which leaves metrics, cache and queue as they are."""
+    """Measure the costs of steps with a separate engine, which leaves metrics, cache and queue as they are."""
     # An outage must not delay the port: clients should see the state of the server.
     quiet = {
         "fairness": "none",

@@ -107,8 +107,8 @@ class Deployment:
     @property
     def compute_type(self) -> str:
         """Value of the `x-compute-type` header: COMPUTE_TYPE, else the number of shards and their device."""
-        if (given := self.config.compute_type) is not None:
-            return given
+        if (dtype := self.config.compute_type) is not None:
+            return dtype
         if self.config.strict_tgi:
             return TGI_COMPUTE_TYPE
         return f"{self.info.world_size}-{self.info.device_type}"

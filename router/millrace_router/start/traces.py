@@ -107,7 +107,7 @@ def check_kv_events(config: RouterConfig) -> None:
         )
     if config.prefix_caching == "off":
         raise StartupError(
-            "--kv-events tells of the prefix cache, which --prefix-caching off disables"
+            "--kv-events publishes the prefix cache, which --prefix-caching off disables"
         )
     for flag, address in (
         ("--kv-events", config.kv_events),

@@ -148,12 +148,12 @@ class SpeculationLoader:
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """The tokens of tokenizer.json; None if there is no such file, or its vocabulary is no mapping."""
+    """The tokens of tokenizer.json; None without such a file, or if its vocabulary is not a mapping."""
     path = folder / TOKENIZER
     try:
-        found = parse_json(path.read_bytes())["model"]["vocab"]
+        vocabulary = parse_json(path.read_bytes())["model"]["vocab"]
     except (OSError, KeyError, TypeError):
         return None
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
-    return found if isinstance(found, dict) else None
+    return vocabulary if isinstance(vocabulary, dict) else None

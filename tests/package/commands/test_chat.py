@@ -1,19 +1,20 @@
 """A chat in a pipe, against a server whose every word is known."""
 
 from __future__ import annotations
-
 import asyncio
 import os
 import pty
 import signal
-
 import pytest
-from tests.package.programs import OpenAI, run, started
-
-from millrace.chat import HELP, Conversation, Screen, Session
+from tests.package.programs import OpenAI
+from tests.package.programs import run
+from tests.package.programs import started
+from millrace.chat import HELP
+from millrace.chat import Conversation
+from millrace.chat import Screen
+from millrace.chat import Session
 from millrace.http.client import Client
 from millrace_testing.router.sse import served_application
-
 
 async def test_lines_are_messages_and_stdout_has_the_answers_alone() -> None:
     server = OpenAI(lambda body: f"answer {len(body['messages'])}")
@@ -80,7 +81,7 @@ async def test_a_refusal_ends_a_pipe_with_the_servers_words() -> None:
         (("http://127.0.0.1:9",), 1, "cannot connect"),
         (("http://127.0.0.1:9", "--", "--port=1"), 2, "flags after --"),
         (("--", "--prot=1"), 2, "'--port'"),
-        (("/no/folder",), 1, "error: there is no folder /no/folder"),
+        (("/no/folder",), 1, "error: folder /no/folder does not exist"),
         (("--max-tokens", "0"), 2, "--max-tokens"),
     ],
 )

@@ -1,43 +1,52 @@
 """Replays of journals on a hash shard: equal answers, or the first difference."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
-
 import pytest
-
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal.errors import JournalUnusable
 from millrace_router.journal.header import Header
 from millrace_router.journal.journal import Journal
-from millrace_router.journal.reader import Answered, Failed, Sent
+from millrace_router.journal.reader import Answered
+from millrace_router.journal.reader import Failed
+from millrace_router.journal.reader import Sent
 from millrace_router.journal.replay.command import replay
 from millrace_router.journal.replay.comparison import Comparison
-from millrace_router.journal.replay.player import Player, Unanswered, settled, token_at
+from millrace_router.journal.replay.player import Player
+from millrace_router.journal.replay.player import Unanswered
+from millrace_router.journal.replay.player import settled
+from millrace_router.journal.replay.player import token_at
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.scheduler.step_plan import Budgets
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.instruments import Counter
-from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
-from millrace_testing.router.journals import (
-    BUDGETS,
-    RecordedDriver,
-    ReplayShards,
-    header,
-    journal_in,
-    new_shard,
-    replayed,
-    requests,
-)
-from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard
+from millrace_testing.router.fake_router import collect
+from millrace_testing.router.fake_router import ids_of
+from millrace_testing.router.fake_router import new_batcher
+from millrace_testing.router.fake_router import request
+from millrace_testing.router.fake_router import running
+from millrace_testing.router.journals import BUDGETS
+from millrace_testing.router.journals import RecordedDriver
+from millrace_testing.router.journals import ReplayShards
+from millrace_testing.router.journals import header
+from millrace_testing.router.journals import journal_in
+from millrace_testing.router.journals import new_shard
+from millrace_testing.router.journals import replayed
+from millrace_testing.router.journals import requests
+from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.shards.fake_shard import continuation
+from millrace_testing.shards.fake_shard import serve_fake_shard
 from millrace_testing.shards.hash_shard import HashShard
-
+from millrace_router.journal.header import header_from_json
+from millrace_router.journal.header import header_to_json
+from millrace_router.journal.reader import AdapterChanged
+from millrace_router.journal.reader import read_events
 
 def record(
     folder: Path,
@@ -419,11 +428,11 @@ def test_what_cannot_be_replayed(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "text").write_text("hello, this is no journal")
+    (tmp_path / "text").write_text("hello, this is not a journal")
     for path, words in (
         ("empty", "contains no journal"),
         ("none", "does not exist"),
-        ("text", "is no jo"),
+        ("text", "is not a jo"),
     ):
         assert replay([str(tmp_path / path), f"--shard-addresses={address}"]) == 2
         assert words in capsys.readouterr().err
@@ -437,3 +446,54 @@ def test_what_cannot_be_replayed(
     with pytest.raises(SystemExit) as ended:
         replay([])
     assert ended.value.code == 2
+
+
+def record_adapters(folder: Path, *, fails: bool = False) -> RecordedDriver:
+    """Run requests with adapters, of which the shard holds two at a time."""
+    shard = new_shard(max_adapters=2)
+    journal, writer, _ = journal_in(folder, header(shard))
+    driver = RecordedDriver(BUDGETS, shard, journal)
+    for number, asked in enumerate(requests(24, adapters=True)):
+        driver.submit(asked)
+        driver.turn()
+        if fails and number == 12:
+            shard.fail_next, driver.loses_adapters = "killed", True
+    driver.run()
+    driver.check_idle()
+    writer.close()
+    return driver
+
+
+async def test_a_journal_with_adapters_replays(tmp_path: Path) -> None:
+    driver = record_adapters(tmp_path)
+    assert driver.shard.adapters.num_read.total() > 8, "no adapter was evicted"
+    shard = new_shard(max_adapters=2)
+    (outcome,) = await replayed(tmp_path, shard)
+    assert outcome.difference is None
+    assert outcome.is_compared
+    assert outcome.num_tokens > 100
+    assert shard.adapters.num_read == driver.shard.adapters.num_read
+
+
+async def test_another_epoch_begins_with_the_loads_of_its_own(tmp_path: Path) -> None:
+    record_adapters(tmp_path, fails=True)
+    first, second = await replayed(tmp_path, new_shard(max_adapters=2))
+    assert first.difference is None
+    assert second.difference is None
+    assert second.num_tokens > 20
+
+
+def test_a_journal_has_digests_and_no_names(tmp_path: Path) -> None:
+    record_adapters(tmp_path)
+    found = [event for _, event in read_events(tmp_path) if isinstance(event, AdapterChanged)]
+    digests = {event.digest for event in found if event.digest is not None}
+    assert len(digests) == 5
+    assert all(len(digest) == 64 for digest in digests)
+    assert any(event.digest is None for event in found), "no slot was freed"
+
+
+def test_the_header_has_modules_and_pages() -> None:
+    head = header(new_shard(max_adapters=2))
+    assert head.capacity.adapter_pages == 3
+    assert head.shard.adapter_modules
+    assert header_from_json(header_to_json(head)) == head

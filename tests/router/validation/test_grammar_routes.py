@@ -302,7 +302,7 @@ async def test_what_else_can_be_asked_of_sampling(path: str) -> None:
         ({"typical_p": 1.5}, "`typical_p` must be > 0.0 and < 1.0"),
         (
             {"response_format": REGEX, "ignore_eos": True},
-            "`ignore_eos` has no meaning beside a grammar, which says what ends",
+            "`ignore_eos` has no meaning with a grammar, which decides where a text ends",
         ),
     ],
 )

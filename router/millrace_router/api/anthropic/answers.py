@@ -154,8 +154,8 @@ def blocks_of(deltas: Sequence[ChatDelta]) -> list[BlockJson]:
     for block in blocks:
         if block["type"] == "thinking":
             block["signature"] = signature(block["thinking"])
-    for place, text in arguments.items():
-        block = blocks[place]
+    for index, text in arguments.items():
+        block = blocks[index]
         assert block["type"] == "tool_use"
         block["input"] = input_of(text)
     return blocks

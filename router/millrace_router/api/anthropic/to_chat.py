@@ -147,7 +147,7 @@ def _assistant(blocks: Sequence[Block], calls: Sequence[ToolUseBlock]) -> Messag
 
 
 def _others(role: str, blocks: Sequence[Block], names: dict[str, str]) -> Iterator[Message]:
-    """Make messages of their own of the results, where they stand; the text between them stays `role`'s."""
+    """Make a message of each tool result, in order; the text between them stays in messages of `role`."""
     if not blocks:
         yield {"role": role, "content": ""}
     for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResultBlock)):

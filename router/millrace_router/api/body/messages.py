@@ -23,7 +23,7 @@ WORDS: Mapping[str, Word] = {"auto": "auto", "none": "none", "required": "requir
 
 
 def check_exclusive(tools: object, request: GenerationRequest, dialect: Dialect) -> None:
-    """Raise ToolError for tools beside a grammar if the dialect refuses them."""
+    """Raise ToolError for tools together with a grammar if the dialect refuses them."""
     if dialect.refuses_tools_with_format and tools is not None and request.grammar is not None:
         raise ToolError(EXCLUSIVE)
 
@@ -135,7 +135,7 @@ def choose(
 def choose_by_word(
     tools: tuple[Tool, ...], word: Word, *, parallel: bool
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Return all tools and the choice; raises ToolError where a call is required and there is no tool."""
+    """Return all tools and the choice; raises ToolError where a call is required but tools are missing."""
     if word == "required" and not tools:
         raise ToolError("a call is `required`, but there are no `tools`")
     return tools, ToolChoice(word, None, parallel)
@@ -151,11 +151,11 @@ def choose_named(
 
 def only(tools: tuple[Tool, ...], names: Sequence[str]) -> tuple[Tool, ...]:
     """Return the tools with the names, each once; raises ToolError for a name that no tool has."""
-    known = {tool.name: tool for tool in tools}
+    by_name = {tool.name: tool for tool in tools}
     for name in names:
-        if name not in known:
+        if name not in by_name:
             raise ToolError(f"Tool with name {name[:MAX_NAME_CHARS]} not found")
-    return tuple(known[name] for name in dict.fromkeys(names))
+    return tuple(by_name[name] for name in dict.fromkeys(names))
 
 
 class TextPart(RequestModel):
@@ -271,32 +271,32 @@ class ChatMessage(MessageBody):
     @property
     def thought(self) -> str | None:
         """The assistant's thought, whatever its name."""
-        given = (self.reasoning_content, self.reasoning, self.thinking)
-        return next((one for one in given if isinstance(one, str) and one), None)
+        thoughts = (self.reasoning_content, self.reasoning, self.thinking)
+        return next((one for one in thoughts if isinstance(one, str) and one), None)
 
     def for_template(self, dialect: Dialect) -> Message:
-        """Translate, with the structure of the content; raises ValidationError for a part that is no text."""
+        """Translate, with the structure of the content; raises ValidationError for a part that is not text."""
         content = None if self.content is None else template_content(self.content, dialect)
-        given: Message = {"role": self.role, "content": content}
+        message: Message = {"role": self.role, "content": content}
         if self.tool_calls:
-            given["tool_calls"] = [
+            message["tool_calls"] = [
                 called(
                     call.id, call.function.name, call.function.arguments, call.type or "function"
                 )
                 for call in self.tool_calls
             ]
         named = {"tool_call_id": self.tool_call_id, "name": self.name, THOUGHT: self.thought}
-        given |= {key: value for key, value in named.items() if value is not None}
-        return given
+        message |= {key: value for key, value in named.items() if value is not None}
+        return message
 
 
 def for_template(messages: Sequence[ChatMessage], dialect: Dialect) -> list[Message]:
-    """Translate all turns; raises ValidationError for a part that is no text."""
+    """Translate all turns; raises ValidationError for a part that is not text."""
     return [message.for_template(dialect) for message in messages]
 
 
 def template_content(content: MessageContent, dialect: Dialect) -> str | list[dict[str, str]]:
-    """Return text, or parts of text, for a template; raises ValidationError for a part that is no text."""
+    """Return text, or parts of text, for a template; raises ValidationError for a part that is not text."""
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": _text_of(part, dialect)} for part in content]

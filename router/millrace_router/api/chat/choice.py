@@ -32,7 +32,7 @@ _FINISH_REASONS = {
 }
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, for which JSON has no number."""
+"""Stands for minus infinity, which JSON numbers cannot express."""
 Logprobs = TypeVar("Logprobs")
 
 

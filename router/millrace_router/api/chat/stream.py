@@ -82,7 +82,7 @@ class OpenChoices:
         *,
         end: tuple[bytes, ...] = (DONE,),
     ) -> None:
-        """`usage_chunk` renders a chunk of its own for the usage of all choices, if there is to be one.
+        """`usage_chunk` renders a separate chunk with the usage of all choices; None for a stream without one.
 
         `end` are the frames after the last chunk.
         """

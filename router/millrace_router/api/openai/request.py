@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 
 from millrace_router.api.body.adapters import adapter_of_model, lorax_headers
 from millrace_router.api.body.fields import (
+    FieldScope,
     Float32,
     Items,
-    Place,
     Prompt,
     RequestModel,
     UInt32,
@@ -53,13 +53,13 @@ OLD_CLIENTS_FIELDS = frozenset(
 """What TGI's old clients, `text-generation` and `tgi`, send with every chat, as null if need be."""
 
 
-def check_prompt_logprobs(asked: int | None, limits: Limits, *, stream: bool) -> None:
+def check_prompt_logprobs(num_logprobs: int | None, limits: Limits, *, stream: bool) -> None:
     """Check the number of candidates; raises ValidationError."""
-    if asked is None:
+    if num_logprobs is None:
         return
-    if not 0 <= asked <= limits.max_top_n_tokens:
+    if not 0 <= num_logprobs <= limits.max_top_n_tokens:
         raise ValidationError(
-            f"`prompt_logprobs` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {asked}"
+            f"`prompt_logprobs` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {num_logprobs}"
         )
     if stream:
         raise ValidationError("`prompt_logprobs` is not supported when streaming tokens")
@@ -99,9 +99,9 @@ class ReasoningFields(RequestModel):
 
     @property
     def effort(self) -> str | None:
-        asked = self.reasoning or Reasoning()
-        given = self.reasoning_effort or asked.effort
-        return "none" if given is None and asked.enabled is False else given
+        reasoning = self.reasoning or Reasoning()
+        effort = self.reasoning_effort or reasoning.effort
+        return "none" if effort is None and reasoning.enabled is False else effort
 
     @property
     def thinking_budget(self) -> int | None:
@@ -171,7 +171,7 @@ class CommonRequest(SamplingFields, GuidedFields):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk of its own for usage."""
+        """Whether a stream ends with a separate chunk for usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
@@ -228,7 +228,7 @@ class CommonRequest(SamplingFields, GuidedFields):
 class ChatCompletionRequest(ReasoningFields, CommonRequest):
     """Body of `/v1/chat/completions` and `/chat_tokenize`."""
 
-    place = Place.CHAT
+    scope = FieldScope.CHAT
 
     messages: Items[ChatMessage] = Field(min_length=1)
     """The conversation, the oldest turn first. Range: 1 turn or more, each with `role` and `content`. Default: none,
@@ -272,7 +272,7 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
 
     @property
     def is_of_old_client(self) -> bool:
-        """Whether one of TGI's old clients sent it, which read chunks in a form of their own."""
+        """Whether one of TGI's old clients sent it; they read chunks only as `OldDeltaJson`."""
         return self.model == "tgi" and self.model_fields_set >= OLD_CLIENTS_FIELDS
 
     def check(self, limits: Limits) -> None:
@@ -336,14 +336,14 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
 class CompletionRequest(CommonRequest):
     """Body of `/v1/completions`."""
 
-    place = Place.COMPLETION
+    scope = FieldScope.COMPLETION
 
     prompt: Prompt
     suffix: str | None = None
     echo: bool | None = None
     """Whether the answer begins with the prompt."""
     logprobs: int | None = None
-    """Candidates beside the log probability of each token; with `echo` of the prompt's tokens, too."""
+    """Candidates that come with the log probability of each token; with `echo`, of the prompt's tokens, too."""
     best_of: int | None = None
 
     @property

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from millrace_router.api.body.fields import Items, Place, RequestModel, UInt32
+from millrace_router.api.body.fields import FieldScope, Items, RequestModel, UInt32
 from millrace_router.api.body.grammars import (
     JsonGrammar,
     LarkGrammar,
@@ -157,7 +157,7 @@ class ReasoningItem(RequestModel):
 
 
 class AdditionalToolsItem(RequestModel):
-    """Tools that the model may call, beside those of the request."""
+    """Tools that the model may call in addition to the request's `tools`."""
 
     type: Literal["additional_tools"]
     role: str | None = None
@@ -189,12 +189,12 @@ def _kind_of(item: object) -> str:
     """Return the tag of an item's model: its `type`, which two kinds may leave out."""
     if not isinstance(item, dict):
         return _TAGS.get(type(item), "message")
-    given = item.get("type")
-    if given is None:
+    item_type = item.get("type")
+    if item_type is None:
         return "item_reference" if "id" in item and "role" not in item else "message"
-    if not isinstance(given, str):
+    if not isinstance(item_type, str):
         return "foreign"
-    return "left_out" if given in LEFT_OUT else _BY_TYPE.get(given, "foreign")
+    return "left_out" if item_type in LEFT_OUT else _BY_TYPE.get(item_type, "foreign")
 
 
 _TAGS: dict[type, str] = {
@@ -274,7 +274,7 @@ class ResponsesText(RequestModel):
         discriminator="type", default=None
     )
     verbosity: str | None = None
-    """The model is not told."""
+    """Ignored: the model does not get it."""
 
 
 class ResponsesReasoning(RequestModel):
@@ -286,14 +286,14 @@ class ResponsesReasoning(RequestModel):
     """Repeated in the answer, which has the whole thought in any case."""
 
 
-def _as_items(given: object) -> object:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+def _as_items(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class ResponsesRequest(SamplingFields):
     """Body of `/v1/responses`; null means absent."""
 
-    place = Place.RESPONSE
+    scope = FieldScope.RESPONSE
 
     model: str | None = None
     """The model by one of its names, or a LoRA adapter. Range: any name. Default: the served model."""
@@ -339,7 +339,7 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the text has log probabilities beside it."""
+        """Whether the answer has the log probabilities of its text."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     @property
