@@ -1,16 +1,18 @@
 """The launcher's child on a cluster that is not there: one sentence and exit code 1, with and without Ray."""
 
 from __future__ import annotations
+
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
 import pytest
+
+from millrace_ray.host import Host, difference
 from millrace_ray.spec import Spec
 from millrace_testing.launcher.deployment import kept_port
-from millrace_ray.host import Host
-from millrace_ray.host import difference
 
 HIDING = "import sys; sys.modules['ray'] = None; sys.argv = ['x', sys.argv[1]];"
 ABSENT = "there is no Ray cluster at "

@@ -1,28 +1,28 @@
 """Our Grafana dashboard and our alerts ask only for metrics that the router has."""
 
 from __future__ import annotations
+
 import json
-import re
-from pathlib import Path
-from typing import Any
-import yaml
-from millrace_router.telemetry.instruments import Family
-from millrace_router.telemetry.metrics import Metrics
-from millrace_testing.contract.contract import SERIES
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler
-from http.server import HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
+from typing import Any
+
 import grpc
 import pytest
-from grpc_health.v1 import health
-from grpc_health.v1 import health_pb2
-from grpc_health.v1 import health_pb2_grpc
-from millrace_testing.launcher.certificates import certificate
+import yaml
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from millrace_router.telemetry.instruments import Family
+from millrace_router.telemetry.metrics import Metrics
+from millrace_testing.contract.contract import SERIES
+from millrace_testing.launcher.deployment import certificate
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/dashboards/millrace.json").read_text())

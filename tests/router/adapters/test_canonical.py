@@ -1,36 +1,38 @@
 """Adapters that PEFT saved become canonical files with PEFT's own arithmetic, or a refusal that names what is wrong."""
 
 from __future__ import annotations
+
 import errno
 import hashlib
 import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
 import pytest
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
-from safetensors.torch import save_file
-from millrace_router.request.adapter import AdapterModule
-from millrace_testing.adapters.fetch_jobs import fetch_folder
-from millrace_testing.adapters.peft_files import canonical_deltas
-from millrace_testing.adapters.peft_files import deltas
-from millrace_testing.adapters.peft_files import modules_of
-from millrace_testing.adapters.peft_files import save_adapter
-from millrace_testing.adapters.peft_files import tiny_gpt2
-from millrace_testing.adapters.peft_files import tiny_llama
-import struct
 import safetensors
-from hypothesis import given
-from hypothesis import settings
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
-from safetensors.torch import save
+from safetensors import safe_open
+from safetensors.torch import load_file, save, save_file
+
 from millrace_router.adapters.fetching.errors import Invalid
 from millrace_router.adapters.fetching.tensors import parse_safetensors
+from millrace_router.request.adapter import AdapterModule
 from millrace_shard.adapters.packing import read_canonical
+from millrace_testing.adapters.fetch_jobs import fetch_folder
+from millrace_testing.adapters.peft_files import (
+    canonical_deltas,
+    deltas,
+    modules_of,
+    save_adapter,
+    tiny_gpt2,
+    tiny_llama,
+)
 from millrace_testing.models.adapters import write_canonical
 
 WEIGHTS = "adapter_model.safetensors"

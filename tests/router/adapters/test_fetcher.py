@@ -1,48 +1,52 @@
 """The fetcher over programs in place of the fetching process: two at once, time, memory, kills, and its memory."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
 import pytest
 import uvloop
-from structlog.testing import capture_logs
-from millrace_router.adapters.cache import AdapterCache
-from millrace_router.adapters.child import COMMAND
-from millrace_router.adapters.child import run_child
-from millrace_router.adapters.fetcher import LAST_VERSIONS
-from millrace_router.adapters.fetcher import MAX_OF_CLIENTS
-from millrace_router.adapters.fetcher import MAX_PER_CALLER
-from millrace_router.adapters.fetcher import Fetcher
-from millrace_router.adapters.fetcher import FetchLimits
-from millrace_router.adapters.fetcher import LastVersions
-from millrace_router.adapters.names import NamedSource
-from millrace_router.errors import AdapterInvalid
-from millrace_router.errors import AdapterNotFound
-from millrace_router.errors import AdapterTooLarge
-from millrace_router.errors import AdapterUnavailable
-from millrace_router.request.adapter import PAGE_BYTES
-from millrace_router.request.adapter import AdapterModule
-from millrace_router.request.adapter import AdapterSource
-from millrace_router.request.adapter import AdapterVersion
-from millrace_router.request.adapter import MergeRecipe
-from millrace_router.request.adapter import MergeStrategy
-from millrace_testing.adapters.fake_fetcher import version
-from millrace_testing.adapters.peft_files import modules_of
-from millrace_testing.adapters.peft_files import save_adapter
-from millrace_testing.adapters.peft_files import tiny_llama
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_router.adapters.cache import KEPT_SECONDS
+from structlog.testing import capture_logs
+
+from millrace_router.adapters.cache import KEPT_SECONDS, AdapterCache
+from millrace_router.adapters.child import COMMAND, run_child
+from millrace_router.adapters.fetcher import (
+    LAST_VERSIONS,
+    MAX_OF_CLIENTS,
+    MAX_PER_CALLER,
+    Fetcher,
+    FetchLimits,
+    LastVersions,
+)
+from millrace_router.adapters.names import NamedSource
+from millrace_router.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterTooLarge,
+    AdapterUnavailable,
+)
+from millrace_router.request.adapter import (
+    PAGE_BYTES,
+    AdapterModule,
+    AdapterSource,
+    AdapterVersion,
+    MergeRecipe,
+    MergeStrategy,
+)
+from millrace_testing.adapters.fake_fetcher import version
+from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_llama
 
 LLAMA = modules_of(tiny_llama())
 LIMITS = FetchLimits(max_bytes=1 << 24, timeout_seconds=60)

@@ -1,32 +1,33 @@
 """Folders that clients name: below the root with every link resolved, or not found; and files that are not adapters."""
 
 from __future__ import annotations
+
 import os
+import random
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
+
 import pytest
+
 from millrace_router.adapters.fetching.errors import FetchError
 from millrace_router.adapters.fetching.local import read_folder
-from millrace_testing.adapters.fetch_jobs import fetch_folder
-from millrace_testing.adapters.peft_files import modules_of
-from millrace_testing.adapters.peft_files import save_adapter
-from millrace_testing.adapters.peft_files import tiny_llama
-import random
-from collections import Counter
-from millrace_router.errors import AdapterForbidden
-from millrace_router.errors import AdapterInvalid
-from millrace_router.errors import AdapterNotFound
-from millrace_router.errors import AdapterTooLarge
-from millrace_router.errors import AdapterUnavailable
-from millrace_router.errors import RouterError
+from millrace_router.errors import (
+    AdapterForbidden,
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterTooLarge,
+    AdapterUnavailable,
+    RouterError,
+)
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.adapters.fuzz_files import AdapterFuzz
-from millrace_testing.adapters.fuzz_files import check_header
+from millrace_testing.adapters.fetch_jobs import fetch_folder
+from millrace_testing.adapters.fuzz_files import AdapterFuzz, check_header
+from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_llama
 from millrace_testing.mutations import mutated_file
 from millrace_testing.router.edge import serving
 

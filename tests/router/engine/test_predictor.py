@@ -1,36 +1,31 @@
 """Waits of requests where nothing is predicted: without chunked prefill."""
 
 from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import cast
+
 import pytest
-from hypothesis import given
-from hypothesis import settings
+import structlog
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from millrace_router.engine import calibration
+from millrace_router.engine.calibration import calibrate
 from millrace_router.engine.in_flight import InFlight
-from millrace_router.engine.predictor import LatencyPredictor
-from millrace_router.engine.predictor import quantile
+from millrace_router.engine.predictor import LatencyPredictor, quantile
 from millrace_router.errors import QueueFull
-from millrace_router.prediction.cost import COEFFICIENTS
-from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.forecast import Forecaster
-from millrace_router.prediction.forecast import Prediction
+from millrace_router.prediction.cost import COEFFICIENTS, CostModel
+from millrace_router.prediction.forecast import Forecaster, Prediction
+from millrace_router.prediction.step_load import StepLoad
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.request.entry import Entry
+from millrace_router.request.limits import Limits
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.telemetry.metrics import Metrics
-from millrace_testing.router.fake_router import request
-from millrace_testing.router.fake_router import tiny_tokenizer
-import structlog
-from millrace_router.engine import calibration
-from millrace_router.engine.calibration import calibrate
-from millrace_router.prediction.step_load import StepLoad
-from millrace_router.request.limits import Limits
-from millrace_testing.router.fake_router import DirectShards
-from millrace_testing.router.fake_router import new_batcher
-from millrace_testing.shards.fake_shard import VOCAB_SIZE
-from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.router.fake_router import DirectShards, new_batcher, request, tiny_tokenizer
+from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard
 
 COST = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))
 

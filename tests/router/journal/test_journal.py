@@ -1,63 +1,67 @@
 """A journal records the whole schedule in order, in spite of disk errors, and without tokens it reveals no text."""
 
 from __future__ import annotations
+
 import errno
+import io
 import json
 import os
+import stat
+import zlib
 from pathlib import Path
 from struct import pack as pack_struct
 from threading import Event as Flag
 from typing import Any
+
 import pytest
-from structlog.testing import capture_logs
-from millrace_proto import generate_pb2 as pb
-from millrace_proto.sampling import Sampling
-from millrace_router.journal import journal as journal_module
-from millrace_router.journal import writer as writer_module
-from millrace_router.journal.frames import Kind
-from millrace_router.journal.frames import read_frames
-from millrace_router.journal.frames import split
-from millrace_router.journal.journal import Journal
-from millrace_router.journal.reader import Answered
-from millrace_router.journal.reader import Epoch
-from millrace_router.journal.reader import Failed
-from millrace_router.journal.reader import Sent
-from millrace_router.journal.reader import read_epochs
-from millrace_router.journal.reader import read_events
-from millrace_router.journal.rotation import JournalFolder
-from millrace_router.journal.rotation import journal_files
-from millrace_router.journal.writer import JournalWriter
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
-from millrace_router.request.request import ValidRequest
-from millrace_router.telemetry.instruments import Counter
-from millrace_testing.router.journals import BUDGETS
-from millrace_testing.router.journals import RecordedDriver
-from millrace_testing.router.journals import header
-from millrace_testing.router.journals import journal_in
-from millrace_testing.router.journals import new_shard
-from millrace_testing.router.journals import replayed
-from millrace_testing.router.journals import requests
-from millrace_testing.shards.hash_shard import HashShard
-import io
-import stat
-import zlib
 from google.protobuf.unknown_fields import UnknownFieldSet
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from millrace_proto import generate_pb2 as pb
+from millrace_proto.sampling import Sampling
+from millrace_router.journal import journal as journal_module
 from millrace_router.journal import rotation as folder_module
-from millrace_router.journal.errors import JournalDamaged
-from millrace_router.journal.errors import JournalError
-from millrace_router.journal.errors import JournalUnusable
-from millrace_router.journal.frames import HEAD_SIZE
-from millrace_router.journal.frames import MAGIC
-from millrace_router.journal.frames import Record
-from millrace_router.journal.frames import frame
-from millrace_router.journal.frames import pack
-from millrace_router.journal.header import header_from_json
-from millrace_router.journal.header import header_to_json
-from millrace_router.journal.reader import Event
+from millrace_router.journal import writer as writer_module
+from millrace_router.journal.errors import JournalDamaged, JournalError, JournalUnusable
+from millrace_router.journal.frames import (
+    HEAD_SIZE,
+    MAGIC,
+    Kind,
+    Record,
+    frame,
+    pack,
+    read_frames,
+    split,
+)
+from millrace_router.journal.header import header_from_json, header_to_json
+from millrace_router.journal.journal import Journal
+from millrace_router.journal.reader import (
+    Answered,
+    Epoch,
+    Event,
+    Failed,
+    Sent,
+    read_epochs,
+    read_events,
+)
 from millrace_router.journal.redaction import Redaction
+from millrace_router.journal.rotation import JournalFolder, journal_files
+from millrace_router.journal.writer import JournalWriter
+from millrace_router.request.request import Grammar, GrammarKind, ValidRequest
+from millrace_router.telemetry.instruments import Counter
+from millrace_testing.router.journals import (
+    BUDGETS,
+    RecordedDriver,
+    header,
+    journal_in,
+    new_shard,
+    replayed,
+    requests,
+)
+from millrace_testing.shards.hash_shard import HashShard
+
 
 def run(journal: Journal, shard: HashShard, *, count: int = 12, seed: int = 0) -> RecordedDriver:
     """The events of some requests that arrive one by one."""

@@ -1,33 +1,34 @@
 """Prompts are cut as the tokenizer's own library cuts them, and documents leave the rest of their prompt whole."""
 
 from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
+
 import pytest
-from millrace_router.pooling.model import LogitScore
-from millrace_router.pooling.model import PoolingModel
-from millrace_router.pooling.model import pooling_of
-from millrace_router.request.request import Task
-from millrace_router.text.chat_template import ChatTemplate
-from millrace_router.text.model_files import ModelFiles
-from millrace_router.text.model_files import ModelFilesError
-from millrace_testing.router.edge import word_tokenizer
-from millrace_testing.text.texts import tokenizer
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import processors
+
 from millrace_router.errors import TemplateError
-from millrace_router.pooling.prompts import PairText
-from millrace_router.pooling.prompts import ScoreTemplate
-from millrace_router.pooling.prompts import Side
-from millrace_router.pooling.prompts import Truncation
-from millrace_router.pooling.prompts import pair_tokens
-from millrace_router.pooling.prompts import tokens_of
+from millrace_router.pooling.model import LogitScore, PoolingModel, pooling_of
+from millrace_router.pooling.prompts import (
+    PairText,
+    ScoreTemplate,
+    Side,
+    Truncation,
+    pair_tokens,
+    tokens_of,
+)
+from millrace_router.request.request import Task
+from millrace_router.text.chat_template import ChatTemplate
+from millrace_router.text.model_files import ModelFiles, ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer
+from millrace_testing.router.edge import word_tokenizer
 from millrace_testing.text import texts
+from millrace_testing.text.texts import tokenizer
 
 END, USER = "<|end|>", "<|user|>"
 TEMPLATES = {

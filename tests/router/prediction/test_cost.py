@@ -1,29 +1,30 @@
 """The cost model against machines whose costs are known."""
 
 from __future__ import annotations
+
 import json
 import math
 import random
 from collections.abc import Callable
-import pytest
-from hypothesis import assume
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
-from millrace_router.prediction.cost import COEFFICIENTS
-from millrace_router.prediction.cost import EXTRA_COEFFICIENTS
-from millrace_router.prediction.cost import NUM_RATIOS
-from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.cost import RouterOverhead
-from millrace_router.prediction.cost import StepJitter
-from millrace_router.prediction.step_load import StepLoad
 from itertools import combinations
 from random import Random
+
 import numpy as np
-from millrace_router.prediction.late_planning import LEAD_SECONDS
-from millrace_router.prediction.late_planning import MOST
-from millrace_router.prediction.late_planning import LatePlanning
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from millrace_router.prediction.cost import (
+    COEFFICIENTS,
+    EXTRA_COEFFICIENTS,
+    NUM_RATIOS,
+    CostModel,
+    RouterOverhead,
+    StepJitter,
+)
+from millrace_router.prediction.late_planning import LEAD_SECONDS, MOST, LatePlanning
 from millrace_router.prediction.least_squares import solve_nonnegative
+from millrace_router.prediction.step_load import StepLoad
 
 SMALL = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
 """Costs of a 135M model on two cores, about."""

@@ -1,33 +1,25 @@
 """Thought and answer in streamed text, in each format."""
 
 from __future__ import annotations
+
 import re
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
+
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_router.reasoning.channels import MARKERS
-from millrace_router.reasoning.channels import ChannelSplitter
-from millrace_router.reasoning.formats import TAGS
-from millrace_router.reasoning.formats import reasoning_of
-from millrace_router.reasoning.reasoning_format import Split
-from millrace_router.reasoning.reasoning_format import Splitter
-from millrace_router.reasoning.reasoning_format import Start
-from millrace_router.reasoning.tags import Tags
-from millrace_router.reasoning.tags import TagSplitter
+
+from millrace_router.reasoning.channels import CONSTRAIN, MARKERS, ChannelReasoning, ChannelSplitter
+from millrace_router.reasoning.formats import TAGS, reasoning_of
+from millrace_router.reasoning.reasoning_format import Split, Splitter, Start, ThoughtLimit
+from millrace_router.reasoning.tags import Tags, TagSplitter
+from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.text.chat_template import ChatTemplate
-from millrace_router.reasoning.channels import CONSTRAIN
-from millrace_router.reasoning.channels import ChannelReasoning
-from millrace_router.reasoning.reasoning_format import ThoughtLimit
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
 from millrace_router.tool_calls.formats.registry import format_of
 from millrace_router.tool_calls.parsing.call_format import chat_grammar
-from millrace_router.tool_calls.tool import Tool
-from millrace_router.tool_calls.tool import ToolChoice
+from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary

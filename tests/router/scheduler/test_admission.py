@@ -1,25 +1,24 @@
 """Admission of requests to the batch, and the cached part of their prompts."""
 
 from __future__ import annotations
-import pytest
-from millrace_router.request.request import ValidRequest
-from millrace_router.scheduler.step_plan import Budgets
-from millrace_router.scheduler.step_plan import Row
-from millrace_testing.schedules.client import Client
-from millrace_testing.schedules.driver import ScheduleDriver
-from millrace_testing.shards.hash_shard import HashShard
+
 from dataclasses import replace
-from millrace_router.request.entry import Entry
-from millrace_router.request.entry import entry_of
-from millrace_router.request.request import SchedulingParameters
+
+import pytest
+
+from millrace_router.request.entry import Entry, entry_of
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.preemption import row_to_yield
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.queue import WaitingQueue
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 from millrace_router.scheduler.tenants import TenantQueue
 from millrace_testing.router.fake_router import tiny_tokenizer
+from millrace_testing.schedules.client import Client
+from millrace_testing.schedules.driver import ScheduleDriver
+from millrace_testing.shards.hash_shard import HashShard
 
 SIZE = 4
 

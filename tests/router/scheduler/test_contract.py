@@ -14,17 +14,19 @@ Where we differ by design:
 """
 
 from __future__ import annotations
+
 import random
+
+import pytest
+
 from millrace_router.request.block_hashes import BlockHashes
+from millrace_router.request.request import ValidRequest
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_testing.schedules.driver import check_blocks
-import pytest
-from millrace_router.request.request import ValidRequest
-from millrace_router.scheduler.step_plan import Budgets
-from millrace_router.scheduler.step_plan import StepPlan
-from millrace_testing.schedules.driver import ScheduleDriver
+from millrace_router.scheduler.step_plan import Budgets, StepPlan
+from millrace_testing.schedules.driver import ScheduleDriver, check_blocks
 from millrace_testing.shards.hash_shard import HashShard
+
 
 class Allocator:
     """TGI's `alloc(tokens, prompt)` and `free` on our table: computing comes between, as it does in life."""

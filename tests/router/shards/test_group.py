@@ -1,41 +1,33 @@
 """Shard groups and step channels with fake shards behind real gRPC servers on unix sockets."""
 
 from __future__ import annotations
+
 import asyncio
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import asynccontextmanager
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from threading import Event
+
 import grpc
 import pytest
+
 from millrace_proto import generate_pb2 as pb
 from millrace_router.config import RouterConfig
+from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.shards.errors import AdapterNotLoaded
-from millrace_router.shards.errors import ShardBusy
-from millrace_router.shards.errors import ShardChanged
-from millrace_router.shards.errors import ShardError
-from millrace_router.shards.errors import ShardLost
+from millrace_router.shards.errors import (
+    AdapterNotLoaded,
+    ShardBusy,
+    ShardChanged,
+    ShardError,
+    ShardLost,
+)
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.start.shards import StartupError
-from millrace_router.start.shards import warm_up
-from millrace_testing.adapters.fake_adapters import MODULE
-from millrace_testing.adapters.fake_adapters import FakeAdapters
-from millrace_testing.adapters.fake_adapters import version_of
-from millrace_testing.router.fake_router import collect
-from millrace_testing.router.fake_router import ids_of
-from millrace_testing.router.fake_router import new_batcher
-from millrace_testing.router.fake_router import request
-from millrace_testing.router.fake_router import running
-from millrace_testing.shards.fake_shard import FakeShard
-from millrace_testing.shards.fake_shard import continuation
-from millrace_testing.shards.fake_shard import serve_fake_shard
-from millrace_router.recovery.launcher_channel import LauncherChannel
+from millrace_router.start.shards import StartupError, warm_up
+from millrace_testing.adapters.fake_adapters import MODULE, FakeAdapters, version_of
+from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
+from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard
 
 SECONDS = 30
 

@@ -1,34 +1,28 @@
 """Grammars of tool calls, compiled as in shards: allowed texts are parsed as calls that match."""
 
 from __future__ import annotations
+
 import json
 import random
-from typing import Any
+import re
+from typing import Any, get_args
+
 import jsonschema
 import pytest
-from millrace_router.errors import ToolError
-from millrace_router.errors import ValidationError
-from millrace_router.request.grammar import MAX_LEVELS
-from millrace_router.request.grammar import MAX_PARTS
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
-from millrace_router.tool_calls.formats.registry import format_of
+
+from millrace_router.config import RouterConfig
+from millrace_router.errors import ToolError, ValidationError
+from millrace_router.request.grammar import MAX_LEVELS, MAX_PARTS
+from millrace_router.request.request import Grammar, GrammarKind
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.tool_calls.formats.registry import ALIASES, NAMES, format_of
 from millrace_router.tool_calls.parsing.call_format import CallFormat
-from millrace_router.tool_calls.tool import Tool
-from millrace_router.tool_calls.tool import ToolChoice
-from millrace_shard.structured_output.grammar_source import GrammarInvalid
-from millrace_shard.structured_output.grammar_source import lark_of
+from millrace_router.tool_calls.tool import Tool, ToolChoice
+from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT
+from millrace_shard.structured_output.grammar_source import GrammarInvalid, lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
-from millrace_testing.engines.grammars import lark
-from millrace_testing.engines.grammars import mask_of
-import re
-from typing import get_args
-from millrace_router.config import RouterConfig
-from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.formats.registry import ALIASES
-from millrace_router.tool_calls.formats.registry import NAMES
-from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT
+from millrace_testing.engines.grammars import lark, mask_of
 from millrace_testing.text import chat_templates as sources
 from millrace_testing.text import published
 from millrace_testing.text.texts import byte_level

@@ -1,22 +1,20 @@
 """Calls in streamed text, in each format."""
 
 from __future__ import annotations
+
 import json
 import re
-from collections.abc import Iterable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
 import pytest
-from hypothesis import example
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from millrace_router.tool_calls.formats.registry import format_of
-from millrace_router.tool_calls.tool import Tool
-from millrace_router.tool_calls.tool import ToolChoice
 from millrace_router.tool_calls.parsing.json_scanner import JsonScanner
+from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 ANYTHING: dict[str, Any] = {"type": "object"}
 TOOLS = [Tool(name, None, ANYTHING, strict=False) for name in ("weather", "time", "naïve")]

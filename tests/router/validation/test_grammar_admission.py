@@ -1,47 +1,43 @@
 """Compilations of grammars on the shards: how often, how many at once, and after a loss of the shards."""
 
 from __future__ import annotations
+
 import asyncio
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
-import pytest
-from prometheus_client import generate_latest
-from millrace_router.errors import Overloaded
-from millrace_router.errors import QueueExpired
-from millrace_router.errors import ShardsGone
-from millrace_router.errors import ValidationError
-from millrace_router.recovery.shard_status import ShardStatus
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
-from millrace_router.shards.errors import ShardBusy
-from millrace_router.shards.errors import ShardError
-from millrace_router.shards.errors import ShardHung
-from millrace_router.shards.errors import ShardLost
-from millrace_router.telemetry.metrics import Metrics
-from millrace_router.validation import grammar_admission as module
-from millrace_router.validation.grammar_admission import BREAKS
-from millrace_router.validation.grammar_admission import MAX_REASON_CHARS
-from millrace_router.validation.grammar_admission import MAX_REMEMBERED
-from millrace_router.validation.grammar_admission import MAX_WAITING
-from millrace_router.validation.grammar_admission import NUM_AT_ONCE
-from millrace_router.validation.grammar_admission import REFUSED_SECONDS
-from millrace_router.validation.grammar_admission import Compiler
-from millrace_router.validation.grammar_admission import GrammarAdmission
-from millrace_testing.router.edge import FakeCompiler
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+
 import grpc
+import pytest
+from prometheus_client import generate_latest
+
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_router.errors import Overloaded, QueueExpired, ShardsGone, ValidationError
+from millrace_router.recovery.shard_status import ShardStatus
+from millrace_router.request.request import Grammar, GrammarKind
+from millrace_router.shards.errors import ShardBusy, ShardError, ShardHung, ShardLost
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
-from millrace_testing.shards.fake_shard import FakeShard
-from millrace_testing.shards.fake_shard import FakeShardService
+from millrace_router.telemetry.metrics import Metrics
+from millrace_router.validation import grammar_admission as module
+from millrace_router.validation.grammar_admission import (
+    BREAKS,
+    MAX_REASON_CHARS,
+    MAX_REMEMBERED,
+    MAX_WAITING,
+    NUM_AT_ONCE,
+    REFUSED_SECONDS,
+    Compiler,
+    GrammarAdmission,
+)
+from millrace_testing.router.edge import FakeCompiler
+from millrace_testing.shards.fake_shard import FakeShard, FakeShardService
+
 
 def regex(source: str = "a") -> Grammar:
     return Grammar(GrammarKind.REGEX, source)

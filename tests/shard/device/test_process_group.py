@@ -31,7 +31,7 @@ from millrace_shard.device.process_group import (
     use_interface_to,
 )
 from millrace_shard.models.families.registry import FAMILIES
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models.models import VOCAB, Run, greedy, logprobs, prompt_of, save_tiny
 from millrace_testing.shards.rank_processes import part_of, run_ranks, sums_by_rows
 from millrace_testing.shards.rank_samples import sample_on_a_rank

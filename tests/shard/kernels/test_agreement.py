@@ -1,43 +1,45 @@
 """The check at each start: it rejects wrong results of everything that serves."""
 
 from __future__ import annotations
+
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from millrace_shard.kernels import agreement
-from millrace_shard.kernels.agreement import TOLERANCE
-from millrace_shard.kernels.agreement import largest_difference
-from millrace_shard.kernels.base import AttentionBlock
-from millrace_shard.kernels.base import Experts
-from millrace_shard.kernels.base import Layer
-from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.base import Layers
-from millrace_shard.kernels.base import Linear
-from millrace_shard.kernels.base import MlpBlock
-from millrace_shard.kernels.base import Reduce
+
+from millrace_shard.kernels import agreement, choose
+from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
+from millrace_shard.kernels.base import (
+    AttentionBlock,
+    Experts,
+    Layer,
+    LayerCache,
+    Layers,
+    Linear,
+    MlpBlock,
+    Reduce,
+)
+from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.expert_weights import ExpertsWeights
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.kernels.layer_weights import AttentionWeights
-from millrace_shard.kernels.layer_weights import HeadNorms
-from millrace_shard.kernels.layer_weights import MlpWeights
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    HeadNorms,
+    LinearWeights,
+    MlpWeights,
+)
 from millrace_shard.kernels.lora.adapter_table import LoraSite
+from millrace_shard.kernels.lora.lora_agreement import adapter_difference
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.kernels.scores import Best
-from millrace_shard.kernels.scores import MaskTable
-from millrace_shard.kernels.scores import RowMasks
-from millrace_shard.kernels.scores import choose_greedy
-import logging
-import math
-from millrace_shard.kernels import choose
-from millrace_shard.kernels.choose import choose_kernels
-from millrace_shard.kernels.layer_weights import LinearWeights
-from millrace_shard.kernels.lora.lora_agreement import adapter_difference
-from millrace_testing.engines.kernels import KERNELS
-from millrace_testing.engines.kernels import make_kernels
+from millrace_shard.kernels.scores import Best, MaskTable, RowMasks, choose_greedy
+from millrace_testing.engines.kernels import KERNELS, make_kernels
+
 
 class Broken(PlainKernels):
     def silu_mul(self, gate_up: Tensor) -> Tensor:

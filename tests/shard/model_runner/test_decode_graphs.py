@@ -1,46 +1,44 @@
 """Steps of decodes by graphs that are replayed, against the same steps run eagerly."""
 
 from __future__ import annotations
+
 import logging
 import re
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from millrace_shard.batch.step import Forward
-from millrace_shard.batch.step import StepResult
-from millrace_shard.device.process_group import CollectiveError
-from millrace_shard.device.process_group import ProcessGroup
+
+from millrace_shard.batch.step import Forward, StepResult
+from millrace_shard.device.process_group import CollectiveError, ProcessGroup
 from millrace_shard.kernels.base import Kernels
+from millrace_shard.model_runner import graph_capture, piecewise_layers
 from millrace_shard.model_runner.decode_graphs import KIND
-from millrace_shard.model_runner.graph_capture import CudaCapture
-from millrace_shard.model_runner.graph_capture import GraphSettings
+from millrace_shard.model_runner.graph_capture import CudaCapture, GraphSettings
 from millrace_shard.model_runner.trial_sequence import TrialSequence
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
 from millrace_shard.models.transformers_backend.supported import SUPPORTED
 from millrace_shard.models.transformers_backend.transformers_model import CAPTURED
-from millrace_testing.engines.graphs import Recorder
-from millrace_testing.engines.graphs import out_of_memory
+from millrace_testing.engines.graphs import Recorder, out_of_memory
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.engines.steps import MAX_BATCH_SIZE
-from millrace_testing.engines.steps import MAX_TOKENS
-from millrace_testing.engines.steps import NUM_BLOCKS
-from millrace_testing.engines.steps import SAMPLING
-from millrace_testing.engines.steps import Stepper
-from millrace_testing.engines.steps import beside
-from millrace_testing.engines.steps import ints
-from millrace_testing.engines.steps import tiny_llama
-from millrace_testing.models.models import prompt_of
-from millrace_testing.models.models import save_tiny
-from collections import Counter
-from millrace_shard.model_runner import graph_capture
-from millrace_shard.model_runner import piecewise_layers
 from millrace_testing.engines.multi_token import PlannedProposer
+from millrace_testing.engines.steps import (
+    MAX_BATCH_SIZE,
+    MAX_TOKENS,
+    NUM_BLOCKS,
+    SAMPLING,
+    Stepper,
+    beside,
+    ints,
+    tiny_llama,
+)
+from millrace_testing.models.models import prompt_of, save_tiny
 
 SIZES = (1, 2, 4)
 Setup = tuple[CausalModel, Kernels, torch.dtype]

@@ -1,30 +1,37 @@
 """Warpers against transformers' warpers, and the properties that random scores must keep."""
 
 from __future__ import annotations
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import MinPLogitsWarper
-from transformers import TemperatureLogitsWarper
-from transformers import TopKLogitsWarper
-from transformers import TopPLogitsWarper
-from transformers import TypicalLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
 from millrace_shard.device import transfers
-from millrace_shard.sampling.thresholds import SCALE_BITS
-from millrace_shard.sampling.thresholds import UNIFORM_BITS
-from millrace_shard.sampling.thresholds import draw
-from millrace_shard.sampling.thresholds import entropy
-from millrace_shard.sampling.thresholds import fixed_point
-from millrace_shard.sampling.warpers import apply_temperature
-from millrace_shard.sampling.warpers import keep_min_p
-from millrace_shard.sampling.warpers import keep_top_k
-from millrace_shard.sampling.warpers import keep_top_p
-from millrace_shard.sampling.warpers import keep_typical
-from millrace_shard.sampling.thresholds import threshold_by_buckets
-from millrace_shard.sampling.thresholds import threshold_by_sorting
+from millrace_shard.sampling.thresholds import (
+    SCALE_BITS,
+    UNIFORM_BITS,
+    draw,
+    entropy,
+    fixed_point,
+    threshold_by_buckets,
+    threshold_by_sorting,
+)
+from millrace_shard.sampling.warpers import (
+    apply_temperature,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical,
+)
 
 VOCAB = 5000
 

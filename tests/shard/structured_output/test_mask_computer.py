@@ -1,36 +1,31 @@
 """Masks written one after the other and by threads are those that each matcher gives by itself."""
 
 from __future__ import annotations
+
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
-from tokenizers import decoders
-from tokenizers import models
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from millrace_shard.structured_output import mask_computer
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.grammar_source import lark_of
-from millrace_shard.structured_output.manager import NO_GRAMMARS
-from millrace_shard.structured_output.manager import GrammarManager
+from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager
+from millrace_shard.structured_output.mask_computer import (
+    ALONE_SECONDS,
+    NUM_SHARED,
+    MaskFiller,
+    MaskLines,
+)
 from millrace_shard.structured_output.matcher import Matcher
-from millrace_shard.structured_output.vocabulary import Vocabulary
-from millrace_shard.structured_output.vocabulary import load_vocabulary
-from millrace_testing.engines.grammars import allowed
-from millrace_testing.engines.grammars import regex
-from millrace_testing.text.texts import byte_fallback
-from millrace_testing.text.texts import byte_level
-from collections.abc import Iterator
-from itertools import count
-from millrace_shard.structured_output import mask_computer
-from millrace_shard.structured_output.mask_computer import ALONE_SECONDS
-from millrace_shard.structured_output.mask_computer import NUM_SHARED
-from millrace_shard.structured_output.mask_computer import MaskFiller
-from millrace_shard.structured_output.mask_computer import MaskLines
-from millrace_testing.engines.grammars import Words
-from millrace_testing.engines.grammars import mask_of
+from millrace_shard.structured_output.vocabulary import Vocabulary, load_vocabulary
+from millrace_testing.engines.grammars import Words, allowed, mask_of, regex
+from millrace_testing.text.texts import byte_fallback, byte_level
 
 WORDS = Words([bytes([byte]) for byte in range(ord("a"), ord("z") + 1)], size=75)
 NUM_ROWS = 9

@@ -1,31 +1,28 @@
 """Damaged and unsupported GGUF files are refused by one error, or loaded; nothing else happens."""
 
 from __future__ import annotations
+
 import random
 import struct
 import tracemalloc
 from pathlib import Path
 from typing import Any
+
+import gguf
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as BlockType
+
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.errors import ModelError
-from millrace_shard.errors import UnsupportedModel
-from millrace_shard.errors import WeightsError
+from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
+from millrace_shard.weights.gguf.block_formats import FORMATS, OTHER_NAMES, find_format
 from millrace_shard.weights.gguf.files import GgufFiles
 from millrace_shard.weights.gguf.folder import prepare_gguf
-from millrace_testing.models.gguf_files import BLOCK_TYPES
-from millrace_testing.models.gguf_files import HALVES
-from millrace_testing.models.gguf_files import TinyGguf
+from millrace_testing.models.gguf_files import BLOCK_TYPES, HALVES, TinyGguf
 from millrace_testing.mutations import mutated_gguf
-import gguf
-from gguf import GGMLQuantizationType as BlockType
-from millrace_shard.weights.gguf.block_formats import FORMATS
-from millrace_shard.weights.gguf.block_formats import OTHER_NAMES
-from millrace_shard.weights.gguf.block_formats import find_format
 
 NUM_MUTATIONS = 300
 MOST_BYTES = 64 << 20
