@@ -59,7 +59,9 @@ CONSTRUCTIONS = {
 
 SOURCES = {name: (ROOT / name).read_text() for name in project_files() if name.endswith(".py")}
 PRODUCT = {
-    name: text for name, text in SOURCES.items() if name.startswith(tuple(f"{one}/" for one in PARTS))
+    name: text
+    for name, text in SOURCES.items()
+    if name.startswith(tuple(f"{one}/" for one in PARTS))
 }
 
 
@@ -235,4 +237,4 @@ def test_each_rule_finds_what_breaks_it() -> None:
 def test_accented_sentences_are_refused(sentence: str) -> None:
     assert len(odd_sentences({"docs/a.md": sentence})) == 1
     assert len(odd_sentences({"a.py": f'"""{sentence}"""\n'})) == 1
-    assert odd_sentences({"a.py": f"{sentence.split()[-1]} = 1\n"}) == []
+    assert odd_sentences({"a.py": f"{sentence.rsplit(maxsplit=1)[-1]} = 1\n"}) == []

@@ -1,29 +1,25 @@
 """The application on Ray Serve without Ray: its arguments, a node's HAProxy and the number of replicas."""
 
 from __future__ import annotations
+
 import os
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+
 import pytest
-from millrace_ray.serving import haproxy
-from millrace_ray.serving.errors import ServingError
-from millrace_ray.serving.haproxy import BACKENDS
-from millrace_ray.serving.haproxy import Server
-from millrace_ray.serving.haproxy import State
-from millrace_ray.serving.node_proxy import NodeProxy
-from millrace_ray.serving.node_proxy import find_haproxy
-from millrace_testing.launcher.deployment import kept_port
-from dataclasses import dataclass
-from dataclasses import field
+
 from millrace_launcher.settings.flags import all_flags
-from millrace_ray.serving.arguments import flag_names
-from millrace_ray.serving.arguments import read
-from millrace_ray.serving.scaling import USED
-from millrace_ray.serving.scaling import WAIT
-from millrace_ray.serving.scaling import WaitPolicy
-from millrace_ray.serving.scaling import wanted
+from millrace_ray.serving import haproxy
+from millrace_ray.serving.arguments import flag_names, read
+from millrace_ray.serving.errors import ServingError
+from millrace_ray.serving.haproxy import BACKENDS, Server, State
+from millrace_ray.serving.node_proxy import NodeProxy, find_haproxy
+from millrace_ray.serving.scaling import USED, WAIT, WaitPolicy, wanted
+from millrace_testing.launcher.deployment import kept_port
+
 
 def test_every_flag_of_the_launcher_is_known() -> None:
     assert flag_names() >= {flag.name for flag in all_flags()}

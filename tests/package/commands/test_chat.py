@@ -1,20 +1,19 @@
 """A chat in a pipe, against a server whose every word is known."""
 
 from __future__ import annotations
+
 import asyncio
 import os
 import pty
 import signal
+
 import pytest
-from tests.package.programs import OpenAI
-from tests.package.programs import run
-from tests.package.programs import started
-from millrace.chat import HELP
-from millrace.chat import Conversation
-from millrace.chat import Screen
-from millrace.chat import Session
+from tests.package.programs import OpenAI, run, started
+
+from millrace.chat import HELP, Conversation, Screen, Session
 from millrace.http.client import Client
 from millrace_testing.router.sse import served_application
+
 
 async def test_lines_are_messages_and_stdout_has_the_answers_alone() -> None:
     server = OpenAI(lambda body: f"answer {len(body['messages'])}")

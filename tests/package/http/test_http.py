@@ -1,16 +1,16 @@
 """The client's answers and errors."""
 
 from __future__ import annotations
+
 import pytest
 from aiohttp import web
 from tests.package.programs import OpenAI
-from millrace.errors import ConnectionFailed
-from millrace.errors import RequestError
-from millrace.http.client import Client
-from millrace.http.client import base_of
-from millrace.http.client import refusal
-from millrace_testing.router.sse import served_application
+
+from millrace.errors import ConnectionFailed, RequestError
+from millrace.http.client import Client, base_of, refusal
 from millrace.http.sse import EventReader
+from millrace_testing.router.sse import served_application
+
 
 def test_the_base_of_openai_clients_is_the_same_server() -> None:
     assert base_of("http://a/v1/") == base_of("http://a/v1") == base_of("http://a/") == "http://a"
