@@ -1,7 +1,7 @@
 """Whether a refactoring changed anything that somebody outside can see: `python -m tools.proof --base REVISION`.
 
-The base revision is checked out into a worktree of its own. Both trees are then asked the same questions, each in processes of
-its own code:
+The base revision is checked out into a separate worktree. Both trees then answer the same questions, each in processes
+that run its code:
 
 - `help`: names, value kinds, choices and defaults of all flags of all commands (their descriptions may change);
 - `openapi`: `/openapi.json` without descriptions;
@@ -21,7 +21,6 @@ difference's line, and the reason, separated by tabs.
 """
 
 from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -34,12 +33,15 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
+from threading import Thread
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
