@@ -225,7 +225,7 @@ class NotStored(RouterError):
 
 
 class StoreNeeded(ValidationError):
-    """The request refers to a response that is not stored, or the server has no store."""
+    """The request refers to a response that is not stored, or the server does not store responses."""
 
     status = 400
     openai_code = "previous_response_not_found"
