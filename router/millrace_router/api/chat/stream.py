@@ -10,7 +10,7 @@ import orjson
 
 from millrace_router.api.chat.choice import ChatDelta, ChoiceText
 from millrace_router.engine.generation import Generation, Usage
-from millrace_router.request.events import TokenEvent
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.server.sse import DONE, event
 from millrace_router.server.stream_writer import GenerationStream
 

@@ -16,8 +16,8 @@ from millrace_router.api.openai.protocol import (
 )
 from millrace_router.api.openai.render import ResponseMeta, usage_json
 from millrace_router.engine.generation import Generation, Usage
-from millrace_router.request.dialect import Dialect
-from millrace_router.request.events import TokenEvent
+from millrace_router.request.limits import Dialect
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.server.sse import event as framed
 
 Sample = tuple[Generation, CompletionText]

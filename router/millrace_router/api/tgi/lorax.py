@@ -17,9 +17,9 @@ from millrace_router.api.tgi.answers import (
 from millrace_router.api.tgi.request import GenerateParameters
 from millrace_router.engine.generation import Collected
 from millrace_router.request.adapter import AdapterReference
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.server.headers import milliseconds
 from millrace_router.server.services import SERVICES
 

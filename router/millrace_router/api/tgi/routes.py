@@ -41,9 +41,9 @@ from millrace_router.api.tgi.tokenizer import (
     tokenize_prompt,
 )
 from millrace_router.engine.generation import Collected, Generation
-from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import Task
+from millrace_router.request.token_stream import Finished, TokenEvent
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_json
 from millrace_router.server.headers import answer_headers, note_ignored, sse_options
