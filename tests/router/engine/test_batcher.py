@@ -383,8 +383,8 @@ def speculating(num_right: Callable[[int], int] = int) -> tuple[FakeShard, Batch
 def samples(batcher: Batcher, name: str) -> dict[str, float]:
     """Values of a metric by the label `le`, or by the empty string without the label."""
     registry = batcher._metrics._metrics.registry
-    found = [sample for metric in registry.collect() for sample in metric.samples]
-    return {sample.labels.get("le", ""): sample.value for sample in found if sample.name == name}
+    series = [sample for metric in registry.collect() for sample in metric.samples]
+    return {sample.labels.get("le", ""): sample.value for sample in series if sample.name == name}
 
 
 async def test_tokens_of_one_step_are_events_of_their_own() -> None:

@@ -138,22 +138,22 @@ async def test_the_samples_of_best_of_compute_one_prompt() -> None:
     limits = limits_with(max_input_tokens=32, max_total_tokens=64, vocab_size=97)
     validator = Validator(tiny_tokenizer(), limits, metrics, grammars_of())
     infer = Infer(batcher, validator, metrics)
-    asked = request(best_of=2, do_sample=True, max_new_tokens=3)
+    generation_request = request(best_of=2, do_sample=True, max_new_tokens=3)
     async with running(batcher):
-        best = await infer.generate(replace(asked, prompt=" w5" * 11))
+        best = await infer.generate(replace(generation_request, prompt=" w5" * 11))
     cached = [best.cached_tokens, *(other.cached_tokens for other in best.others)]
     assert sorted(cached) == [0, 8], "all but the last, partial block is found computed"
 
 
 async def test_how_long_a_request_took_to_be_queued_is_told_once() -> None:
-    batcher, told = FakeBatcher(), list[float]()
+    batcher, reported = FakeBatcher(), list[float]()
     infer = new_infer(batcher)
-    infer._on_entry = told.append
+    infer._on_entry = reported.append
     async with await infer.start(request()) as generation:
-        assert told == [generation.times.validation]
+        assert reported == [generation.times.validation]
     with pytest.raises(ValidationError):
         await infer.start(request(temperature=-1.0))
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 async def test_a_stream_without_an_end_is_our_fault() -> None:

@@ -24,10 +24,15 @@ from structlog.testing import capture_logs
 from millrace_router.config import RouterConfig
 from millrace_router.start.running import start
 from millrace_router.start.shards import StartupError
-from millrace_router.telemetry import progress_log, request_log
+from millrace_router.telemetry import request_log
+from millrace_router.telemetry import request_log as progress_log
 from millrace_router.telemetry.instruments import Counter
-from millrace_router.telemetry.progress_log import ProgressLog
-from millrace_router.telemetry.request_log import NUM_FULL_FILES, RequestFile, RequestLog
+from millrace_router.telemetry.request_log import (
+    NUM_FULL_FILES,
+    ProgressLog,
+    RequestFile,
+    RequestLog,
+)
 from millrace_testing.router.edge import logging_to, serving
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard
