@@ -112,7 +112,7 @@ def test_adapters_of_all_projections_match_peft(
 @pytest.mark.parametrize(
     "name", ["experts", "experts.3.gate_proj", "experts.base_layer", "gate", "shared_expert"]
 )
-def test_experts_and_routers_are_no_modules_of_adapters(name: str, tmp_path: Path) -> None:
+def test_experts_and_routers_are_not_modules_of_adapters(name: str, tmp_path: Path) -> None:
     bench = Bench.make(tmp_path, "qwen2_moe")
     module = f"model.layers.1.mlp.{name}"
     tensors = {

@@ -69,7 +69,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def test_prompt_logprobs_are_those_of_the_adapter(bench: Bench) -> None:
+def test_prompt_logprobs_match_the_adapter(bench: Bench) -> None:
     stepper = bench.stepper()
     fields: dict[str, Any] = {"prefill_logprobs": True, "prefill_top_n_tokens": 2}
     first = stepper.admission(0, PROMPT, adapter_slot=1, **fields)

@@ -174,7 +174,7 @@ def test_rejected_drafts_leave_one_token_a_step(setup: Setup) -> None:
     assert run.steps == NUM_TOKENS
 
 
-def test_computed_positions_are_those_of_all_tokens_but_the_last(setup: Setup) -> None:
+def test_computed_positions_match_all_tokens_but_the_last(setup: Setup) -> None:
     slot = 1
     stepper = setup.planned()
     run = Generation(stepper, {slot: setup.wants[slot]}, 12, allow=lambda _: (4, 3))
@@ -183,7 +183,7 @@ def test_computed_positions_are_those_of_all_tokens_but_the_last(setup: Setup) -
     assert run.yielded[slot].computed == sorted(set(run.yielded[slot].computed))
 
 
-def test_drafts_are_no_more_than_the_shard_makes(setup: Setup) -> None:
+def test_drafts_are_limited_to_what_the_shard_makes(setup: Setup) -> None:
     """However many are allowed."""
     run = Generation(
         setup.planned(error_rate=0.0), setup.wants, NUM_TOKENS, allow=lambda _: (2**32 - 1,) * 2

@@ -19,7 +19,7 @@ def test_a_name_that_does_not_resolve_leads_nowhere() -> None:
     assert interface_to("nowhere.invalid") is None
 
 
-def test_what_the_environment_says_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     gloo, nccl = VARIABLES
     monkeypatch.setenv(gloo, "eth9")
     monkeypatch.setenv(nccl, "")

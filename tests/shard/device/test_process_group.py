@@ -219,7 +219,7 @@ def test_a_group_of_one_shares_nothing() -> None:
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_in_rank_order_no_memory_is_shared_and_a_message_says_so(
+def test_rank_order_shares_no_memory_and_logs_it(
     world_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = ProcessGroup(0, world_size, torch.device("cpu"))

@@ -263,7 +263,7 @@ def lose_the_device(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return asked
 
 
-def test_progress_tells_a_hang_from_a_warm_up_and_from_rest(
+def test_progress_distinguishes_a_hang_from_a_warm_up_and_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a clock that is turned by hand."""

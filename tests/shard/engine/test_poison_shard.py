@@ -155,7 +155,7 @@ def test_a_shard_that_is_frozen_answers_nothing(folder: Path, tmp_path: Path) ->
         call.cancel()
 
 
-def test_a_rank_whose_peer_dies_in_a_step_says_so_and_ends(folder: Path, tmp_path: Path) -> None:
+def test_a_rank_whose_peer_dies_in_a_step_reports_it_and_ends(folder: Path, tmp_path: Path) -> None:
     """By itself: what it waits for in a collective will never come."""
     settings = {"POISON": "17,23,42", "POISON_HOW": "kill"}
     with two_ranks(folder, tmp_path, **settings) as ((process, stub), (peer, peer_stub)):

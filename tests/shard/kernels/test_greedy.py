@@ -57,7 +57,7 @@ def test_forbidden_tokens_are_never_chosen(choose: Choose) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 37])
-def test_a_row_that_is_not_finite_says_so_alone(choose: Choose, bad: float, place: int) -> None:
+def test_only_the_row_that_is_not_finite_fails(choose: Choose, bad: float, place: int) -> None:
     logits = torch.randn(3, 38)
     expected = choose(logits.clone())
     logits[1, place] = bad

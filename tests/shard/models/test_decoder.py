@@ -320,7 +320,7 @@ def test_longrope_beyond_its_original_length_when_long_sequences_are_expected(
     assert_same_as_generate(reference, driver, lengths=(33, 60), chunk=7)
 
 
-def test_logits_are_those_of_the_rows_asked_for(tmp_path: Path) -> None:
+def test_logits_belong_to_the_requested_rows(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "qwen3")
     prompt = prompt_of(20)
     expected = reference(torch.tensor([prompt])).logits[0]

@@ -58,7 +58,7 @@ def assert_same_as_transformers(tiny: TinyGguf, runs: list[Run]) -> None:
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 @pytest.mark.parametrize("family", CLASSES)
-def test_logits_are_those_of_transformers(family: str, kind: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(family: str, kind: str, tmp_path: Path) -> None:
     tiny = TinyGguf(family, kind)
     folder = prepare_gguf(tiny.write(tmp_path / "m.gguf"), tmp_path / "cache", tokenizer=None)
     assert_same_as_transformers(tiny, generate(folder, ProcessGroup.single()))

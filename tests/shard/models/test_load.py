@@ -77,7 +77,7 @@ def test_end_of_sequence_ids(
     assert load(tmp_path).info.eos_token_ids == expected
 
 
-def test_an_end_of_sequence_that_is_no_id_is_refused(tmp_path: Path) -> None:
+def test_an_end_of_sequence_that_is_not_an_id_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     edit_json(tmp_path / "generation_config.json", eos_token_id="</s>")
     with pytest.raises(ModelError, match="eos_token_id='</s>'"):
@@ -165,7 +165,7 @@ def test_older_names_of_rope_settings(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
 
 
-def test_the_dtype_asked_for_is_that_of_the_computation(tmp_path: Path) -> None:
+def test_the_requested_dtype_is_computed_in(tmp_path: Path) -> None:
     for model_type in ("llama", "gpt2"):
         reference = save_tiny(tmp_path / model_type, model_type)
         kernels = PlainKernels(deterministic=False)

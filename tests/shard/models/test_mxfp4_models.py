@@ -52,7 +52,7 @@ def assert_same(reference: PreTrainedModel, runs: list[Run]) -> None:
         torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
 
 
-def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
+def test_logits_match_transformers(tmp_path: Path) -> None:
     assert_same(save_mxfp4(tmp_path), generate(tmp_path))
 
 

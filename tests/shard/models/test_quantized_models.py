@@ -58,7 +58,7 @@ def assert_same(reference: PreTrainedModel, runs: list[Run]) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
     assert_same(save_quantized(tmp_path, "llama", name), generate(tmp_path))
 
 

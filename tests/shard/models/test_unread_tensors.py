@@ -92,7 +92,7 @@ def test_biases_that_one_rank_adds_are_read_by_all(rank: int, tmp_path: Path) ->
     load_model(tmp_path, dtype=torch.float32, kernels=kernels, group=group, device=CPU)
 
 
-def test_other_tensors_of_layers_are_told_of(
+def test_other_tensors_of_layers_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny(tmp_path, "glm4_moe", use_qk_norm=True)
@@ -143,7 +143,7 @@ QUANTIZED_HEADS = {
 
 
 @pytest.mark.parametrize("method", QUANTIZED_HEADS)
-def test_a_quantised_head_beside_a_tied_embedding_is_told_of(
+def test_a_quantised_head_with_a_tied_embedding_is_reported(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """transformers uses one in int8 and fails on the others; it is asked for a head of the same numbers."""

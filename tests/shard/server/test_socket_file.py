@@ -64,7 +64,7 @@ def test_a_successors_socket_is_kept_at_the_end(tmp_path: Path) -> None:
             assert path.exists()
 
 
-def test_what_is_no_socket_is_never_replaced(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_never_replaced(tmp_path: Path) -> None:
     path = tmp_path / "shard-0"
     path.write_text("mine")
     with pytest.raises(SocketTaken, match="is not a socket"):

@@ -613,7 +613,7 @@ def test_the_service_answers_without_the_engine(
 @pytest.mark.parametrize(
     "grammars", [None, GrammarManager(None, 430)], ids=["none", "no tokenizer"]
 )
-def test_a_model_without_grammars_says_so(grammars: GrammarManager | None) -> None:
+def test_a_model_without_grammars_reports_it(grammars: GrammarManager | None) -> None:
     answer = ask(grammars, pb.Grammar(kind=pb.Grammar.KIND_REGEX, source="a"), Call())
     assert answer.error == NO_GRAMMARS
 

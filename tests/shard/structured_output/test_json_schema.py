@@ -393,7 +393,7 @@ def test_a_listed_name_does_not_come_again_in_escapes(described: dict[str, Any],
 
 
 @pytest.mark.parametrize("control", ["\x00", "\x1f", "\x7f"])
-def test_control_characters_that_are_asked_for_can_be_written(control: str) -> None:
+def test_requested_control_characters_can_be_written(control: str) -> None:
     written = f'"a\\u{ord(control):04x}"'
     assert accepts({"const": f"a{control}"}, written)
     assert not accepts({"type": "string"}, written)

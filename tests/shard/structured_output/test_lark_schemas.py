@@ -59,7 +59,7 @@ def test_arguments_of_tools_are(
     assert not accepts(WORDS.matcher(grammar), f'{{"a":{bad}}}')
 
 
-def test_what_cannot_be_kept_is_refused_unless_lenience_is_asked_for() -> None:
+def test_unenforceable_schemas_are_refused_unless_lenient() -> None:
     endless = {"$ref": "#"}
     with pytest.raises(GrammarInvalid, match="refers to itself"):
         WORDS.matcher(lark(f"start: %json {json.dumps(endless)}"))
@@ -84,7 +84,7 @@ def test_what_is_asked_of_the_library_is_an_object(of: str) -> None:
 
 
 @pytest.mark.parametrize("broken", ["{", '{"type": }', "{'a': 1}"])
-def test_what_is_no_json_is_refused(broken: str) -> None:
+def test_texts_that_are_not_json_are_refused(broken: str) -> None:
     with pytest.raises(GrammarInvalid):
         WORDS.matcher(lark(f"start: %json {broken}"))
 

@@ -250,7 +250,7 @@ def test_missing_tokenizer_json_is_built_beside_a_read_only_model(tmp_path: Path
     assert resolve(str(folder), revision=None, settings=chosen) == found
 
 
-def test_progress_tells_bytes_and_seconds_left() -> None:
+def test_progress_reports_bytes_and_seconds_left() -> None:
     mib = 1024 * 1024
     line = progress_line(30 * mib, 100 * mib, new=10 * mib, seconds=5.0)
     assert line == "downloaded 30 of 100 MiB, 35 s left"

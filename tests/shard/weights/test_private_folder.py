@@ -10,7 +10,7 @@ from millrace_shard.errors import ModelError
 from millrace_shard.weights.hub import private_folder
 
 
-def test_what_other_users_can_write_is_no_place_for_a_model(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_is_refused_for_a_model(tmp_path: Path) -> None:
     path = private_folder(tmp_path)
     assert path.stat().st_mode & 0o777 == 0o700
     assert private_folder(tmp_path) == path
@@ -25,7 +25,7 @@ def test_what_other_users_can_write_is_no_place_for_a_model(tmp_path: Path) -> N
         private_folder(tmp_path)
 
 
-def test_another_user_s_folder_is_no_place_for_a_model(
+def test_another_users_folder_is_refused_for_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path.stat().st_uid + 1

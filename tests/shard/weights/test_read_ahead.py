@@ -48,7 +48,7 @@ def sparse(path: Path, size: int) -> Path:
     return path
 
 
-def test_files_are_asked_for_one_after_another(tmp_path: Path, asked: Asked) -> None:
+def test_files_are_requested_one_after_another(tmp_path: Path, asked: Asked) -> None:
     paths = [sparse(tmp_path / "one", CHUNK + 1), sparse(tmp_path / "two", 5)]
     ahead = ReadAhead(paths, max_bytes=1 << 40)
     assert asked.next(3) == [(CHUNK + 1, 0), (CHUNK + 1, CHUNK), (5, 0)]
@@ -56,7 +56,7 @@ def test_files_are_asked_for_one_after_another(tmp_path: Path, asked: Asked) -> 
     assert asked.pieces.empty()
 
 
-def test_no_more_is_asked_for_than_may_be_before_it_is_used(tmp_path: Path, asked: Asked) -> None:
+def test_reading_ahead_is_bounded(tmp_path: Path, asked: Asked) -> None:
     size = 6 * CHUNK
     ahead = ReadAhead([sparse(tmp_path / "one", size)], max_bytes=2 * CHUNK)
     assert asked.next(2) == [(size, 0), (size, CHUNK)]
@@ -68,7 +68,7 @@ def test_no_more_is_asked_for_than_may_be_before_it_is_used(tmp_path: Path, aske
     assert asked.pieces.empty()
 
 
-def test_files_that_cannot_be_asked_for_are_left_to_who_reads_them(
+def test_files_that_cannot_be_read_ahead_are_left_to_their_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ReadAhead([tmp_path / "missing"], max_bytes=CHUNK).close()
@@ -76,7 +76,7 @@ def test_files_that_cannot_be_asked_for_are_left_to_who_reads_them(
     ReadAhead([sparse(tmp_path / "one", 1)], max_bytes=CHUNK).close()
 
 
-def test_weights_are_asked_for_as_far_as_others_were_used(
+def test_weights_are_read_ahead_as_others_are_used(
     tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_tiny(tmp_path, "llama")

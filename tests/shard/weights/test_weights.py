@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_replicated_is_the_whole_tensor_in_the_dtype_asked_for(folder: Path) -> None:
+def test_replicated_tensors_are_whole_and_in_the_requested_dtype(folder: Path) -> None:
     read = weights(folder, 1, 2, torch.bfloat16).replicated("model.a.weight", 8, 6)
     assert read.dtype == torch.bfloat16
     assert torch.equal(read, MATRIX.bfloat16())
@@ -80,7 +80,7 @@ def test_rows_split_inputs(folder: Path) -> None:
         assert torch.equal(read.copied(), MATRIX[:, 2 * rank : 2 * rank + 2])
 
 
-def test_what_is_kept_is_a_copy_in_the_dtype_asked_for(folder: Path) -> None:
+def test_kept_tensors_are_copies_in_the_requested_dtype(folder: Path) -> None:
     read = weights(folder, dtype=torch.bfloat16)
     stored = read.columns([Columns("model.a.weight", 8), Columns("model.b.weight", 8)], 6)
     kept = stored.copied()

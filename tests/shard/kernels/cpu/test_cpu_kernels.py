@@ -212,7 +212,7 @@ CASES = [
 
 @pytest.mark.parametrize(("window", "softcap"), RULES)
 @pytest.mark.parametrize(("cache_dtype", "heads", "kv_heads", "dim"), CASES)
-def test_attention_is_what_its_definition_says(
+def test_attention_matches_its_definition(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None,
     heads: int,
@@ -334,7 +334,7 @@ def test_a_sequence_that_is_not_finite_fails_alone_and_visibly(
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES[1:])
-def test_codes_are_those_of_plain_torch(
+def test_codes_match_plain_torch(
     dtype: torch.dtype, cache_dtype: torch.dtype, kernels: CpuKernels
 ) -> None:
     plain = PlainKernels(deterministic=True, block_size=PAGE)
@@ -520,7 +520,7 @@ def test_fast_linear_is_right(dtype: torch.dtype, rows: int) -> None:
     assert error(out, expected) < TOLERANCE[dtype]
 
 
-def test_no_rows_are_no_trouble(dtype: torch.dtype, kernels: CpuKernels) -> None:
+def test_no_rows_are_accepted(dtype: torch.dtype, kernels: CpuKernels) -> None:
     nothing = torch.empty(0, 64, dtype=dtype)
     for deterministic in (True, False):
         linear = CpuKernels(deterministic=deterministic).linear(torch.randn(40, 64).to(dtype))

@@ -65,7 +65,7 @@ def test_every_32_inputs_of_a_row_have_their_own_scale() -> None:
 
 
 @pytest.mark.parametrize(("out", "inputs"), SIZES)
-def test_products_are_those_of_integers(out: int, inputs: int) -> None:
+def test_products_match_integers(out: int, inputs: int) -> None:
     weight, x = weight_of(out, inputs), torch.randn(40, inputs).to(BF16)
     y = PlainInt8Linear(weight, None)(x)
     wq, ws = quantize_rows(weight)

@@ -116,14 +116,14 @@ def check_bits(experts: Experts, shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_experts_of_codes_are_what_their_definition_says(name: str, shape: str) -> None:
+def test_experts_of_codes_match_their_definition(name: str, shape: str) -> None:
     weights = weights_of(RULE_OF[shape], shape, name)
     check(made_of(weights), weights, shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", INTEGERS)
-def test_experts_of_integers_are_what_their_definition_says(name: str, shape: str) -> None:
+def test_experts_of_integers_match_their_definition(name: str, shape: str) -> None:
     weights = weights_of(RULE_OF[shape], shape, name)
     check(made_of(weights, integer=True), weights, shape, integer=True)
 

@@ -121,7 +121,7 @@ def check_rows(linear: PanelLinear, x: Tensor, whole: Tensor) -> None:
 
 @pytest.mark.parametrize(("inputs", "group"), [*SIZES, *LONG_SIZES])
 @pytest.mark.parametrize("table", ["int4", "int8"])
-def test_products_are_those_of_the_exact_codes(table: str, inputs: int, group: int) -> None:
+def test_products_match_the_exact_codes(table: str, inputs: int, group: int) -> None:
     weight, x = random_weight(table, inputs, group), torch.randn(ROWS, inputs).to(BF16)
     assert packed_codes([weight], integer=False) is not None
     linear = linear_of(weight)
@@ -155,7 +155,7 @@ def test_bits_of_int8_are_multiplied_as_ascending_codes_are(integer: bool) -> No
 
 @pytest.mark.parametrize(("inputs", "group"), [*SIZES[1:], *LONG_SIZES])
 @pytest.mark.parametrize("table", ["int4", "e2m1", "int8"])
-def test_integer_products_are_those_of_rounded_rows(table: str, inputs: int, group: int) -> None:
+def test_integer_products_match_rounded_rows(table: str, inputs: int, group: int) -> None:
     weight, x = random_weight(table, inputs, group), torch.randn(ROWS, inputs).to(BF16)
     linear = linear_of(weight, integer=True)
     whole = linear(x)
@@ -201,7 +201,7 @@ def test_products_are_exact_for_weights_of_any_form(integer: bool) -> None:
         assert torch.equal(linear(x[own]), y[own]), number
 
 
-def test_values_that_are_no_integers_are_multiplied_exactly() -> None:
+def test_values_that_are_not_integers_are_multiplied_exactly() -> None:
     weight, x = random_weight("nf4", 576, 64), torch.randn(9, 576).to(BF16)
     assert torch.equal(linear_of(weight, integer=True)(x), linear_of(weight)(x))
 

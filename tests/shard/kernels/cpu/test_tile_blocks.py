@@ -202,7 +202,7 @@ def tables_of(num_queries: Sequence[int], num_context: Sequence[int]) -> RaggedB
 
 @pytest.mark.parametrize("with_x", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_is_what_its_definition_says(shape: Shape, with_x: bool) -> None:
+def test_attention_matches_its_definition(shape: Shape, with_x: bool) -> None:
     weights = shape.weights()
     residual = torch.randn(sum(CONTEXTS), shape.hidden).to(BF16)
     x = torch.randn_like(residual) if with_x else None
@@ -401,7 +401,7 @@ def test_parts_are_packed_as_the_whole(out: int, inputs: int, cuts: tuple[int, .
         [torch.zeros(64, 32, dtype=BF16).T],
     ],
 )
-def test_parts_that_are_no_weight_are_refused(parts: list[Tensor]) -> None:
+def test_parts_that_are_not_a_weight_are_refused(parts: list[Tensor]) -> None:
     with pytest.raises(RuntimeError, match="Expected"):
         torch.ops.millrace.pack_panels(parts, False)
 

@@ -222,7 +222,7 @@ def test_store_takes_strided_views(
     assert step.difference() == 0
 
 
-def test_no_rows_are_no_trouble(kernels: CudaKernels) -> None:
+def test_no_rows_are_accepted(kernels: CudaKernels) -> None:
     nothing = torch.empty(0, 64, device=DEVICE)
     weight = torch.ones(64, device=DEVICE)
     assert kernels.rms_norm(nothing, weight, 1e-5).shape == (0, 64)

@@ -60,7 +60,7 @@ def prepare(file: Path, folder: Path, change: Callable[[Words], Words] = dict) -
     return prepare_gguf(file, folder / "cache", tokenizer=source(file, folder, change))
 
 
-def test_the_tokenizer_and_its_end_are_those_of_the_folder(
+def test_the_tokenizer_and_its_end_match_the_folder(
     file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -81,7 +81,7 @@ def test_another_vocabulary_is_refused(file: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*"))
 
 
-def test_some_other_tokens_are_told_of(
+def test_some_other_tokens_are_reported(
     file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

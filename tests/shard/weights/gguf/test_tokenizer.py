@@ -106,7 +106,7 @@ def theirs(folder: Path) -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS.keys() - PIECES))
-def test_ids_are_those_of_a_tokenizer_by_hand(pre: str, tmp_path: Path) -> None:
+def test_ids_match_a_tokenizer_by_hand(pre: str, tmp_path: Path) -> None:
     expected = by_hand(pre)
     found = ours(tmp_path, metadata_of(expected, pre))
     for text in TEXTS:
@@ -127,7 +127,7 @@ def test_words_are_split_as_each_pattern_requires(pre: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", *PATTERNS])
-def test_ids_are_those_of_transformers(pre: str, tmp_path: Path) -> None:
+def test_ids_match_transformers(pre: str, tmp_path: Path) -> None:
     """transformers' reading leaves out the normal form, so that it gets the text in this form."""
     found = ours(tmp_path, metadata_of(by_hand(pre), pre))
     expected = theirs(tmp_path)

@@ -206,7 +206,7 @@ CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "fields", "message"), CONFIG_ERRORS)
-def test_what_a_config_tells_is_refused_before_weights_are_read(
+def test_unsupported_configs_are_refused_before_weights_are_read(
     family: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     config = {**CONFIGS[family], "model_type": family, **fields}

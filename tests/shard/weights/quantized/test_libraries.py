@@ -29,7 +29,7 @@ def test_there_are_fixtures() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+def test_weights_match_the_library(tmp_path: Path, name: str) -> None:
     path = FIXTURES / f"{name}.safetensors"
     tensors = load_file(path)
     expected = tensors.pop("expected")

@@ -78,7 +78,7 @@ def test_scales_of_int4_have_the_least_squared_error_for_their_codes() -> None:
     assert error < 0.9 * (plain - groups).square().sum()
 
 
-def test_tables_are_those_of_bitsandbytes() -> None:
+def test_tables_match_bitsandbytes() -> None:
     """Against the table in its fixtures, which its own library has read."""
     fixtures = Path(__file__).parent / "fixtures"
     for name, table in (("nf4", torch.tensor(NF4)), ("fp4", fp4_values())):

@@ -31,9 +31,7 @@ def open_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> Weights:
     return Weights(folder, dtype=torch.float32, device=cpu, group=ProcessGroup.single())
 
 
-def test_experts_are_those_of_transformers(
-    tmp_path: Path, tensors: dict[str, torch.Tensor]
-) -> None:
+def test_experts_match_transformers(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     expected = convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32).transpose(1, 2)
     weights = open_weights(tmp_path, tensors)
     for rows, columns in ((slice(0, 8), (0, 96)), (slice(1, 6, 2), (48, 96))):
