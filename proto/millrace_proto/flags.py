@@ -189,21 +189,25 @@ def read_arguments(
         if flag.name == positional:
             metavar = flag.option.removeprefix("--").upper()
             parser.add_argument(flag.name, metavar=metavar, help=_plane_help(flag, is_named=False))
-            continue
-        names = [flag.option, *([shorts[flag.name]] if shorts and flag.name in shorts else [])]
-        settings: dict[str, Any] = {"dest": flag.name, "help": _plane_help(flag)}
-        if flag.is_switch:
-            settings["action"] = "store_true"
         else:
-            settings |= {"metavar": flag.type_text}
-            if flag.has_several_values:
-                settings["action"] = "append"
-        parser.add_argument(*names, **settings)
+            short = (shorts or {}).get(flag.name)
+            _add_flag(parser, flag, [flag.option, *([short] if short else [])])
     values = vars(parser.parse_args(argv))
     return {
         name: ",".join(value) if isinstance(value, list) else value
         for name, value in values.items()
     }
+
+
+def _add_flag(parser: argparse.ArgumentParser, flag: Flag, names: Sequence[str]) -> None:
+    settings: dict[str, Any] = {"dest": flag.name, "help": _plane_help(flag)}
+    if flag.is_switch:
+        settings["action"] = "store_true"
+    else:
+        settings["metavar"] = flag.type_text
+        if flag.has_several_values:
+            settings["action"] = "append"
+    parser.add_argument(*names, **settings)
 
 
 def refuse(problems: Iterable[Mapping[str, Any]]) -> NoReturn:

@@ -84,14 +84,15 @@ def load_model(  # noqa: PLR0913
         quantization = quantization_of(folder, quantize, model.spec, group.world_size)
         is_invariant = device.type == "cpu" or not uses_plain_torch(model.spec)
         info = replace(_info(model, folder, quantization, quantize), batch_invariant=is_invariant)
-        weights = Weights(
-            folder, dtype=dtype, device=device, group=group, quantization=quantization
-        )
         ropes = RopeTables(max_total_tokens, device)
-        with closing(weights):
+        with closing(
+            Weights(folder, dtype=dtype, device=device, group=group, quantization=quantization)
+        ) as weights:
             check_biases(weights.files, model.spec)
             loader = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
-            return _checked(Decoder(model.spec, info, loader, kernels, group, adapters), weights)
+            decoder = Decoder(model.spec, info, loader, kernels, group, adapters)
+            check_unread(weights.files, decoder.spec)
+            return decoder
     _check_class(model, quantize, allow_unlisted=allow_unlisted)
     assert model.config is not None
     # The import takes a second, and models of our own decoder do not need it.
@@ -111,11 +112,6 @@ def load_model(  # noqa: PLR0913
         adapters=adapters,
         allow_unlisted=allow_unlisted,
     ).load()
-
-
-def _checked(decoder: Decoder, weights: Weights) -> Decoder:
-    check_unread(weights.files, decoder.spec)
-    return decoder
 
 
 def _info(

@@ -19,7 +19,7 @@ from tests.ecosystem.operating.proxies import (
     wait_for_port,
 )
 
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.router.edge import echo, finished, token_event
 
 pytestmark = pytest.mark.ecosystem

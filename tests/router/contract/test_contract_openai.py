@@ -289,7 +289,7 @@ CHATS = [
     ),
     Rule(
         section="3.7",
-        says="usage comes in a chunk of its own, if it is wanted",
+        says="usage comes in a separate chunk, if it is requested",
         path=CHAT_PATH,
         body=chat(stream=True, stream_options={"include_usage": True}),
         default=Reply(events=[{"usage": None}] * 3 + [{"choices": [], "usage": USAGE}, DONE]),
@@ -297,7 +297,7 @@ CHATS = [
     ),
     Rule(
         section="3.7",
-        says="a special token has no text, and ends for `stop`",
+        says="a special token is without text, and ends for `stop`",
         path=CHAT_PATH,
         body=chat(),
         script=says(FinishReason.EOS_TOKEN, " x", "</s>"),
@@ -356,7 +356,7 @@ CHATS = [
     ),
     Rule(
         section="3.7",
-        says="null content wants tool calls beside it",
+        says="null content needs tool calls",
         path=CHAT_PATH,
         body=chat(messages=[{"role": "assistant", "content": None}]),
         default=Reply(status=422, body={"error_type": "validation"}),
@@ -506,7 +506,7 @@ TOOLS = [
     ),
     Rule(
         section="3.7",
-        says="no tools beside a response format",
+        says="no tools together with a response format",
         path=CHAT_PATH,
         body=chat(tools=[], response_format={"type": "json", "value": {"properties": {}}}),
         default=Reply(),
@@ -593,7 +593,7 @@ COMPLETIONS = [
     ),
     Rule(
         section="3.5",
-        says="no time of computing is told of several prompts",
+        says="no time of computing is reported for several prompts",
         path=COMPLETION_PATH,
         body=completion(prompt=["hello", "world"]),
         default=Reply(
@@ -610,5 +610,5 @@ COMPLETIONS = [
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("rule", [*BOTH, *CHATS, *TOOLS, *COMPLETIONS], ids=str)
-def test_rule(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
+def test_rule_holds(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
     servers(rule.server, column).check(rule, column)

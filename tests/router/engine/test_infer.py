@@ -20,10 +20,9 @@ from millrace_router.errors import (
     ShuttingDown,
     ValidationError,
 )
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import SchedulingParameters, ValidRequest
-from millrace_router.request.token_stream import TokenStream, read_tokens
+from millrace_router.request.token_stream import TokenEvent, TokenStream, read_tokens
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.validator import Validator
 from millrace_testing.router.edge import (

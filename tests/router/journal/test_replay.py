@@ -12,9 +12,9 @@ import pytest
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal.errors import JournalUnusable
-from millrace_router.journal.header import Header
+from millrace_router.journal.header import Header, header_from_json, header_to_json
 from millrace_router.journal.journal import Journal
-from millrace_router.journal.reader import Answered, Failed, Sent
+from millrace_router.journal.reader import AdapterChanged, Answered, Failed, Sent, read_events
 from millrace_router.journal.replay.command import replay
 from millrace_router.journal.replay.comparison import Comparison
 from millrace_router.journal.replay.player import Player, Unanswered, settled, token_at
@@ -419,11 +419,11 @@ def test_what_cannot_be_replayed(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "text").write_text("hello, this is no journal")
+    (tmp_path / "text").write_text("hello, this is not a journal")
     for path, words in (
         ("empty", "contains no journal"),
         ("none", "does not exist"),
-        ("text", "is no jo"),
+        ("text", "is not a jo"),
     ):
         assert replay([str(tmp_path / path), f"--shard-addresses={address}"]) == 2
         assert words in capsys.readouterr().err
@@ -437,3 +437,54 @@ def test_what_cannot_be_replayed(
     with pytest.raises(SystemExit) as ended:
         replay([])
     assert ended.value.code == 2
+
+
+def record_adapters(folder: Path, *, fails: bool = False) -> RecordedDriver:
+    """Run requests with adapters, of which the shard holds two at a time."""
+    shard = new_shard(max_adapters=2)
+    journal, writer, _ = journal_in(folder, header(shard))
+    driver = RecordedDriver(BUDGETS, shard, journal)
+    for number, asked in enumerate(requests(24, adapters=True)):
+        driver.submit(asked)
+        driver.turn()
+        if fails and number == 12:
+            shard.fail_next, driver.loses_adapters = "killed", True
+    driver.run()
+    driver.check_idle()
+    writer.close()
+    return driver
+
+
+async def test_a_journal_with_adapters_replays(tmp_path: Path) -> None:
+    driver = record_adapters(tmp_path)
+    assert driver.shard.adapters.num_read.total() > 8, "no adapter was evicted"
+    shard = new_shard(max_adapters=2)
+    (outcome,) = await replayed(tmp_path, shard)
+    assert outcome.difference is None
+    assert outcome.is_compared
+    assert outcome.num_tokens > 100
+    assert shard.adapters.num_read == driver.shard.adapters.num_read
+
+
+async def test_another_epoch_begins_with_the_loads_of_its_own(tmp_path: Path) -> None:
+    record_adapters(tmp_path, fails=True)
+    first, second = await replayed(tmp_path, new_shard(max_adapters=2))
+    assert first.difference is None
+    assert second.difference is None
+    assert second.num_tokens > 20
+
+
+def test_a_journal_has_digests_and_no_names(tmp_path: Path) -> None:
+    record_adapters(tmp_path)
+    found = [event for _, event in read_events(tmp_path) if isinstance(event, AdapterChanged)]
+    digests = {event.digest for event in found if event.digest is not None}
+    assert len(digests) == 5
+    assert all(len(digest) == 64 for digest in digests)
+    assert any(event.digest is None for event in found), "no slot was freed"
+
+
+def test_the_header_has_modules_and_pages() -> None:
+    head = header(new_shard(max_adapters=2))
+    assert head.capacity.adapter_pages == 3
+    assert head.shard.adapter_modules
+    assert header_from_json(header_to_json(head)) == head

@@ -64,7 +64,7 @@ GREEDY: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize(("path", "body"), GREEDY.values(), ids=GREEDY)
-async def test_it_tells_of_the_generation(path: str, body: Any) -> None:
+async def test_the_line_describes_the_generation(path: str, body: Any) -> None:
     line = await line_of(path, body, script=two_tokens)
     times = {name: line.pop(name) for name in tuple(line) if "time" in name}
     assert times.keys() == {

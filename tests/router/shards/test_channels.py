@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +23,7 @@ from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.start.running import start
 from millrace_router.start.shards import StartupError
-from millrace_testing.launcher.certificates import Certificate, certificate
+from millrace_testing.launcher.deployment import Certificate, certificate
 from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard, FakeShardService
 
 
@@ -157,3 +159,23 @@ async def test_a_router_that_is_refused_says_so_while_it_waits(
 def test_where_prompts_may_be_overheard(address: str, exposed: bool) -> None:
     assert is_exposed(address, None) is exposed
     assert not is_exposed(address, grpc.ssl_channel_credentials())
+
+
+PROGRAM = """
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "grpc":
+            print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"))
+sys.meta_path.insert(0, Finder())
+import millrace_router.__main__
+"""
+
+
+def test_the_setting_is_there_when_grpc_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["0"]

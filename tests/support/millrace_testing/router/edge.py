@@ -35,17 +35,16 @@ from millrace_router.prediction.forecast import Estimate
 from millrace_router.reasoning.formats import reasoning_of_model
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.shard_status import ShardStatus
-from millrace_router.request.dialect import dialect_of
-from millrace_router.request.events import (
+from millrace_router.request.limits import Limits, dialect_of
+from millrace_router.request.request import FinishReason, Grammar, Task, ValidRequest
+from millrace_router.request.token_stream import (
     Finished,
     PromptLogprobs,
     Token,
     TokenEvent,
+    TokenStream,
     end_without_token,
 )
-from millrace_router.request.limits import Limits
-from millrace_router.request.request import FinishReason, Grammar, Task, ValidRequest
-from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.services import Services
 from millrace_router.server.traces import RequestTraces, SpanSink
 from millrace_router.shards.wire import Capacity, ShardInfo
@@ -397,3 +396,41 @@ def logging_to(
 def limits_with(**changes: Any) -> Limits:
     """The usual limits but for these."""
     return replace(LIMITS, **changes)
+
+
+@dataclass(eq=False)
+class FakeTimer:
+    """A call that is due."""
+
+    due: float
+    callback: Callable[[], None]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeTimers:
+    """Stands in for the event loop's `call_later`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._timers: list[FakeTimer] = []
+
+    def __call__(self, seconds: float, callback: Callable[[], None]) -> FakeTimer:
+        self._timers.append(FakeTimer(self.now + seconds, callback))
+        return self._timers[-1]
+
+    @property
+    def pending(self) -> int:
+        """The number of calls that are not cancelled."""
+        return sum(not timer.cancelled for timer in self._timers)
+
+    def turn(self, seconds: float) -> None:
+        """Let time go by, and call what is due, in order."""
+        self.now += seconds
+        while due := [t for t in self._timers if t.due <= self.now or t.cancelled]:
+            timer = min(due, key=lambda timer: timer.due)
+            self._timers.remove(timer)
+            if not timer.cancelled:
+                timer.callback()

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import math
+import os
+import sys
+import termios
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
+from millrace_launcher.__main__ import main
+from millrace_launcher.processes import process
+from millrace_launcher.settings.commands import Programs
+from millrace_launcher.supervision import launcher, restarts, shards, webserver
 from millrace_proto import generate_pb2 as pb
 from millrace_router.adapters.admission import AdapterAdmission
 from millrace_router.adapters.residency import Residency
@@ -29,9 +39,8 @@ from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.adapter import AdapterVersion
-from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.token_stream import Finished, TokenEvent, TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
@@ -149,6 +158,16 @@ class DirectShards:
         return answer
 
 
+def _forecaster(budgets: Budgets, cost: CostModel, shard: FakeShard | HashShard) -> Forecaster:
+    return Forecaster(
+        cost,
+        max_batch_size=budgets.max_batch_size,
+        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
+        block_size=shard.block_size,
+        num_blocks=shard.num_blocks - 1,
+    )
+
+
 def new_batcher(
     channel: StepChannel | DirectShards,
     shard: FakeShard | HashShard,
@@ -187,16 +206,9 @@ def new_batcher(
     waiting = WaitingQueue() if waiting is None else waiting
     recovery = RecoveryPolicy(planners, Quarantine())
     adapters = _adapters(channel, shard.adapters, waiting, metrics, cycle_seconds)
-    forecaster = Forecaster(
-        cost,
-        max_batch_size=budgets.max_batch_size,
-        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
-        block_size=shard.block_size,
-        num_blocks=shard.num_blocks - 1,
-    )
     predictor = LatencyPredictor(
         cost,
-        forecaster,
+        _forecaster(budgets, cost, shard),
         metrics,
         in_flight=in_flight,
         recovery=recovery,
@@ -313,3 +325,16 @@ def request(
 ) -> ValidRequest:
     """A greedy request."""
     return ValidRequest(input_ids=tuple(ids), max_new_tokens=max_new_tokens, adapter=adapter)
+
+
+CHILDREN = (sys.executable, str(Path(__file__).with_name("children.py")))
+
+if __name__ == "__main__":
+    if "FAKE_TERMINAL" in os.environ:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    restarts.FIRST_DELAY_SECONDS = float(os.environ.get("FAKE_DELAY", "0"))
+    launcher.LOST_GRACE_SECONDS = process.DRAIN_SECONDS = 60.0
+    launcher.LAST_WORDS_SECONDS = 0.1
+    shards.STEADY_SECONDS = webserver.STEADY_SECONDS = math.inf
+    programs = Programs(shard=(*CHILDREN, "shard"), router=(*CHILDREN, "router"))
+    sys.exit(main(sys.argv[1:], programs))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.shards.forked import forking
 
 
