@@ -1,16 +1,16 @@
 """Files hold one idea, rooms keep their budgets, and texts are in plain English."""
 
 from __future__ import annotations
+
 import ast
 import re
-from collections import Counter
-from collections import defaultdict
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
+
 import pytest
-from millrace_testing.project import ROOT
-from millrace_testing.project import project_files
+
+from millrace_testing.project import ROOT, project_files
 
 LONGEST_FILE = 500
 LONGEST_TEST_FILE = 900

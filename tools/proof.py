@@ -21,6 +21,7 @@ difference's line, and the reason, separated by tabs.
 """
 
 from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -33,15 +34,12 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -4,6 +4,7 @@ This module imports the standard library alone.
 """
 
 from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

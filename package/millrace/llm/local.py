@@ -1,44 +1,28 @@
 """A model in this process: requests go to the router's core, without HTTP."""
 
 from __future__ import annotations
+
 import asyncio
 import warnings
-from collections.abc import AsyncGenerator
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from contextlib import ExitStack
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
-from typing import cast
+from typing import Any, cast
+
 from millrace.errors import RequestError
 from millrace.llm.deployment import LocalModel
-from millrace.llm.outputs import Piece
-from millrace.llm.outputs import Prompt
+from millrace.llm.outputs import Piece, Prompt
 from millrace.llm.params import SamplingParams
 from millrace_router.adapters.names import check_name
-from millrace_router.api.body.reading import Model
-from millrace_router.api.body.reading import checked
-from millrace_router.api.chat.choice import ChoiceText
-from millrace_router.api.chat.choice import reader
-from millrace_router.api.chat.start import ChatRun
-from millrace_router.api.chat.start import run_chat
-from millrace_router.api.openai.render import chat_answer
-from millrace_router.api.openai.render import chat_renderer
-from millrace_router.api.openai.request import ChatCompletionRequest
-from millrace_router.api.openai.request import CompletionRequest
-from millrace_router.api.pooling.protocol import EmbeddingsRequest
-from millrace_router.api.pooling.protocol import ScoreRequest
-from millrace_router.api.pooling.run import PoolingInput
-from millrace_router.api.pooling.run import embedding_run
-from millrace_router.api.pooling.run import score_run
-from millrace_router.api.pooling.run import sigmoid
+from millrace_router.api.body.reading import Model, checked
+from millrace_router.api.chat.choice import ChoiceText, reader
+from millrace_router.api.chat.start import ChatRun, run_chat
+from millrace_router.api.openai.render import chat_answer, chat_renderer
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
+from millrace_router.api.pooling.protocol import EmbeddingsRequest, ScoreRequest
+from millrace_router.api.pooling.run import PoolingInput, embedding_run, score_run, sigmoid
 from millrace_router.engine.generation import Generation
-from millrace_router.errors import RouterError
-from millrace_router.errors import ValidationError
+from millrace_router.errors import RouterError, ValidationError
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import Task

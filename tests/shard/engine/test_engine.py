@@ -135,9 +135,7 @@ def test_a_step_is_answered_while_the_next_one_is_computed(*, overlap: bool) -> 
 
 
 @pytest.mark.parametrize("work", ["filter", "invalid", "warm-up", "end"])
-def test_a_step_is_answered_when_other_work_follows(
-    work: str, driver: Driver
-) -> None:
+def test_a_step_is_answered_when_other_work_follows(work: str, driver: Driver) -> None:
     driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
     gate = Event()
 

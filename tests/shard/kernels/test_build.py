@@ -1,6 +1,7 @@
 """Building with a stand-in compiler, so that these run where there is none."""
 
 from __future__ import annotations
+
 import fcntl
 import logging
 import os
@@ -9,21 +10,14 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
-from threading import Event
+from threading import Barrier, Event
+
 import pytest
 import torch
+
 from millrace_shard.kernels import build
-from millrace_shard.kernels.build import BuildError
-from millrace_shard.kernels.build import Toolchain
-from millrace_shard.kernels.build import compile_library
-from millrace_shard.kernels.build import load_operators
-from millrace_testing.engines.compiler import COMPILER
-from millrace_testing.engines.compiler import FAILING
-from millrace_testing.engines.compiler import GOOD
-from millrace_testing.engines.compiler import compiler
-from millrace_testing.engines.compiler import runs
-from millrace_testing.engines.compiler import toolchain
+from millrace_shard.kernels.build import BuildError, Toolchain, compile_library, load_operators
+from millrace_testing.engines.compiler import COMPILER, FAILING, GOOD, compiler, runs, toolchain
 
 SECONDS = 60.0
 

@@ -1,20 +1,20 @@
 """The plain kernels against formulas written down one row at a time, in float64."""
 
 from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from millrace_shard.kernels import plain_attention
-from millrace_shard.kernels import scores
+
+from millrace_shard.kernels import plain_attention, scores
 from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.build import BuildError
-from millrace_shard.kernels.build import load_operators
+from millrace_shard.kernels.build import BuildError, load_operators
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.ragged import RaggedBatch

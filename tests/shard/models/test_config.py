@@ -1,35 +1,28 @@
 """A config read without transformers means what it means in transformers."""
 
 from __future__ import annotations
+
 import copy
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
-from hypothesis import event
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from safetensors.torch import save_file
-from transformers import AutoConfig
-from transformers import AutoModelForImageTextToText
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.errors import ModelError
-from millrace_shard.errors import UnsupportedModel
+from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.models.description import ModelDescription
-from millrace_shard.models.description import read_any_config
+from millrace_shard.models.description import ModelDescription, read_any_config
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.load import load_model
-from millrace_testing.models.models import CONFIGS
-from millrace_testing.models.models import CPU
-from millrace_testing.models.models import Driver
-from millrace_testing.models.models import prompt_of
-from millrace_testing.models.models import save_tiny
+from millrace_testing.models.models import CONFIGS, CPU, Driver, prompt_of, save_tiny
 
 # As published, but for the layers and the vocabulary, which are fewer.
 LLAMA_2: dict[str, Any] = {

@@ -1,40 +1,41 @@
 from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
-from safetensors.torch import load_file
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.errors import ModelError
-from millrace_shard.errors import UnsupportedModel
-from millrace_shard.errors import WeightsError
-from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.base import Linear
+from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
+from millrace_shard.kernels.base import LayerCache, Linear
 from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.families.registry import FAMILIES
-from millrace_shard.models.interface import CausalModel
-from millrace_shard.models.interface import KVLayer
+from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.load import load_model
 from millrace_shard.models.quantized import code_formats
 from millrace_shard.models.rope import RopeOverride
-from millrace_testing.models.models import CONFIGS
-from millrace_testing.models.models import CPU
-from millrace_testing.models.models import VOCAB
-from millrace_testing.models.models import Driver
-from millrace_testing.models.models import edit_json
-from millrace_testing.models.models import greedy
-from millrace_testing.models.models import logprobs
-from millrace_testing.models.models import prompt_of
-from millrace_testing.models.models import save_tiny
+from millrace_testing.models.models import (
+    CONFIGS,
+    CPU,
+    VOCAB,
+    Driver,
+    edit_json,
+    greedy,
+    logprobs,
+    prompt_of,
+    save_tiny,
+)
 from millrace_testing.quantized.linears import FORMATS
+
 
 def load(
     folder: Path,

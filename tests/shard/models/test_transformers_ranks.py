@@ -186,9 +186,7 @@ def in_int8(group: ProcessGroup, folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "starcoder2"])
-def test_int8_weights_are_close_to_the_file(
-    name: str, two_ranks: TwoRanks, tmp_path: Path
-) -> None:
+def test_int8_weights_are_close_to_the_file(name: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
     expected = greedy(two_ranks.references[name], PROMPTS[1], 1)[1][0]
     for found in (
         in_int8(ProcessGroup.single(), two_ranks.folder / name),

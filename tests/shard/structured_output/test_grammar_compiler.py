@@ -1,52 +1,40 @@
 """Grammars are tried out in a separate process, compiled once, and cannot harm other requests."""
 
 from __future__ import annotations
+
 import json
 import os
 import re
 import socket
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from random import Random
-from threading import Barrier
-from threading import Event
-from threading import Semaphore
-from threading import Thread
+from threading import Barrier, Event, Semaphore, Thread
 from types import SimpleNamespace
+
 import grpc
 import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
+
 from millrace_proto import generate_pb2 as pb
 from millrace_proto.sequence import Grammar
 from millrace_shard.engine.engine import Progress
 from millrace_shard.server.service import ShardService
-from millrace_shard.structured_output import grammar_compiler
-from millrace_shard.structured_output import grammar_process
-from millrace_shard.structured_output import matcher
+from millrace_shard.structured_output import grammar_compiler, grammar_process, matcher
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
-from millrace_shard.structured_output.grammar_process import CompilerBusy
-from millrace_shard.structured_output.grammar_process import GrammarProcess
+from millrace_shard.structured_output.grammar_process import CompilerBusy, GrammarProcess
 from millrace_shard.structured_output.grammar_source import GrammarInvalid
-from millrace_shard.structured_output.manager import NO_GRAMMARS
-from millrace_shard.structured_output.manager import GrammarManager
-from millrace_shard.structured_output.mask_computer import Bitmasks
-from millrace_shard.structured_output.mask_computer import MaskRequest
-from millrace_testing.engines.grammars import Words
-from millrace_testing.engines.grammars import allowed
-from millrace_testing.engines.grammars import lark
-from millrace_testing.engines.grammars import mask_of
-from millrace_testing.engines.grammars import regex
-from millrace_testing.engines.grammars import schema
+from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager
+from millrace_shard.structured_output.mask_computer import Bitmasks, MaskRequest
+from millrace_testing.engines.grammars import Words, allowed, lark, mask_of, regex, schema
 from millrace_testing.text.texts import byte_level
 
 PATIENT = 60.0

@@ -1,34 +1,29 @@
 """JSON Schemas: what is generated always validates, what validates can be generated, the rest is refused by name."""
 
 from __future__ import annotations
+
 import json
 import os
 import random
 import string
 from collections.abc import Iterator
-from itertools import islice
-from itertools import permutations
-from itertools import product
+from itertools import islice, permutations, product
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
+
 import pytest
 from bench.structured_output.schemas import problem
 from hypothesis import given
 from hypothesis import strategies as st
+
 from millrace_router.tool_calls.parsing.lark import json_value
 from millrace_router.tool_calls.parsing.parameters import arguments_schema
 from millrace_router.tool_calls.tool import Tool
-from millrace_shard.structured_output.grammar_source import GrammarInvalid
-from millrace_shard.structured_output.grammar_source import with_exact_schemas
-from millrace_shard.structured_output.json_schema import MAX_DEPTH
-from millrace_shard.structured_output.json_schema import SchemaInvalid
-from millrace_shard.structured_output.json_schema import read_schema
+from millrace_shard.structured_output.grammar_source import GrammarInvalid, with_exact_schemas
+from millrace_shard.structured_output.json_schema import MAX_DEPTH, SchemaInvalid, read_schema
 from millrace_shard.structured_output.matcher import Matcher
-from millrace_testing.engines.grammars import Words
-from millrace_testing.engines.grammars import lark
-from millrace_testing.engines.grammars import schema
-from millrace_testing.engines.grammars import walk
+from millrace_testing.engines.grammars import Words, lark, schema, walk
 from millrace_testing.engines.random_schemas import Schemas
 
 SUITE = os.environ.get("JSON_SCHEMA_TEST_SUITE")

@@ -42,9 +42,7 @@ def test_the_file_is_fetched_and_read(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "ERROR" in lines[-1]
 
 
-def test_a_published_model_needs_no_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_published_model_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_hub.serve(Hub({})) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
         settings = HubSettings.of(Variables())

@@ -1,25 +1,23 @@
 from __future__ import annotations
+
 import json
 import logging
 import os
-from itertools import chain
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from queue import SimpleQueue
+
 import pytest
 import torch
 from safetensors.torch import save_file
+
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import WeightsError
 from millrace_shard.models.load import load_model
 from millrace_shard.weights import read_ahead
-from millrace_shard.weights.read_ahead import CHUNK
-from millrace_shard.weights.read_ahead import LoadProgress
-from millrace_shard.weights.read_ahead import ReadAhead
-from millrace_shard.weights.read_ahead import readable_size
+from millrace_shard.weights.read_ahead import CHUNK, LoadProgress, ReadAhead, readable_size
 from millrace_shard.weights.safetensor_files import SafetensorFiles
-from millrace_shard.weights.weights import Columns
-from millrace_shard.weights.weights import Weights
+from millrace_shard.weights.weights import Columns, Weights
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.models import save_tiny
 

@@ -57,9 +57,7 @@ def rows_of(count: int, shape: str, seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.scoring.value)
-def test_experts_match_their_definition(
-    kernels: CpuKernels, rule: RoutingRule, shape: str
-) -> None:
+def test_experts_match_their_definition(kernels: CpuKernels, rule: RoutingRule, shape: str) -> None:
     made = kernels.experts(weights_of(rule, shape))
     assert isinstance(made, TiledExperts)
     for count in (1, 5, 200):

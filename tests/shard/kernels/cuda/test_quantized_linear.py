@@ -84,9 +84,7 @@ def error(y: Tensor, x: Tensor, part: QuantizedTensor) -> float:
 
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
-def test_products_match_the_exact_weights(
-    name: str, inputs: int, group_size: int | None
-) -> None:
+def test_products_match_the_exact_weights(name: str, inputs: int, group_size: int | None) -> None:
     part = random_codes(name, OUTPUTS, inputs, group_size)
     x = normal(3, inputs)
     assert error(head_from(part)(x), x, part) < TOLERANCE

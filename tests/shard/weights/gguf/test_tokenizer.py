@@ -1,39 +1,34 @@
 """Byte-level tokenizers in GGUF files, against tokenizers made by hand and transformers' reading of the same files."""
 
 from __future__ import annotations
+
 import json
 import logging
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import pytest
 from tests.ecosystem.prepare import TOKENIZERS
-from tokenizers import Regex
-from tokenizers import Tokenizer
-from tokenizers import models
-from tokenizers import normalizers
-from tokenizers import pre_tokenizers
-from tokenizers import trainers
-from transformers import AutoTokenizer
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_SPLIT
-from millrace_shard.errors import ModelError
-from millrace_shard.errors import UnsupportedModel
-from millrace_shard.errors import WeightsError
+
+from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
 from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_shard.weights.gguf.metadata import Metadata
-from millrace_shard.weights.gguf.tokenizer import PRE_TOKENIZERS
-from millrace_shard.weights.gguf.tokenizer import TokenKind
-from millrace_shard.weights.gguf.tokenizer import Vocabulary
-from millrace_testing.models.gguf_files import CONTROL
-from millrace_testing.models.gguf_files import NORMAL
-from millrace_testing.models.gguf_files import SIZES
-from millrace_testing.models.gguf_files import USER_DEFINED
-from millrace_testing.models.gguf_files import TinyGguf
-from millrace_testing.models.gguf_files import read_config
+from millrace_shard.weights.gguf.tokenizer import PRE_TOKENIZERS, TokenKind, Vocabulary
+from millrace_testing.models.gguf_files import (
+    CONTROL,
+    NORMAL,
+    SIZES,
+    USER_DEFINED,
+    TinyGguf,
+    read_config,
+)
 from millrace_testing.text.texts import CORPUS
 
 TEXTS: list[str] = [*json.loads((TOKENIZERS / "texts.json").read_text()), *CORPUS[:6]]

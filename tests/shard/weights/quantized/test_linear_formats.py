@@ -1,23 +1,23 @@
 from __future__ import annotations
+
 import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.errors import UnsupportedModel
-from millrace_shard.errors import WeightsError
+from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.linear_reader import LinearReader
-from millrace_shard.weights.quantized.module_tensors import Cut
-from millrace_shard.weights.quantized.module_tensors import Span
+from millrace_shard.weights.quantized.module_tensors import Cut, Span
 from millrace_shard.weights.quantized.quantization_config import read_quantization
 from millrace_shard.weights.safetensor_files import SafetensorFiles
 from millrace_shard.weights.weights import Weights
@@ -182,9 +182,7 @@ def open_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> Weights:
     return Weights(folder, dtype=torch.float32, device=cpu, group=ProcessGroup.single())
 
 
-def test_experts_match_transformers(
-    tmp_path: Path, tensors: dict[str, torch.Tensor]
-) -> None:
+def test_experts_match_transformers(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     expected = convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32).transpose(1, 2)
     weights = open_weights(tmp_path, tensors)
     for rows, columns in ((slice(0, 8), (0, 96)), (slice(1, 6, 2), (48, 96))):
