@@ -107,9 +107,8 @@ async def test_malformed_requests_are_not_quoted(json_output: bool) -> None:
     output = io.BytesIO()
     with logging_to(output, json_output=json_output):
         async with serving() as edge:
-            host, port = edge.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"GET /health HTTP/1.1\r\nauthorization: hush\r\nb\x00d secret\r\n\r\n")
+            broken = b"GET /health HTTP/1.1\r\nauthorization: hush\r\nb\x00d secret\r\n\r\n"
+            reader, writer = await edge.send(broken)
             assert b"400" in await reader.readline()
             writer.close()
     assert b"an HTTP connection failed" in output.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -230,14 +231,68 @@ class Edge:
             parsed = await response.json() if response.content_type == "application/json" else text
             return response.status, parsed, response
 
+    async def answer(self, path: str, body: object, **headers: str) -> Any:
+        """Post JSON; the parsed answer, whose status is 200."""
+        status, answer, _ = await self.post(path, body, headers=headers)
+        assert status == 200, answer
+        return answer
+
+    async def stream(self, path: str, body: Mapping[str, Any], **headers: str) -> str:
+        """Post JSON; the text of the stream that answers it with status 200."""
+        status, text, response = await self.post(path, {**body, "stream": True}, headers=headers)
+        assert status == 200, text
+        assert response.content_type == "text/event-stream"
+        return str(text)
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> list[Any]:
+        """The data of each event of a stream, `[DONE]` among them."""
+        return events_in(await self.stream(path, body))
+
+    async def chunks(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of a stream that ends as OpenAI's do."""
+        *chunks, done = await self.events(path, body)
+        assert done == "[DONE]"
+        return chunks
+
     async def get(self, path: str, **other: Any) -> tuple[int, bytes, aiohttp.ClientResponse]:
         """Get; status, body, response."""
         async with self.client.get(self.url + path, **other) as response:
             return response.status, await response.read(), response
 
+    async def send(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send bytes on a new connection."""
+        host, port = self.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(data)
+        return reader, writer
+
+    async def open(
+        self, path: str, body: object, *, version: str = "1.1", **headers: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Post JSON on a new connection and wait for the batcher to get the request."""
+        data = json.dumps(body).encode()
+        headers |= {"host": "x", "content-type": "application/json"}
+        headers |= {"content-length": str(len(data))}
+        lines = [f"POST {path} HTTP/{version}", *(": ".join(pair) for pair in headers.items())]
+        connection = await self.send("\r\n".join([*lines, "", ""]).encode() + data)
+        await self.batcher.arrived.wait()
+        return connection
+
     async def exposition(self) -> list[str]:
         """Lines of /metrics."""
         return (await self.get("/metrics"))[1].decode().splitlines()
+
+
+def events_in(text: str) -> list[Any]:
+    """The data of each event of a stream without names and ids: parsed if it is JSON."""
+    assert text.endswith("\n\n"), text
+    events: list[Any] = []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        assert event.startswith("data: "), event
+        assert "\n" not in event, event
+        data = event.removeprefix("data: ")
+        events.append(json.loads(data) if data.startswith("{") else data)
+    return events
 
 
 def services_over(
