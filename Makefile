@@ -89,7 +89,7 @@ suite-%:
 
 # The folders that have such tests: to collect all others takes longer than to run some of these.
 suite-long: install
-	$(PYTEST) -m long tests/bench/adapters tests/e2e tests/shard/kernels/cuda $(ARGS)
+	$(PYTEST) -m long tests/bench/test_adapters.py tests/e2e tests/shard/kernels/cuda $(ARGS)
 
 suite-ecosystem: install
 	export $(WITH_INDEX); $(BIN)/python -m tests.ecosystem.prepare && \

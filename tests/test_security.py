@@ -227,17 +227,17 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/router/recovery/test_quarantine.py::test_the_route_shows_no_text_and_no_ids",
     ),
     "S1": (
-        "tests/shard/server/test_socket_file.py::test_no_other_user_reaches_a_shard_whatever_the_umask",
+        "tests/shard/server/test_address.py::test_no_other_user_reaches_a_shard_whatever_the_umask",
         "tests/shard/commands/test_serve.py::test_a_shard_in_use_is_neither_replaced_nor_cut_off",
         "tests/e2e/test_secrets.py::test_shards_sockets_are_their_user_s_alone",
     ),
     "S2": (
-        "tests/shard/server/test_socket_file.py::test_a_socket_that_answers_is_left_alone_and_named",
-        "tests/shard/server/test_socket_file.py::test_what_is_no_socket_is_never_replaced",
+        "tests/shard/server/test_address.py::test_a_socket_that_answers_is_left_alone_and_named",
+        "tests/shard/server/test_address.py::test_what_is_no_socket_is_never_replaced",
     ),
     "S3": (
-        "tests/shard/test_tls.py::test_a_client_of_the_same_authority_is_served",
-        "tests/shard/test_tls.py::test_other_clients_are_refused",
+        "tests/shard/server/test_address.py::test_a_client_of_the_same_authority_is_served",
+        "tests/shard/server/test_address.py::test_other_clients_are_refused",
         "tests/router/shards/test_channels.py::test_without_papers_or_with_others_it_does_not",
     ),
     "S4": ("tests/e2e/test_tls.py::test_a_shard_serves_only_its_router_over_tls",),
@@ -245,11 +245,11 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/router/shards/test_channels.py::test_it_speaks_to_no_shard_of_another_authority_or_name",
     ),
     "S6": (
-        "tests/shard/test_tls.py::test_which_addresses_only_this_host_reaches",
-        "tests/shard/test_tls.py::test_the_program_refuses_before_it_loads_anything",
+        "tests/shard/server/test_address.py::test_which_addresses_only_this_host_reaches",
+        "tests/shard/server/test_address.py::test_the_program_refuses_before_it_loads_anything",
         "tests/router/shards/test_channels.py::test_where_prompts_may_be_overheard",
     ),
-    "S7": ("tests/deploy/test_health.py::test_shard_health_has_the_shard_s_papers",),
+    "S7": ("tests/deploy/test_monitoring.py::test_shard_health_has_the_shard_s_papers",),
     "S8": ("tests/test_security.py::test_nothing_that_is_read_is_run",),
     "S9": ("tests/router/start/test_start.py::test_other_hosts_only_if_asked",),
     "L1": (
@@ -266,9 +266,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/test_security.py::test_each_danger_would_be_seen",
     ),
     "M3": (
-        "tests/shard/weights/quantized/test_bad_input.py::test_damaged_tensors_are_named",
-        "tests/shard/weights/quantized/test_fuzz.py::test_mutated_checkpoints_are_refused_or_loaded",
-        "tests/shard/weights/gguf/test_damaged_files.py::test_mutated_headers_are_refused_or_loaded",
+        "tests/shard/weights/quantized/test_wrong_fields_are_refused.py::test_every_damage_to_every_tensor_is_named",
+        "tests/shard/weights/quantized/test_wrong_fields_are_refused.py::test_mutated_checkpoints_are_refused_or_loaded",
+        "tests/shard/weights/gguf/test_files.py::test_mutated_headers_are_refused_or_loaded",
     ),
     "M4": ("tests/router/security/test_security.py::test_no_way_out",),
     "D1": (
@@ -344,8 +344,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/shard/kernels/test_choose.py::test_a_cache_that_other_users_can_write_is_not_used",
     ),
     "K2": (
-        "tests/shard/weights/test_private_folder.py::test_what_other_users_can_write_is_no_place_for_a_model",
-        "tests/shard/weights/test_private_folder.py::test_another_user_s_folder_is_no_place_for_a_model",
+        "tests/shard/weights/test_hub.py::test_what_other_users_can_write_is_no_place_for_a_model",
+        "tests/shard/weights/test_hub.py::test_another_user_s_folder_is_no_place_for_a_model",
     ),
     "K3": ("tests/router/journal/test_journal.py::test_only_their_user_reads_journals",),
     "K4": (

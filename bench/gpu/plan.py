@@ -60,7 +60,7 @@ STAGES = (
         "bench.gpu.checks.verify",
         "Does `millrace-verify` hold, deterministic mode on and off?",
         60,
-        200,
+        60,
     ),
     Stage("bench.gpu.checks.steps", "Do random steps yield the tokens of a shard on CPU?", 25, 25),
     Stage(

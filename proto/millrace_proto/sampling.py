@@ -138,7 +138,7 @@ class Dry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceRules:
-    """Rules that few sequences have; the defaults are no rules."""
+    """Rules that few sequences have; by default there are none."""
 
     allowed_ids: tuple[int, ...] = ()
     """The only tokens that may be drawn; empty: all."""
@@ -283,7 +283,7 @@ class Sampling:
 SCALARS: tuple[Field[Any], ...] = tuple(
     one for one in fields(Sampling) if one.name not in {"bias", "rules"}
 )
-"""The parameters that are one number or one switch, whose type is that of the default."""
+"""The parameters that are one number or one switch, with the type of their default."""
 NEUTRAL = {one.name: one.default for one in SCALARS}
 _VALID = {one.name: one.metadata["valid"] for one in SCALARS if one.metadata}
 _STORED = {one.name: one.metadata["stored"] for one in SCALARS if one.metadata}

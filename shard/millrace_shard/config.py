@@ -256,9 +256,9 @@ class WeightFlags(BaseModel):
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3fn", "fp8_e5m2", "int8"] = Field(
         default="auto",
-        description="Type of keys and values in the KV cache. int8 has a scale for each token and head, fp8 those of"
-        " the checkpoint, else 1. auto: the model's type, or on CPU fp8_e4m3fn where kv_cache_scheme in config.json"
-        " says so. CUDA has auto alone.",
+        description="Type of keys and values in the KV cache. int8 has a scale for each token and head, fp8 the"
+        " checkpoint's scales, else 1. auto: the model's type, or on CPU fp8_e4m3fn if kv_cache_scheme in config.json"
+        " requests it. CUDA supports only auto.",
     )
     rope_scaling: Literal["linear", "dynamic"] | None = Field(
         default=None, description="Scaling of the position encoding, in place of config.json's."
@@ -271,7 +271,7 @@ class WeightFlags(BaseModel):
 
 
 class RequestFlags(BaseModel):
-    """What requests may ask for beside tokens."""
+    """What requests may use in addition to plain sampling."""
 
     grammar_timeout: float = Field(
         default=2.0,

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from tests.deploy.test_dashboard import series_names
+from tests.deploy.test_monitoring import series_names
 
 from millrace_launcher.settings import rank_arguments
 from millrace_launcher.settings.flags import all_flags, flags_of

@@ -24,9 +24,9 @@ from millrace_router.api.pooling.run import PoolingInput, embedding_run, score_r
 from millrace_router.engine.generation import Generation
 from millrace_router.errors import RouterError, ValidationError
 from millrace_router.request.adapter import AdapterReference
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import Task
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.validation.rules import check_task
 
 WITHOUT_PLACE = ("echo", "best_of", "prompt_logprobs")

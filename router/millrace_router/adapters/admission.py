@@ -57,7 +57,7 @@ class AdapterWaiting:
         return taken
 
     def expired(self, now: float) -> list[SchedulableRequest]:
-        """The requests that have waited for too long; they stay until they are discarded."""
+        """Return the requests that have waited for too long; they stay until they are discarded."""
         return self._deadlines.take_expired(now)
 
     def _remove(self, request: SchedulableRequest) -> None:
@@ -115,7 +115,7 @@ class AdapterAdmission:
         return {one.adapter.name for one, _ in self._users.values() if one.adapter is not None}
 
     def num_pages(self, version: AdapterVersion) -> int:
-        """The pages that `version` takes on each rank."""
+        """Return the pages that `version` takes on each rank."""
         return version.num_pages(self._bytes_per_slice)
 
     def submit(self, request: SchedulableRequest, now: float) -> bool:

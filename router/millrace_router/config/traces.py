@@ -27,7 +27,7 @@ def trace_target(
     """Return where traces go, by the values of the flags and, where they are absent, by OpenTelemetry's variables."""
 
     def variable(name: str) -> str:
-        """The variable of traces, or that of all signals."""
+        """Return the variable for traces, or else the one for all signals."""
         kinds = ("OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_")
         return next((value for kind in kinds if (value := environ.get(kind + name))), "")
 

@@ -8,8 +8,8 @@ class JournalError(Exception):
 
 
 class JournalUnusable(JournalError):  # noqa: N818
-    """The file is missing, is no journal, or belongs to another version or model."""
+    """The file is missing, is not a journal, or belongs to another version or model."""
 
 
 class JournalDamaged(JournalError):  # noqa: N818
-    """The content of a journal is damaged; an incomplete end is no damage."""
+    """The content of a journal is damaged; an incomplete end does not count as damage."""

@@ -54,7 +54,7 @@ class StepChannel:
         Restarted shards have no KV cache and are warmed up again.
 
         Raises:
-            ShardChanged: restarted shards differ from those of the first warm-up. Further calls raise it too.
+            ShardChanged: restarted shards differ from the shards of the first warm-up. Further calls raise it too.
             ShardError: the epoch cannot begin.
 
         """
@@ -85,7 +85,7 @@ class StepChannel:
         return reading.done()
 
     async def receive(self) -> StepResult:
-        """The answer to the oldest unanswered step."""
+        """Return the answer to the oldest unanswered step."""
         reading, self._reading = self._reading, None
         return result_from_pb(await (reading or self.read()))
 
@@ -96,7 +96,7 @@ class StepChannel:
         await self.group.write(message)
 
     async def read(self) -> list[pb.StepResponse]:
-        """Every rank's answer to the oldest unanswered message."""
+        """Return every rank's answer to the oldest unanswered message."""
         answers = await self.group.read()
         if self.observer is not None:
             self.observer.answered(answers)

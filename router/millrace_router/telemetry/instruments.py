@@ -1,8 +1,8 @@
 """Instruments of metrics: counters, gauges, histograms, and families of them.
 
 The client library's own instruments take a lock and walk all buckets on each observation, and show series that were
-never touched. These are collectors of an ordinary `CollectorRegistry`, so collectors of the library can be registered
-beside them. All updates happen on the event loop's thread.
+never touched. These are collectors of an ordinary `CollectorRegistry`, so the library's collectors can be registered
+next to them. All updates happen on the event loop's thread.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class ProgressLog:
         self._timer.cancel()
 
     def _start(self, generated_tokens: Callable[[], int]) -> None:
-        # The timer alone has the function, which may refer to what keeps this log: a cancelled timer forgets it.
+        # Only the timer has the function, which may refer to what keeps this log: a cancelled timer forgets it.
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(INTERVAL_SECONDS, self._write, generated_tokens)
 

@@ -126,11 +126,11 @@ def with_folders(config: ShardConfig) -> ShardConfig:
         return config.model_copy(update={"draft_model": str(draft)})
     if folder.is_dir() and not is_medusa(folder):
         return config
-    found = Checkpoints.find(
+    checkpoints = Checkpoints.find(
         str(folder), draft_model=config.draft_model, revision=config.revision, settings=settings
     )
-    draft_model = None if found.draft is None else str(found.draft)
-    return config.model_copy(update={"model_folder": found.model, "draft_model": draft_model})
+    draft_model = None if checkpoints.draft is None else str(checkpoints.draft)
+    return config.model_copy(update={"model_folder": checkpoints.model, "draft_model": draft_model})
 
 
 def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:

@@ -75,9 +75,9 @@ class RoutingRule:
         """`ranked` [T, E] with minus infinity outside the best groups."""
         groups = ranked.view(len(ranked), self.num_groups, -1)
         first, second = groups.sort(dim=-1, descending=True).values[..., :2].unbind(-1)
-        kept = _best(first + second, self.top_groups)
+        top = _best(first + second, self.top_groups)
         outside = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranked.device)
-        outside.scatter_(1, kept, value=False)
+        outside.scatter_(1, top, value=False)
         return groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
 
 

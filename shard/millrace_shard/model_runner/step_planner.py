@@ -127,7 +127,7 @@ class StepPlanner:
             return self._none(len(rows.slots))
         drafts = self._proposer.propose(rows)
         if len(drafts):
-            slots, positions = drafts.places(rows.slots, rows.num_tokens)
+            slots, positions = drafts.table_index(rows.slots, rows.num_tokens)
             self._batch.token_table.write(slots, positions, drafts.ids)
         return drafts
 

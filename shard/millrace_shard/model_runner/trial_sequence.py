@@ -31,8 +31,8 @@ class TrialSequence:
 
     def rows(self, size: int) -> tuple[Ints, Ints]:
         """Slots and positions of `size` tokens of the sequence, the last token first; all differ from padding."""
-        places = np.arange(size, dtype=np.int64) * STRIDE % self._num_tokens
-        return np.zeros(size, dtype=np.int64), self._num_tokens - 1 - places
+        offsets = np.arange(size, dtype=np.int64) * STRIDE % self._num_tokens
+        return np.zeros(size, dtype=np.int64), self._num_tokens - 1 - offsets
 
     def last(self, count: int, batch: Batch) -> RaggedBatch:
         """The last `count` tokens of the sequence as a step of one chunk, or as many as there are."""

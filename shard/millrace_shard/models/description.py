@@ -141,12 +141,12 @@ def read_any_config(folder: Path) -> PretrainedConfig:
     raw = read_json_object(folder / "config.json")
     if raw is None:
         raise ModelError(f"no config.json in {folder}")
-    kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         from millrace_shard.models.transformers_backend.supported import SUPPORTED  # noqa: PLC0415
 
         raise UnsupportedModel(
-            f"model_type={kind!r} in {folder / 'config.json'} is not known; these are served:"
+            f"model_type={model_type!r} in {folder / 'config.json'} is not known; these are served:"
             f" {', '.join((*FAMILIES, *SUPPORTED))}"
         )
     try:
@@ -162,7 +162,7 @@ def read_any_config(folder: Path) -> PretrainedConfig:
         StrictDataclassError,
     ) as error:
         raise ModelError(
-            f"{folder / 'config.json'} is not a valid {kind} config: {error}"
+            f"{folder / 'config.json'} is not a valid {model_type} config: {error}"
         ) from error
     return config
 
@@ -170,11 +170,13 @@ def read_any_config(folder: Path) -> PretrainedConfig:
 def _longest_sequence(spec: DecoderSpec) -> int:
     """The positions that all rotations of a decoder support. Raises UnsupportedModel for more than are counted."""
     ropes = {layer.attention.rope for layer in spec.layers} - {None}
-    found = max((longest_position(rope) for rope in ropes if rope), default=spec.max_positions)
+    longest = max((longest_position(rope) for rope in ropes if rope), default=spec.max_positions)
     most = LARGEST_COUNTS["max_position_embeddings"]
-    if found > most:
-        raise UnsupportedModel(f"sequences of {found} tokens are not supported; at most {most} is")
-    return found
+    if longest > most:
+        raise UnsupportedModel(
+            f"sequences of {longest} tokens are not supported; at most {most} is"
+        )
+    return longest
 
 
 def _is_embedding(folder: Path, text: Mapping[str, Any]) -> bool:

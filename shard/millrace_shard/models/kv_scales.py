@@ -49,12 +49,12 @@ def _first(weights: ScaleReader, attention: str, names: tuple[str, ...]) -> str 
 
 
 def _scale(weights: ScaleReader, name: str) -> float:
-    found = weights.whole(name)
-    if found.numel() != 1:
+    tensor = weights.whole(name)
+    if tensor.numel() != 1:
         raise WeightsError(
-            f"tensor {name} has shape {list(found.shape)}; one scale per tensor is supported"
+            f"tensor {name} has shape {list(tensor.shape)}; one scale per tensor is supported"
         )
-    scale = float(found.float())
+    scale = float(tensor.float())
     if not (math.isfinite(scale) and scale > 0):
         raise WeightsError(f"tensor {name} is {scale}; a scale must be a positive finite number")
     return scale

@@ -110,8 +110,8 @@ def _dynamic(rope: RopeSpec, scaling: DynamicScaling, positions: Tensor) -> Tens
 def _llama3(scaling: Llama3Scaling, plain: Tensor) -> Tensor:
     turns = scaling.original_positions / (2 * math.pi / plain)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * plain / scaling.factor + kept * plain
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - share) * plain / scaling.factor + share * plain
 
 
 def _yarn(rope: RopeSpec, scaling: YarnScaling, wavelengths: Tensor) -> Tensor:
@@ -168,13 +168,13 @@ def override_spec(spec: DecoderSpec, override: RopeOverride) -> DecoderSpec:
 
 def override_config(config: PretrainedConfig, override: RopeOverride) -> None:
     """Replace the scaling of `config` but keep its base and rotary share, as TGI does. Raises UnsupportedModel."""
-    found = getattr(config, "rope_parameters", None)
-    if not found:
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
         raise UnsupportedModel(f"{config.model_type} has no rotary embedding to scale")
-    if "rope_type" not in found:
-        raise UnsupportedModel(f"rope_parameters {found!r} are not of one kind for all layers")
-    kept = {k: v for k, v in found.items() if k in {"rope_theta", "partial_rotary_factor"}}
-    config.rope_parameters = {"rope_type": override.kind, "factor": override.factor, **kept}
+    if "rope_type" not in parameters:
+        raise UnsupportedModel(f"rope_parameters {parameters!r} are not of one kind for all layers")
+    base = {k: v for k, v in parameters.items() if k in {"rope_theta", "partial_rotary_factor"}}
+    config.rope_parameters = {"rope_type": override.kind, "factor": override.factor, **base}
 
 
 class RopeTables:

@@ -145,7 +145,7 @@ class LayerNames:
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
     qkv: str | None = None
-    """One module whose outputs are those of query, key and value, which the file does not have then."""
+    """One module with the outputs of query, key and value, which the file does not have then."""
     out: str = "self_attn.o_proj"
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
@@ -154,7 +154,7 @@ class LayerNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     gate_up: str | None = None
-    """One module whose outputs are those of gate and up, gates first."""
+    """One module with the outputs of gate and up, gates first."""
     down: str = "mlp.down_proj"
     experts: tuple[ExpertNames, ...] = (ExpertNames(),)
     """Where the file has no router by the first names, the next ones hold."""
@@ -288,7 +288,7 @@ class DecoderSpec:
     tied_head: bool = False
     """Whether the head is the embedding."""
     may_lack_head: bool = False
-    """Whether the file may have no head, because only hidden states are asked for."""
+    """Whether the file may lack a head, because only hidden states are requested."""
     embedding_multiplier: float = 1.0
     """Rounded to the model's dtype before it is used."""
     logit_multiplier: float = 1.0

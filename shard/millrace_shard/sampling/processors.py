@@ -60,7 +60,7 @@ class Processors:
     ) -> None:
         self._biases = biases
         self.rules = RuleTable(token_table)
-        """Rules by slot."""
+
         self._masks = MaskTable(token_table.device)
         self._watermark = watermark
         self._token_table = token_table
@@ -90,12 +90,12 @@ class Processors:
 
     def _apply_watermark(self, logits: Tensor, rows: SamplingRows, chosen: Ints) -> None:
         for some in self._tiles(chosen, logits.shape[1]):
-            previous = self._token_table[self._last_places(rows.select(some))].long()
+            previous = self._token_table[self._last_tokens(rows.select(some))].long()
             index = self._index(some)
             logits.index_copy_(0, index, self._watermark.apply(logits[index], previous))
 
-    def _last_places(self, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        """The places of the rows' last tokens in the token table."""
+    def _last_tokens(self, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        """Slots and positions of the rows' last tokens, an index into the token table."""
         if rows.device is not None:
             return rows.device.slots, rows.device.positions - 1
         return self._upload(rows.table_rows), self._upload(rows.positions - 1)
@@ -106,15 +106,15 @@ class Processors:
             return
         width = max(logits.shape[1], int(rows.positions[chosen].max()))
         for some in self._tiles(chosen, width):
-            mine = rows.select(some)
+            tile_rows = rows.select(some)
             penalties = Penalties(
-                repetition=self._column(mine, "repetition_penalty"),
-                frequency=self._column(mine, "frequency_penalty"),
-                presence=self._column(mine, "presence_penalty"),
-                openai_frequency=self._column(mine, "openai_frequency_penalty"),
-                uses_counts=bool(is_counted(mine.parameters).any()),
+                repetition=self._column(tile_rows, "repetition_penalty"),
+                frequency=self._column(tile_rows, "frequency_penalty"),
+                presence=self._column(tile_rows, "presence_penalty"),
+                openai_frequency=self._column(tile_rows, "openai_frequency_penalty"),
+                uses_counts=bool(is_counted(tile_rows.parameters).any()),
             )
-            penalise(logits, self._index(some), self._past_tokens(mine), penalties)
+            penalise(logits, self._index(some), self._past_tokens(tile_rows), penalties)
 
     def _past_tokens(self, rows: SamplingRows) -> PastTokens:
         longest = int(rows.positions.max())

@@ -1,6 +1,6 @@
 """From logits to tokens: processors, warpers and choice, in TGI's order, vectorised over the rows of a step.
 
-The operations on a row depend on its own parameters and scores alone, and each operation treats rows independently, so
+The operations on a row depend only on its own parameters and scores, and each operation treats rows independently, so
 the bits of a row's token, log probability and top tokens do not depend on the composition of the batch.
 
 The number of top tokens that tie at the last place is on the device, and the host must not wait for it. The device
@@ -54,7 +54,7 @@ class TopTokens:
 
     rows: Ints
     """[n]."""
-    wanted: Ints
+    counts: Ints
     """[n], at least 1 and at most V."""
     best: Tensor
     """[2, n, W] int32: ids and bits of log probabilities, the most likely first."""
@@ -62,42 +62,42 @@ class TopTokens:
     """[n, V] float32, or [n, W] where `best` holds all possible tokens."""
 
     @classmethod
-    def of(cls, logprobs: Tensor, rows: Ints, wanted: Ints) -> TopTokens:
-        """The top tokens of `logprobs` [n, V] float32, without a wait for the device; `wanted` is limited to V."""
-        wanted = np.minimum(wanted, logprobs.shape[1])
-        width = min(logprobs.shape[1], int(wanted.max()) + TIE_ROOM)
+    def of(cls, logprobs: Tensor, rows: Ints, counts: Ints) -> TopTokens:
+        """The top tokens of `logprobs` [n, V] float32, without a wait for the device; `counts` is limited to V."""
+        counts = np.minimum(counts, logprobs.shape[1])
+        width = min(logprobs.shape[1], int(counts.max()) + TIE_ROOM)
         values, ids = logprobs.topk(width, dim=-1)
         best = torch.stack([ids.to(torch.int32), values.view(torch.int32)])
-        return cls(rows=rows, wanted=wanted, best=best, logprobs=logprobs)
+        return cls(rows=rows, counts=counts, best=best, logprobs=logprobs)
 
     @classmethod
-    def among(cls, ids: Tensor, logprobs: Tensor, rows: Ints, wanted: Ints) -> TopTokens:
+    def among(cls, ids: Tensor, logprobs: Tensor, rows: Ints, counts: Ints) -> TopTokens:
         """The top tokens among `ids` [n, W] int64 with `logprobs` [n, W] float32, all possible tokens of each row."""
         ordered = logprobs.sort(dim=-1, descending=True)
         ids = ids.gather(1, ordered.indices).to(torch.int32)
         best = torch.stack([ids, ordered.values.view(torch.int32)])
-        wanted = np.minimum(wanted, logprobs.shape[1])
-        return cls(rows=rows, wanted=wanted, best=best, logprobs=ordered.values)
+        counts = np.minimum(counts, logprobs.shape[1])
+        return cls(rows=rows, counts=counts, best=best, logprobs=ordered.values)
 
     def chosen(self, best: Tensor) -> tuple[Ints, Ints, Floats]:
-        """Row, id and log probability of the `wanted` best tokens of each row, and of all that tie with the last one.
+        """Row, id and log probability of the best `counts` tokens of each row, and of all that tie with the last one.
 
         Impossible tokens are excluded. `best` is the host copy of the field of this name.
         """
         ids, bits = best.numpy()
         values = bits.view(np.float32)
         n, width = values.shape
-        last = np.maximum(values[np.arange(n), self.wanted - 1], LEAST)[:, None]
+        last = np.maximum(values[np.arange(n), self.counts - 1], LEAST)[:, None]
         is_chosen = values >= last
         may_tie_on = is_chosen[:, -1] & (width < self.logprobs.shape[1])
         overflows = np.flatnonzero(may_tie_on)
         is_chosen[overflows] = False
         owners, columns = np.nonzero(is_chosen)
         parts = [(self.rows[owners], ids[owners, columns], values[owners, columns])]
-        for place in overflows:
-            whole = download_on_side_stream(self.logprobs[place])
-            tied = np.flatnonzero(whole >= last[place])
-            parts.append((np.full(len(tied), self.rows[place]), tied, whole[tied]))
+        for row in overflows:
+            whole = download_on_side_stream(self.logprobs[row])
+            tied = np.flatnonzero(whole >= last[row])
+            parts.append((np.full(len(tied), self.rows[row]), tied, whole[tied]))
         rows, tokens, logprobs = (np.concatenate(column) for column in zip(*parts, strict=True))
         return rows, tokens.astype(np.int64), logprobs
 
@@ -140,7 +140,7 @@ class Sampler:
         self._index = RowIndexes(token_table.device)
         self._find_threshold = None if kernels is None else kernels.find_threshold
         self.biases = BiasTable(token_table.device)
-        """Biases by slot."""
+
         self._last: tuple[NDArray[np.void], RowGroups] | None = None
         self._processors = Processors(
             token_table, eos_token_ids, self.biases, watermark or Watermark(), kernels
@@ -154,7 +154,7 @@ class Sampler:
             self._processors.counts.forget(slot)
 
     def drop(self, slots: Ints) -> None:
-        """The sequences in `slots` leave."""
+
         self.biases.drop(slots)
         self._processors.rules.drop(slots)
 
@@ -194,7 +194,7 @@ class Sampler:
     def _sample_narrow(
         self, logits: Tensor, rows: SamplingRows, chosen: Ints
     ) -> tuple[Ints, Sampled]:
-        """Sample those of the `chosen` rows that are complete; returns these rows and their tokens."""
+        """Sample the complete ones of the `chosen` rows; returns these rows and their tokens."""
         warpers = CandidateWarpers(rows.parameters[chosen], self._device)
         has_top_k = bool(rows.parameters["top_k"][chosen[0]] > 0)
         tiles = []
@@ -205,26 +205,26 @@ class Sampler:
             done += len(tile)
         candidates = join_candidates(tiles)
         scores, is_complete = warpers.apply(candidates)
-        kept = np.flatnonzero(is_complete.numpy())
-        mine = chosen[kept]
-        if len(kept) < len(chosen):
-            index = self._index(kept)
+        complete = np.flatnonzero(is_complete.numpy())
+        complete_rows = chosen[complete]
+        if len(complete) < len(chosen):
+            index = self._index(complete)
             scores, candidates = scores[index], candidates.select(index)
-        return mine, self._draw_narrow(candidates, scores, rows.select(mine))
+        return complete_rows, self._draw_narrow(candidates, scores, rows.select(complete_rows))
 
     def _draw_narrow(self, candidates: Candidates, scores: Tensor, rows: SamplingRows) -> Sampled:
         logprobs = scores.log_softmax(-1)
-        place = draw_candidate(candidates, scores, self._uniforms(rows))[:, None]
-        chosen_logprobs = logprobs.gather(1, place).squeeze(1)
-        wanted = rows.parameters["top_n_tokens"]
+        column = draw_candidate(candidates, scores, self._uniforms(rows))[:, None]
+        chosen_logprobs = logprobs.gather(1, column).squeeze(1)
+        counts = rows.parameters["top_n_tokens"]
         top: tuple[TopTokens, ...] = ()
-        if len(top_rows := np.flatnonzero(wanted > 0)):
+        if len(top_rows := np.flatnonzero(counts > 0)):
             index = self._index(top_rows)
             top = (
-                TopTokens.among(candidates.ids[index], logprobs[index], top_rows, wanted[top_rows]),
+                TopTokens.among(candidates.ids[index], logprobs[index], top_rows, counts[top_rows]),
             )
         return Sampled(
-            ids=candidates.ids.gather(1, place).squeeze(1),
+            ids=candidates.ids.gather(1, column).squeeze(1),
             logprobs=chosen_logprobs,
             failed=~chosen_logprobs.isfinite(),
             top=top,
@@ -323,7 +323,7 @@ def _keep(keep: Callable[[Tensor, Tensor], Tensor], column: Tensor, scores: Tens
 def _join(parts: list[tuple[Ints, Sampled]], index: RowIndexes) -> Sampled:
     """Concatenate the tokens of `parts` in the order of the rows."""
     sampled = [part for _, part in parts]
-    # The row numbers of top tokens become those of the whole step.
+    # Row numbers of top tokens within a part become row numbers of the step.
     tops = tuple(replace(top, rows=rows[top.rows]) for rows, part in parts for top in part.top)
     if len(parts) == 1:
         return replace(sampled[0], top=tops)

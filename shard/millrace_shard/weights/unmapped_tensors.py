@@ -72,12 +72,12 @@ class TensorUnmapper:
     def unmap_rest(self) -> None:
         """Copy all tensors that are still mapped or elsewhere into memory of the device."""
         for tensor in self._tensors():
-            found = tensor.data
-            dtype = self.dtype_of(found) if isinstance(tensor, nn.Parameter) else found.dtype
-            with self.releasing(found):
-                if not self.is_unmapped(found) or found.dtype != dtype:
-                    tensor.data = torch.empty_like(found, device=self.device, dtype=dtype)
-                    self.copy(tensor.data, found)
+            data = tensor.data
+            dtype = self.dtype_of(data) if isinstance(tensor, nn.Parameter) else data.dtype
+            with self.releasing(data):
+                if not self.is_unmapped(data) or data.dtype != dtype:
+                    tensor.data = torch.empty_like(data, device=self.device, dtype=dtype)
+                    self.copy(tensor.data, data)
             self._used.add(tensor.data_ptr())
 
     def _tensors(self) -> Iterator[Tensor]:

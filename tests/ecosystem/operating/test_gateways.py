@@ -9,16 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.ecosystem.operating.proxies import (
-    BALANCERS,
-    Front,
-    Proxy,
-    fronting,
-    prefixed,
-)
+from tests.ecosystem.operating.proxies import BALANCERS, Front, Proxy, fronting, prefixed
 from tests.router.api.test_openapi import BODIES, STREAM, STREAMS
 
-from millrace_router.api.openapi.operations import OPERATIONS
+from millrace_router.api.openapi.document import OPERATIONS
 from millrace_testing.router.edge import echo, finished, token_event
 
 pytestmark = pytest.mark.ecosystem

@@ -54,7 +54,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--port=0", "`port` must be > 0"),
     ],
 )
-def test_refused(argv: str, message: str) -> None:
+def test_wrong_calls_are_refused(argv: str, message: str) -> None:
     with pytest.raises(ArgumentValidation, match=re.escape(message)) as error:
         check(read_settings(argv.split()))
     assert error.value.variant == "ArgumentValidation"

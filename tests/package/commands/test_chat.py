@@ -80,7 +80,7 @@ async def test_a_refusal_ends_a_pipe_with_the_servers_words() -> None:
         (("http://127.0.0.1:9",), 1, "cannot connect"),
         (("http://127.0.0.1:9", "--", "--port=1"), 2, "flags after --"),
         (("--", "--prot=1"), 2, "'--port'"),
-        (("/no/folder",), 1, "error: there is no folder /no/folder"),
+        (("/no/folder",), 1, "error: folder /no/folder does not exist"),
         (("--max-tokens", "0"), 2, "--max-tokens"),
     ],
 )

@@ -93,7 +93,7 @@ async def test_a_local_folder_is_itself_and_stdout_has_nothing_else() -> None:
 async def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     status, out, err = await run("download", str(tmp_path / "none"))
     assert (status, out) == (1, "")
-    assert "there is no folder" in err
+    assert "does not exist" in err
 
 
 async def test_levels_become_lines_and_reports(tmp_path: Path) -> None:

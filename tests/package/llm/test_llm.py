@@ -208,7 +208,7 @@ async def test_the_asynchronous_form_on_a_loop_of_its_own() -> None:
 
 def test_a_model_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
     before = running_children()
-    with pytest.raises(StartError, match="there is no folder"):
+    with pytest.raises(StartError, match="does not exist"):
         LLM(str(tmp_path / "none"))
     assert running_children() == before
 

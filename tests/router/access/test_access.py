@@ -60,7 +60,7 @@ async def test_each_key_opens_every_route_that_needs_one(file: Path) -> None:
         assert (await edge.get("/health"))[0] == 200
 
 
-async def test_the_key_without_a_name_works_beside_them(file: Path) -> None:
+async def test_the_unnamed_key_works_with_the_named_ones(file: Path) -> None:
     async with serving(api_key="key-0", api_key_file=file) as edge:
         for key, status in (("key-0", 200), ("key-3", 200), ("key-4", 401)):
             assert (await edge.post("/generate", ASKED, headers=bearer(key)))[0] == status
@@ -154,8 +154,8 @@ def test_names_and_keys(key_file: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "has no key"),
-        (b"# nothing\n\n", "has no key"),
+        (b"", "does not contain a key"),
+        (b"# nothing\n\n", "does not contain a key"),
         (b"a:secret\nsecret", "line 2: must be NAME:KEY"),
         (b":secret", "line 1: must be NAME:KEY"),
         (b"a b:secret", "line 1: must be NAME:KEY"),
@@ -178,7 +178,7 @@ def test_mistakes_are_named_without_the_key(key_file: Path, content: bytes, mess
     assert "secret" not in str(error.value)
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(KeyFileError, match="cannot read"):
             read_keys(path)
@@ -266,14 +266,14 @@ def test_without_flags_there_is_none() -> None:
         ({"ssl_certfile", "ssl_keyfile"}, "cannot be used for HTTPS"),
     ],
 )
-def test_files_that_are_missing_or_none(tmp_path: Path, names: set[str], message: str) -> None:
+def test_missing_or_wrong_files_are_refused(tmp_path: Path, names: set[str], message: str) -> None:
     nothing = tmp_path / "nothing.pem"
     nothing.write_text("nothing")
     with pytest.raises(ListenerTlsError, match=message):
         listener_tls(config_of(**dict.fromkeys(names, nothing)))
 
 
-def test_an_authority_that_is_none(tmp_path: Path) -> None:
+def test_a_missing_authority_is_refused(tmp_path: Path) -> None:
     files = certificate(tmp_path, "server")
     given = {"ssl_certfile": files.cert, "ssl_keyfile": files.key, "ssl_ca_certs": tmp_path / "no"}
     with pytest.raises(ListenerTlsError, match="no cannot be used for HTTPS"):

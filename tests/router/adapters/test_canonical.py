@@ -179,7 +179,9 @@ def test_one_meaning_is_one_version(tmp_path: Path) -> None:
         lambda key: key.replace(".weight", ".default.weight"),
     ],
 )
-def test_variants_of_keys(rename: Callable[[str], str], tmp_path: Path) -> None:
+def test_variants_of_keys_give_the_same_digest(
+    rename: Callable[[str], str], tmp_path: Path
+) -> None:
     save_adapter(tmp_path / "a")
     first = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
     saved = load_file(tmp_path / "a" / WEIGHTS)
@@ -269,7 +271,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "copy alone": (
         changed("base_model.model.lm_head.base_layer.weight", torch.zeros(40, 16)),
-        "has no lora_A beside it",
+        "has no lora_A with it",
     ),
     "surplus": (changed("x", torch.zeros(1)), "'x' is not of LoRA"),
     "bias": (
@@ -312,7 +314,7 @@ def test_what_is_wrong_is_named(
     [
         ({"r": 4}, "needs [4, 16]"),
         ({"rank_pattern": {"q_proj": 9}}, "needs [9, 16]"),
-        ({"lora_bias": True}, "has no bias beside it"),
+        ({"lora_bias": True}, "has no bias with it"),
         ({"lora_alpha": 1e300}, "lora_alpha"),
     ],
 )
@@ -325,7 +327,7 @@ def test_the_configuration_must_fit_the_tensors(
     assert (answer["error"], message in answer["reason"]) == ("invalid", True)
 
 
-def test_the_limit_of_ranks(tmp_path: Path) -> None:
+def test_a_rank_above_the_limit_is_refused(tmp_path: Path) -> None:
     save_adapter(tmp_path / "a", r=17)
     assert "digest" in fetch_folder(tmp_path / "a", tmp_path, LLAMA, max_rank=17)
     answer = fetch_folder(tmp_path / "a", tmp_path, LLAMA, max_rank=16)

@@ -238,14 +238,16 @@ async def test_a_process_that_is_killed_while_it_writes_leaves_nothing(tmp_path:
         ('{"error": "broken", "reason": "KeyError in line 3"}', "failed: KeyError in line 3"),
     ],
 )
-async def test_a_process_without_an_answer(answer: str, message: str, tmp_path: Path) -> None:
+async def test_a_process_without_an_answer_is_unavailable(
+    answer: str, message: str, tmp_path: Path
+) -> None:
     async with playing(tmp_path) as play:
         play.go("a", answer)
         with pytest.raises(AdapterUnavailable, match=message):
             await play.fetch("a")
 
 
-async def test_a_program_that_does_not_start(tmp_path: Path) -> None:
+async def test_a_program_that_does_not_start_is_unavailable(tmp_path: Path) -> None:
     fetcher = real(tmp_path, ("/nothing",))
     with pytest.raises(AdapterUnavailable, match="did not start"):
         await fetch(fetcher, local("a"))

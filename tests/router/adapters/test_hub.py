@@ -56,7 +56,7 @@ class Clock:
 
 
 class Fetching:
-    """A fetcher beside a hub."""
+    """A fetcher and its hub."""
 
     def __init__(self, stub: HubStub, folder: Path) -> None:
         self.stub = stub

@@ -1,4 +1,4 @@
-"""Folders that clients name: below the root with every link resolved, or not found; and files that are no adapters."""
+"""Folders that clients name: below the root with every link resolved, or not found; and files that are not adapters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """`root/team/good` is an adapter, and so is `secret` beside the root."""
+    """`root/team/good` is an adapter, and so is `secret` next to the root."""
     save_adapter(tmp_path / "root" / "team" / "good")
     save_adapter(tmp_path / "secret")
     return tmp_path / "root"
@@ -50,11 +50,11 @@ def fetch(root: Path, name: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["team/good", "team/./good/", "team/../team/good"])
-def test_folders_below_the_root(root: Path, name: str) -> None:
+def test_folders_below_the_root_are_fetched(root: Path, name: str) -> None:
     assert "digest" in fetch(root, name)
 
 
-def test_an_absolute_path_below_the_root(root: Path) -> None:
+def test_an_absolute_path_below_the_root_is_fetched(root: Path) -> None:
     assert "digest" in fetch(root, str(root / "team" / "good"))
 
 
@@ -114,7 +114,7 @@ def test_files_that_lead_out_are_not_read(root: Path, file: str) -> None:
     answer = fetch(root, "team/good")
     assert answer["error"] == "invalid"
     assert answer["reason"] == f"there is no {file}"
-    # Files of the hub's own cache are links to blobs beside them.
+    # Files of the hub's own cache are links to blobs next to them.
     (root / "blob").write_bytes((root.parent / "secret" / file).read_bytes())
     path.unlink()
     path.symlink_to(root / "blob")

@@ -35,7 +35,7 @@ def written_by_peft(**fields: Any) -> dict[str, Any]:
 
 
 def test_every_field_of_peft_is_known_by_name() -> None:
-    # PEFT does not save the settings of its own run time.
+    # PEFT does not save its run-time settings.
     theirs = {field.name for field in dataclasses.fields(LoraConfig)} - {"runtime_config"}
     assert theirs <= APPLIED | WITHOUT_EFFECT | REFUSED.keys()
     assert not APPLIED & WITHOUT_EFFECT

@@ -1,4 +1,4 @@
-"""Names become versions: registered ones, those of clients, former ones, merged ones."""
+"""Names become versions: registered names, clients' names, former ones, merged ones."""
 
 from __future__ import annotations
 

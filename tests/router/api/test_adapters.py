@@ -1,36 +1,36 @@
 """Adapters on TGI's routes: LoRAX's and SGLang's fields, their refusals, and LoRAX's answers."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
 from typing import Any
-
 import orjson
 import pytest
-
-from millrace_router.adapters.resolver import ClientRules, Resolver
-from millrace_router.errors import (
-    AdapterForbidden,
-    AdapterInvalid,
-    AdapterTooLarge,
-    AdapterUnavailable,
-    GenerationError,
-    RouterError,
-)
-from millrace_router.request.adapter import MergeRecipe, MergeStrategy, SignMethod
+from millrace_router.adapters.resolver import ClientRules
+from millrace_router.adapters.resolver import Resolver
+from millrace_router.errors import AdapterForbidden
+from millrace_router.errors import AdapterInvalid
+from millrace_router.errors import AdapterTooLarge
+from millrace_router.errors import AdapterUnavailable
+from millrace_router.errors import GenerationError
+from millrace_router.errors import RouterError
+from millrace_router.request.adapter import MergeRecipe
+from millrace_router.request.adapter import MergeStrategy
+from millrace_router.request.adapter import SignMethod
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.adapters.fake_fetcher import (
-    FakeFetcher,
-    Repository,
-    registered,
-    resolver_of,
-    version,
-    write_adapter,
-)
-from millrace_testing.router.edge import Edge, echo, play, serving, token_event
+from millrace_testing.adapters.fake_fetcher import FakeFetcher
+from millrace_testing.adapters.fake_fetcher import Repository
+from millrace_testing.adapters.fake_fetcher import registered
+from millrace_testing.adapters.fake_fetcher import resolver_of
+from millrace_testing.adapters.fake_fetcher import version
+from millrace_testing.adapters.fake_fetcher import write_adapter
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import echo
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
 
 A, B = version("a", "A None"), version("b", "B None")
 PATHS = ["/generate", "/generate_stream", "/"]
@@ -81,7 +81,7 @@ async def test_a_request_gets_the_adapter_that_it_names(path: str) -> None:
     async with serving(adapters=adapters()) as edge:
         for fields in ({"adapter_id": "a"}, {"lora_path": "b"}, {}, {"adapter_id": ""}):
             assert (await edge.post(path, asked(**fields)))[0] == 200
-        # The base's own name is no adapter.
+        # The base's own name is not an adapter.
         assert (await edge.post(path, asked(adapter_id="org/tiny")))[0] == 200
         assert digests(edge) == [A.digest, B.digest, None, None, None]
         lines = await edge.exposition()
@@ -119,7 +119,9 @@ FAILURES: list[tuple[RouterError, int, str]] = [
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("error", "status", "kind"), FAILURES)
-async def test_failures_of_adapters(error: RouterError, status: int, kind: str, path: str) -> None:
+async def test_failures_of_adapters_have_their_status(
+    error: RouterError, status: int, kind: str, path: str
+) -> None:
     async with serving(adapters=adapters(FakeFetcher(error=error))) as edge:
         got, body, response = await edge.post(path, asked(adapter_id="a"))
         assert (got, body) == (status, {"error": str(error), "error_type": kind})
@@ -180,7 +182,7 @@ MERGED = {"ids": ["a", "b"], "weights": [0.25, 0.75]}
         ),
     ],
 )
-async def test_several_adapters_at_a_time(given: dict[str, Any], recipe: dict[str, Any]) -> None:
+async def test_several_adapters_are_merged(given: dict[str, Any], recipe: dict[str, Any]) -> None:
     fetcher = FakeFetcher(hub={"org/a": Repository("A"), "org/b": Repository("B")})
     async with serving(adapters=adapters(fetcher)) as edge:
         await edge.answer("/generate", asked(merged_adapters=MERGED | given))
@@ -239,7 +241,9 @@ async def test_several_adapters_at_a_time(given: dict[str, Any], recipe: dict[st
     ],
 )
 @pytest.mark.parametrize("path", PATHS)
-async def test_wrong_fields(path: str, fields: dict[str, Any], message: str) -> None:
+async def test_wrong_adapter_fields_are_refused(
+    path: str, fields: dict[str, Any], message: str
+) -> None:
     async with serving(adapters=adapters()) as edge:
         status, body, _ = await edge.post(path, asked(**fields))
         assert (status, body["error_type"]) == (422, "validation")
@@ -273,7 +277,7 @@ async def test_answers_have_what_the_client_of_lorax_needs() -> None:
         assert digests(edge) == [A.digest, A.digest]
 
 
-async def test_candidates_in_the_form_of_lorax() -> None:
+async def test_candidates_have_the_form_of_lorax() -> None:
     async with serving(with_candidates, adapters=adapters()) as edge:
         fields = {"return_k_alternatives": 1, "details": True}
         _, body, _ = await edge.post("/generate", asked(**fields))
@@ -308,7 +312,7 @@ async def test_headers_hold_any_name_and_all_names() -> None:
         assert "x-adapter-id" not in response.headers
 
 
-async def test_json_in_the_form_of_lorax() -> None:
+async def test_a_schema_may_have_the_form_of_lorax() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     async with serving() as edge:
         for given in (
@@ -537,7 +541,7 @@ async def test_an_adapter_is_loaded_replaced_and_unloaded(tmp_path: Path) -> Non
         ),
     ],
 )
-async def test_refused(
+async def test_wrong_calls_are_refused(
     path: str, body: dict[str, Any], status: int, kind: str, message: str
 ) -> None:
     async with serving(adapters=resolver_of(FakeFetcher()), admin_key="boss") as edge:
@@ -569,7 +573,7 @@ async def test_a_reload_fetches_what_failed_a_moment_ago() -> None:
         assert (await post(edge, LOAD, **body))[0] == 200
 
 
-async def test_the_form_of_sglang() -> None:
+async def test_answers_have_the_form_of_sglang() -> None:
     fetcher = FakeFetcher(hub={"org/a": Repository()})
     async with serving(adapters=resolver_of(fetcher), admin_key="boss") as edge:
         body = {"lora_name": "a", "lora_path": "org/a", "pinned": False}

@@ -1,17 +1,18 @@
 """A chat request becomes a prompt and parameters, or a clear refusal."""
 
 from __future__ import annotations
-
 from typing import Any
-
 import pytest
-
 from millrace_router.api.chat.start import joined
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge, limits_with, play, serving
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import serving
 from millrace_testing.router.streams import CHAT
-from millrace_testing.text.texts import Generations, tokenizer
+from millrace_testing.text.texts import Generations
+from millrace_testing.text.texts import tokenizer
 
 TEMPLATE = (
     "{% for turn in messages %}{{ turn.role }}:{{ turn.content }}"
@@ -144,7 +145,7 @@ async def test_the_last_turn_is_continued_or_followed(fields: dict[str, Any], pr
                     }
                 ]
             },
-            "content of type `image_url` is not supported: this model reads text alone",
+            "content of type `image_url` is not supported: this model reads only text",
         ),
         (
             {
@@ -152,11 +153,11 @@ async def test_the_last_turn_is_continued_or_followed(fields: dict[str, Any], pr
                     {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}
                 ]
             },
-            "content of type `input_audio` is not supported: this model reads text alone",
+            "content of type `input_audio` is not supported: this model reads only text",
         ),
     ],
 )
-async def test_refusals(fields: dict[str, Any], message: str) -> None:
+async def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
     async with served() as edge:
         status, answer, _ = await edge.post(CHAT, {**ASKED, **fields})
         lines = await edge.exposition()
@@ -173,7 +174,7 @@ async def test_refusals(fields: dict[str, Any], message: str) -> None:
         ([{"type": "video"}], "`messages[0].content[0]` has the 'type' 'video'"),
     ],
 )
-async def test_an_error_in_content_names_its_place(content: object, place: str) -> None:
+async def test_an_error_in_content_names_the_path(content: object, place: str) -> None:
     async with served() as edge:
         status, answer, _ = await edge.post(
             CHAT, {"messages": [{"role": "user", "content": content}]}
@@ -191,7 +192,7 @@ async def test_least_and_most_tokens_reach_the_shards() -> None:
 
 
 @pytest.mark.parametrize("include_usage", [None, True])
-async def test_usage_comes_with_every_chunk_if_asked_for(include_usage: bool | None) -> None:
+async def test_usage_comes_with_every_chunk_if_requested(include_usage: bool | None) -> None:
     async with served() as edge:
         options = {"continuous_usage_stats": True, "include_usage": include_usage}
         chunks = await edge.chunks(CHAT, {**ASKED, "n": 2, "stream_options": options})
@@ -220,7 +221,7 @@ async def test_usage_comes_with_every_chunk_if_asked_for(include_usage: bool | N
 
 
 async def test_bytes_of_all_tokens_make_the_text() -> None:
-    """A token may be a part of a character: OpenAI tells its bytes, so that a client can put them together."""
+    """A token may be a part of a character: OpenAI gives its bytes, so that a client can put them together."""
     shown = "Grüße 好!"
     whole = {BYTES.token_bytes(id_): id_ for id_ in range(BYTES.vocab_size)}
     ids = [whole[bytes([byte])] for byte in shown.encode()]

@@ -1,23 +1,34 @@
-"""Tools of a chat: which are offered, how calls are told, in one piece and streamed, and what is refused."""
+"""Tools of a chat: which are offered, how calls are reported, in one piece and streamed, and what is refused."""
 
 from __future__ import annotations
-
 import json
 import re
 from typing import Any
-
 import pytest
-
-from millrace_router.api.chat.choice import ChatDelta, ChoiceText
-from millrace_router.api.openai.render import ChatRenderer, ResponseMeta
-from millrace_router.request.events import Finished, Token, TokenEvent
-from millrace_router.request.request import FinishReason, Grammar, GrammarKind
+from millrace_router.api.chat.choice import ChatDelta
+from millrace_router.api.chat.choice import ChoiceText
+from millrace_router.api.openai.render import ChatRenderer
+from millrace_router.api.openai.render import ResponseMeta
+from millrace_router.request.request import FinishReason
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import GrammarKind
 from millrace_router.tool_calls.formats.registry import format_of
-from millrace_router.tool_calls.tool import CallDelta, Tool, ToolChoice
-from millrace_testing.engines.grammars import EOS, Words, lark
-from millrace_testing.router.edge import Edge, limits_with, serving
-from millrace_testing.router.streams import CHAT, added_up
-from millrace_testing.text.texts import Generations, tokenizer
+from millrace_router.tool_calls.tool import CallDelta
+from millrace_router.tool_calls.tool import Tool
+from millrace_router.tool_calls.tool import ToolChoice
+from millrace_testing.engines.grammars import EOS
+from millrace_testing.engines.grammars import Words
+from millrace_testing.engines.grammars import lark
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import serving
+from millrace_testing.router.streams import CHAT
+from millrace_testing.router.streams import added_up
+from millrace_testing.text.texts import Generations
+from millrace_testing.text.texts import tokenizer
+from millrace_router.request.token_stream import Finished
+from millrace_router.request.token_stream import Token
+from millrace_router.request.token_stream import TokenEvent
 
 TEMPLATE = (
     "{% if tools %}<tool_call> {{ tools | map(attribute='function.name') | join(',') }} {% endif %}"
@@ -83,7 +94,7 @@ async def test_a_call_is_distinguished_from_text() -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-async def test_a_call_alone_has_null_for_content() -> None:
+async def test_a_call_without_text_has_null_for_content() -> None:
     async with served(NOON) as edge:
         _, answer, _ = await edge.post(CHAT, ASKED)
     assert answer["choices"][0]["message"]["content"] is None
@@ -104,7 +115,7 @@ async def test_several_calls_are_streamed_as_they_come() -> None:
     assert deltas[-1] == {}, "the end comes after all calls"
 
 
-async def test_each_choice_has_calls_of_its_own() -> None:
+async def test_each_choice_has_its_own_calls() -> None:
     async with served(PARIS, "None needed.", NOON) as edge:
         _, answer, _ = await edge.post(CHAT, {**ASKED, "n": 3})
         edge.batcher.script = saying(PARIS, "None needed.", NOON)
@@ -131,7 +142,7 @@ async def test_calls_that_are_not_to_be_parallel_end_with_the_first() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_that_is_cut_is_no_error(*, stream: bool) -> None:
+async def test_a_call_that_is_cut_is_not_an_error(*, stream: bool) -> None:
     async with serving(saying(PARIS, end=False), limits=LIMITS, template=TEMPLATE) as edge:
         body = {**ASKED, "max_tokens": len(BYTES.encode(PARIS)) - 25}
         if stream:
@@ -260,7 +271,7 @@ AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "weather", "schema":
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "json"])
-async def test_beside_a_schema_the_model_calls_or_answers(name: str) -> None:
+async def test_with_a_schema_the_model_calls_or_answers(name: str) -> None:
     """The behaviour is OpenAI's; the test compiles the grammar as the shards do."""
     async with served(PARIS, tool_call_parser=name) as edge:
         await edge.answer(CHAT, {**ASKED, "response_format": AS_SCHEMA})
@@ -288,7 +299,7 @@ def matches(grammar: Grammar, said: str) -> bool:
     return all(matcher.consume(id_) for id_ in [*words.split(said.encode()), EOS])
 
 
-async def test_an_answer_beside_tools_is_text() -> None:
+async def test_an_answer_without_calls_is_text() -> None:
     said = '{"degrees": 20}'
     async with served(said) as edge:
         _, answer, _ = await edge.post(CHAT, {**ASKED, "response_format": AS_SCHEMA})
@@ -423,7 +434,7 @@ async def test_a_template_without_tools_gets_them_in_tgi_s_text() -> None:
     assert none == "user hello bot"
 
 
-async def test_a_tool_prompt_follows_what_the_template_tells() -> None:
+async def test_a_tool_prompt_follows_the_template() -> None:
     async with served() as edge:
         prompt = await prompt_of(edge, {**ASKED, "tool_prompt": "Call."})
     assert prompt == "<tool_call> weather,clock user hello\n---\nCall. bot"
@@ -452,7 +463,9 @@ async def choice_of(edge: Edge, **body: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("strict_tgi", "reason"), [(False, "tool_calls"), (True, "stop")])
-async def test_calls(reason: str, *, strict_tgi: bool) -> None:
+async def test_calls_have_tgis_ids_and_reasons_only_in_strict_tgi(
+    reason: str, *, strict_tgi: bool
+) -> None:
     async with serving_dialect(CALL, CALL, strict_tgi=strict_tgi) as edge:
         choice = await choice_of(edge, tools=TOOLS)
         chunks = await edge.chunks(CHAT, {**STRICT_CHAT, "tools": TOOLS})
@@ -464,7 +477,7 @@ async def test_calls(reason: str, *, strict_tgi: bool) -> None:
 
 
 @pytest.mark.parametrize("strict_tgi", [False, True])
-async def test_images(*, strict_tgi: bool) -> None:
+async def test_images_become_markdown_only_in_strict_tgi(*, strict_tgi: bool) -> None:
     part = {"type": "image_url", "image_url": {"url": "https://h/i.png"}}
     body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "see "}, part]}]}
     async with serving_dialect(strict_tgi=strict_tgi) as edge:

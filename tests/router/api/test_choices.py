@@ -1,26 +1,32 @@
 """Several choices of one request: seeds, order, usage, and the computation of the shared prompt."""
 
 from __future__ import annotations
-
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from hashlib import sha256
 from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from millrace_router.errors import QueueFull
 from millrace_router.request.request import ValidRequest
-from millrace_router.request.seeds import seed_of_sample
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge, finished, limits_with, play, serving, token_event
-from millrace_testing.router.fake_router import DirectShards, collect, new_batcher, running
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import finished
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
+from millrace_testing.router.fake_router import DirectShards
+from millrace_testing.router.fake_router import collect
+from millrace_testing.router.fake_router import new_batcher
+from millrace_testing.router.fake_router import running
 from millrace_testing.shards.fake_shard import FakeShard
+from millrace_router.request.request import seed_of_sample
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -56,7 +62,7 @@ def _is_opening(chunk: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("path", URLS)
-async def test_each_choice_is_a_generation_of_its_own(path: str) -> None:
+async def test_each_choice_is_a_separate_generation(path: str) -> None:
     async with served(counting()) as edge:
         status, answer, response = await edge.post(path, {**ASKED[path], "n": 3})
         assert edge.services.infer.permits.taken == 0
@@ -264,7 +270,7 @@ async def test_best_of_that_leaves_no_choice_out_changes_nothing(fields: dict[st
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("asked", "told"), [(None, 0), (0, 0), (1, 1), (2, 2), (3, 3)])
-async def test_candidates_that_tie_for_the_last_place_are_cut(
+async def test_candidates_that_tie_for_the_last_rank_are_cut(
     asked: int | None, told: int, *, stream: bool
 ) -> None:
     """The shards tell of all that tie, as TGI does; OpenAI's clients count on `top_logprobs` of them."""

@@ -1,42 +1,40 @@
 """Text completions: prompts in all their forms, the echo, log probabilities, scores without a generation, streams."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 import math
 from typing import Any
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-
 from millrace_router.api.chat.choice import ChoiceText
-from millrace_router.api.openai.completion_text import (
-    CompletionLogprobs,
-    CompletionText,
-    Echo,
-    Style,
-    echo_of,
-)
+from millrace_router.api.openai.completion_text import CompletionLogprobs
+from millrace_router.api.openai.completion_text import CompletionText
+from millrace_router.api.openai.completion_text import Echo
+from millrace_router.api.openai.completion_text import Style
+from millrace_router.api.openai.completion_text import echo_of
 from millrace_router.api.openai.render import prompt_logprobs_json
 from millrace_router.errors import GenerationError
-from millrace_router.request.dialect import TGI
-from millrace_router.request.events import PromptLogprobs, Token, TokenEvent
-from millrace_router.request.request import FinishReason, ValidRequest
+from millrace_router.request.request import FinishReason
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.text.detokenizer import IncrementalDetokenizer
-from millrace_testing.router.edge import (
-    LIMITS,
-    Edge,
-    echo,
-    finished,
-    limits_with,
-    serving,
-    token_event,
-    word_tokenizer,
-)
-from millrace_testing.text.texts import KINDS, tokenizer
+from millrace_testing.router.edge import LIMITS
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import echo
+from millrace_testing.router.edge import finished
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
+from millrace_testing.router.edge import word_tokenizer
+from millrace_testing.text.texts import KINDS
+from millrace_testing.text.texts import tokenizer
+from millrace_router.request.limits import TGI
+from millrace_router.request.token_stream import PromptLogprobs
+from millrace_router.request.token_stream import Token
+from millrace_router.request.token_stream import TokenEvent
 
 URL = "/v1/completions"
 HELLO, WORLD, WOERLD = 2, 3, 4
@@ -217,7 +215,7 @@ async def test_token_ids_come_back_as_text_without_special_tokens() -> None:
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
-async def test_refusals(fields: dict[str, Any], message: str) -> None:
+async def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
     async with serving(generate) as edge:
         status, answer, _ = await edge.post(URL, {"max_tokens": 1, **fields})
         assert edge.services.infer.permits.free == LIMITS.max_concurrent_requests
@@ -236,7 +234,7 @@ async def test_every_choice_of_a_prompt_has_the_echo_that_the_first_has_scored()
     assert answer["usage"]["prompt_tokens"] == 3
 
 
-async def test_stop_strings_are_looked_for_in_the_answer_alone() -> None:
+async def test_stop_strings_are_searched_only_in_the_answer() -> None:
     async with serving(generate) as edge:
         answer = await answer_of(edge, prompt="hello", echo=True, stop=" wor", logprobs=0)
         (request,) = edge.batcher.requests
@@ -302,7 +300,7 @@ async def test_a_choice_that_overtakes_the_scoring_one_waits_for_its_echo(*, fai
     assert texts == [["hello wörld a", " hello", " world"]] * 2
 
 
-async def test_the_echo_is_a_chunk_of_its_own_before_the_first_token() -> None:
+async def test_the_echo_is_a_separate_chunk_before_the_first_token() -> None:
     async with serving(generate) as edge:
         texts = [
             chunk["choices"][0]["text"]
@@ -483,7 +481,7 @@ def event(*candidates: tuple[int, str, float], **fields: Any) -> Any:
     return made
 
 
-def test_the_token_stands_beside_the_candidates_and_those_beyond_the_asked_do_not() -> None:
+def test_the_token_comes_with_only_the_requested_candidates() -> None:
     a, b, c = (BYTES.encode(letter)[0] for letter in "abc")
     tied = event((c, "c", -3.0), (a, "a", -1.0), (b, "b", -1.0))
     assert CompletionLogprobs(BYTES, 1).token(tied, 7) == {
@@ -502,7 +500,7 @@ def test_of_tokens_called_alike_the_likeliest_stands_in_the_map() -> None:
     assert columns["token_logprobs"] == [-4.0]
 
 
-def test_log_probabilities_that_are_no_number_are_very_small_ones() -> None:
+def test_infinite_log_probabilities_are_very_small_ones() -> None:
     columns = CompletionLogprobs(BYTES, 0).token(event((5, "x", -math.inf)), 0)
     assert columns["token_logprobs"] == [-9999.0]
 
@@ -602,7 +600,7 @@ def test_the_token_and_the_likeliest_have_their_ranks() -> None:
 
 
 @pytest.mark.parametrize("route", BODIES)
-async def test_answers_have_them_if_asked(route: str) -> None:
+async def test_answers_have_them_if_requested(route: str) -> None:
     async with serving(echo, limits=WIDE, template=TEMPLATE) as edge:
         body = {**BODIES[route], "max_tokens": 1}
         _, plain, _ = await edge.post(route, body)

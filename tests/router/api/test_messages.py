@@ -1,35 +1,42 @@
 """Anthropic's messages on a real socket: shapes, events in order, stop reasons, tools, errors, the key."""
 
 from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
 import pytest
-
-from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
-from millrace_router.api.anthropic.to_chat import NAMES, chat_of
+from millrace_router.api.anthropic.request import CountTokensRequest
+from millrace_router.api.anthropic.request import MessagesRequest
+from millrace_router.api.anthropic.to_chat import NAMES
+from millrace_router.api.anthropic.to_chat import chat_of
 from millrace_router.api.chat.chat import Chat
-from millrace_router.errors import (
-    BodyShapeError,
-    GenerationError,
-    RouterError,
-    ShardsGone,
-    ValidationError,
-)
-from millrace_router.request.dialect import MILLRACE
+from millrace_router.errors import BodyShapeError
+from millrace_router.errors import GenerationError
+from millrace_router.errors import RouterError
+from millrace_router.errors import ShardsGone
+from millrace_router.errors import ValidationError
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
-from millrace_router.request.request import GrammarKind, ValidRequest
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.bodies import to_model
-from millrace_router.tool_calls.tool import Tool, ToolChoice
-from millrace_testing.router.edge import Edge, fail, limits_with, play, serving, token_event
+from millrace_router.tool_calls.tool import Tool
+from millrace_router.tool_calls.tool import ToolChoice
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import fail
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
 from millrace_testing.router.idempotent import KEY
-from millrace_testing.router.streams import message_events_in, message_of
-from millrace_testing.text.texts import Generations, Plan, tokenizer
+from millrace_testing.router.streams import message_events_in
+from millrace_testing.router.streams import message_of
+from millrace_testing.text.texts import Generations
+from millrace_testing.text.texts import Plan
+from millrace_testing.text.texts import tokenizer
 from millrace_testing.text.thoughts import tagged
+from millrace_router.request.limits import MILLRACE
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }} {{ turn.content }} {% endfor %}bot"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=400)
@@ -72,7 +79,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-async def test_an_answer() -> None:
+async def test_an_answer_has_the_form_of_anthropic() -> None:
     async with served(says("Hello 好!")) as edge:
         status, answer, response = await edge.post(MESSAGES, ASKED)
     assert status == 200
@@ -105,7 +112,7 @@ async def test_ids_are_unique_and_without_a_name_the_model_has_its_own() -> None
     assert answers[0]["id"] != answers[1]["id"]
 
 
-async def test_a_stream_tells_the_same_message() -> None:
+async def test_a_stream_has_the_same_message() -> None:
     async with served(says("Hello 好!", "Hello 好!")) as edge:
         _, whole, _ = await edge.post(MESSAGES, ASKED)
         events = await stream_of(edge, ASKED)
@@ -151,7 +158,7 @@ async def test_tokens_found_computed_are_counted_apart() -> None:
     ],
     ids=["end", "length", "stop", "stop_at_once"],
 )
-async def test_why_it_stopped(
+async def test_the_stop_reason_shows_how_the_message_ended(
     text: str, asked: dict[str, Any], said: str | None, end: tuple[str, str | None], is_strict: bool
 ) -> None:
     async with served(says(text, text), strict_tgi=is_strict) as edge:
@@ -201,7 +208,7 @@ async def test_why_it_stopped(
     ],
     ids=["call", "text_and_calls", "call_and_text", "call_and_stop", "text", "none"],
 )
-async def test_tools(
+async def test_calls_become_tool_use_blocks(
     text: str, asked: dict[str, Any], content: list[Any], stop_reason: str
 ) -> None:
     asked = ASKED | {"tools": [TOOL]} | asked
@@ -256,7 +263,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_is_wrong_with_a_request_is_said(name: str) -> None:
+async def test_mistakes_in_a_request_are_reported(name: str) -> None:
     asked, message = REFUSED[name]
     template = (
         "{% if 'raise' in messages[0].content %}{{ raise_exception('no such luck') }}{% endif %}x"
@@ -285,7 +292,7 @@ def fails(error: RouterError) -> Any:
     ],
     ids=["generation", "shards", "overload", "size"],
 )
-async def test_what_is_wrong_with_the_server_is_said(
+async def test_faults_of_the_server_are_reported(
     options: dict[str, Any], status: int, kind: str, retry: str | None
 ) -> None:
     async with served(**{"script": None} | options) as edge:
@@ -442,7 +449,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             {"role": "tool", "tool_call_id": "1", "name": "add", "content": "2"},
         ],
     ),
-    "a call alone has no content": (
+    "a call without text is a message without content": (
         [
             USER_MESSAGE,
             {"role": "assistant", "content": [CALL_BLOCK]},
@@ -493,7 +500,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_turns(name: str) -> None:
+def test_turns_are_translated(name: str) -> None:
     turns, expected = CONVERSATIONS[name]
     assert translated({"messages": turns}).messages == expected
 
@@ -506,7 +513,7 @@ def test_the_system_prompt_comes_first(system: object) -> None:
     assert second == USER_MESSAGE
 
 
-def test_parameters() -> None:
+def test_parameters_are_translated() -> None:
     asked = {
         "model": "claude",
         "stop_sequences": ["x"],
@@ -538,11 +545,11 @@ def test_a_null_is_as_good_as_nothing() -> None:
     assert translated(dict.fromkeys(optional)) == translated({})
 
 
-def test_top_p_of_one_is_no_restriction() -> None:
+def test_a_top_p_of_one_does_not_restrict() -> None:
     assert translated({"top_p": 1}).request.top_p is None
 
 
-def test_a_schema_for_the_text() -> None:
+def test_a_schema_becomes_the_grammar_of_the_text() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     asked = {
         "output_config": {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
@@ -570,7 +577,7 @@ def test_tools_become_tools_of_chat() -> None:
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else value,
 )
-def test_choices_of_a_tool(choice: dict[str, Any], expected: Any) -> None:
+def test_tool_choices_are_translated(choice: dict[str, Any], expected: Any) -> None:
     for parallel in (True, False):
         asked = choice | {"disable_parallel_tool_use": not parallel}
         chat = translated({"tools": [TOOL_OF_CHAT], "tool_choice": asked})
@@ -595,7 +602,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         "`messages[0].content[0]` must be a block of type 'text'",
     ),
     "another block": (in_content({"type": "telepathy"}), "images and all others are not supported"),
-    "a document that is no text": (
+    "a document that is not text": (
         in_content({"type": "document", "source": {"type": "base64", "data": ""}}),
         "`messages[0].content[0].source` must be of type 'text' or 'content'",
     ),
@@ -623,7 +630,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_malformed_is_said_where_it_is(name: str) -> None:
+def test_the_error_names_the_malformed_field(name: str) -> None:
     body, message = MALFORMED[name]
     with pytest.raises(BodyShapeError) as caught:
         translated(body)
@@ -686,7 +693,7 @@ async def test_a_thought_is_the_first_block() -> None:
 
 
 @pytest.mark.parametrize("rest", ["Yes.", HERMES_CALL, ""])
-async def test_a_stream_tells_the_same_blocks(rest: str) -> None:
+async def test_a_stream_has_the_same_blocks(rest: str) -> None:
     async with serving_thoughts(THINKS + rest, THINKS + rest) as edge:
         answer = await whole(edge, tools=[TOOL])
         events = await streamed(edge, tools=[TOOL])
@@ -724,7 +731,7 @@ async def test_templates_learn_whether_to_think(body: dict[str, Any], end: str) 
     assert prompt.endswith(f"bot {end}")
 
 
-async def test_blocks_are_given_back() -> None:
+async def test_past_blocks_reach_the_template() -> None:
     async with serving_thoughts(THINKS + "Yes.", "Yes.") as edge:
         answer = await whole(edge)
         turns = [QUESTION, {"role": "assistant", "content": answer["content"]}, QUESTION]

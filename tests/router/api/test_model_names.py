@@ -1,27 +1,25 @@
 """Adapters on OpenAI's and Anthropic's routes: names of models, and the list of them."""
 
 from __future__ import annotations
-
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
-
 import orjson
 import pytest
-
 from millrace_router.adapters.names import Registry
-from millrace_router.adapters.resolver import ClientRules, Resolver
+from millrace_router.adapters.resolver import ClientRules
+from millrace_router.adapters.resolver import Resolver
 from millrace_router.config import RouterConfig
 from millrace_router.start.adapters import _register
 from millrace_router.start.shards import StartupError
-from millrace_testing.adapters.fake_fetcher import (
-    FakeFetcher,
-    Repository,
-    registered,
-    resolver_of,
-    version,
-)
-from millrace_testing.router.edge import Edge, limits_with, serving
+from millrace_testing.adapters.fake_fetcher import FakeFetcher
+from millrace_testing.adapters.fake_fetcher import Repository
+from millrace_testing.adapters.fake_fetcher import registered
+from millrace_testing.adapters.fake_fetcher import resolver_of
+from millrace_testing.adapters.fake_fetcher import version
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import serving
 
 A, B = version("a", "A None"), version("b", "B None")
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -85,7 +83,7 @@ async def test_an_unknown_model_is_refused_with_adapters(path: str) -> None:
         assert 'tgi_request_failure{err="validation"} 2' in await edge.exposition()
 
 
-async def test_an_unknown_model_in_the_envelope_of_anthropic() -> None:
+async def test_an_unknown_model_has_anthropics_envelope() -> None:
     async with serving_answers(adapters=adapters(), template=TEMPLATE) as edge:
         status, body, _ = await edge.post("/v1/messages", CHAT | {"model": "claude"})
         assert (status, body["error"]["type"]) == (404, "not_found_error")
@@ -101,7 +99,7 @@ async def test_an_unknown_model_in_the_envelope_of_anthropic() -> None:
         ({"adapters": adapters(), "strict_tgi": True}, 200),
     ],
 )
-async def test_what_becomes_of_unknown_models(options: dict[str, Any], status: int) -> None:
+async def test_unknown_models_are_the_base_or_refused(options: dict[str, Any], status: int) -> None:
     async with serving_answers(template=TEMPLATE, **options) as edge:
         body = CHAT | {"model": "gpt-4o"}
         got, answer, _ = await edge.post("/v1/chat/completions", body)
@@ -124,7 +122,7 @@ async def test_a_name_that_was_an_adapter_is_never_the_base(unknown_model: str) 
         assert edge.batcher.requests == []
 
 
-async def test_one_version_of_an_adapter() -> None:
+async def test_a_model_name_may_pin_the_version_of_an_adapter() -> None:
     async with serving_answers(adapters=adapters(), template=TEMPLATE) as edge:
         body = CHAT | {"model": f"a@sha256:{A.digest}"}
         assert (await edge.post("/v1/chat/completions", body))[0] == 200
@@ -133,7 +131,7 @@ async def test_one_version_of_an_adapter() -> None:
         assert digests(edge) == [A.digest]
 
 
-async def test_fields_of_lorax_and_of_sglang_beside_a_model() -> None:
+async def test_chats_take_adapter_fields_of_lorax_and_sglang() -> None:
     private = Repository("P", tokens=frozenset({"good"}))
     fetcher = FakeFetcher(hub={"org/a": Repository("A"), "org/p": private})
     resolver = resolver_of(fetcher, registered("a", "org/a"), rules=OPEN)
@@ -150,7 +148,7 @@ async def test_fields_of_lorax_and_of_sglang_beside_a_model() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_headers_of_lorax_for_requests_with_one_of_its_fields(*, stream: bool) -> None:
+async def test_requests_with_fields_of_lorax_get_its_headers(*, stream: bool) -> None:
     names = ("x-adapter-id", "x-adapter-source", "x-model-id")
     bodies = {
         "/v1/chat/completions": CHAT,
@@ -265,7 +263,7 @@ async def test_every_name_is_listed_and_described() -> None:
         ("any", "any"),
     ],
 )
-async def test_answers_have_the_name_that_was_asked_or_the_first(
+async def test_answers_have_the_requested_name_or_the_first(
     path: str, asked: str, answered: str
 ) -> None:
     async with serving_names() as edge:

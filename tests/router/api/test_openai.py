@@ -1,32 +1,39 @@
 """OpenAI's routes on a real socket: shapes, stop strings, usage, errors."""
 
 from __future__ import annotations
-
 import json
 from functools import partial
 from typing import Any
-
 import orjson
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
-
-from millrace_router.api.chat.choice import ChatDelta, ChoiceText
+from millrace_router.api.chat.choice import ChatDelta
+from millrace_router.api.chat.choice import ChoiceText
 from millrace_router.api.chat.stream import ChunkTemplate
 from millrace_router.api.openai.completion_stream import CompletionChunks
 from millrace_router.api.openai.completion_text import CompletionDelta
-from millrace_router.api.openai.render import ChatRenderer, ResponseMeta
-from millrace_router.api.tgi.answers import plain_frame, stream_json
+from millrace_router.api.openai.render import ChatRenderer
+from millrace_router.api.openai.render import ResponseMeta
+from millrace_router.api.tgi.answers import plain_frame
+from millrace_router.api.tgi.answers import stream_json
 from millrace_router.engine.generation import Usage
-from millrace_router.request.dialect import dialect_of
 from millrace_router.request.entry import Entry
-from millrace_router.request.events import Token, TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.sse import event
-from millrace_testing.router.edge import LIMITS, limits_with, serving
-from millrace_testing.text.texts import Generations, Plan, tokenizer
+from millrace_testing.router.edge import LIMITS
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import serving
+from millrace_testing.text.texts import Generations
+from millrace_testing.text.texts import Plan
+from millrace_testing.text.texts import tokenizer
+from millrace_router.request.limits import dialect_of
+from millrace_router.request.token_stream import Token
+from millrace_router.request.token_stream import TokenEvent
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }} {{ turn.content }} {% endfor %}bot"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=200)
@@ -57,7 +64,7 @@ async def test_chat_ids_are_unique_and_other_names_are_echoed() -> None:
     assert answers[0]["id"] != answers[1]["id"]
 
 
-async def test_chat_stream() -> None:
+async def test_a_chat_stream_ends_with_its_usage() -> None:
     script = generations([*ids("Hi 好"), END])
     async with served(script) as edge:
         body = {"messages": [USER], "stream_options": {"include_usage": True}}
@@ -88,7 +95,7 @@ async def test_chat_stream() -> None:
     }
 
 
-async def test_chat_stream_without_usage() -> None:
+async def test_a_chat_stream_has_no_usage_unless_requested() -> None:
     async with served(generations([*ids("Hi"), END])) as edge:
         for options in ({}, {"stream_options": None}, {"stream_options": {"include_usage": False}}):
             edge.batcher.script = generations([*ids("Hi"), END])
@@ -130,7 +137,7 @@ def test_a_choice_is_the_text_up_to_the_first_stop(
     assert reason == ("stop" if ends else "length")
 
 
-async def test_chat_logprobs() -> None:
+async def test_log_probabilities_agree_in_answers_and_streams() -> None:
     script = generations([*ids("the"), END], [*ids("the"), END])
     script.candidates = [(ids("the")[0], -0.25), (ids(" dog")[0], -1.3242187)]
     async with served(script) as edge:
@@ -244,7 +251,7 @@ def refused(fields: dict[str, Any], param: str | None, message: str) -> Any:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_chat_refusals(
+async def test_wrong_chats_are_refused(
     fields: dict[str, Any], param: str | None, message: str, *, stream: bool
 ) -> None:
     async with served(generations()) as edge:
@@ -275,7 +282,7 @@ async def test_a_client_that_leaves_closes_its_generations(path: str) -> None:
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-async def test_completion_stream(*, include_usage: bool) -> None:
+async def test_a_completion_stream_interleaves_its_choices(*, include_usage: bool) -> None:
     plans = [[*ids(" one 好"), END], [*ids(" two three four"), END]]
     async with served(generations(*plans, together=2)) as edge:
         body = {"prompt": ["hello", "a b"], "stream_options": {"include_usage": include_usage}}
@@ -406,7 +413,9 @@ async def test_only_completions_get_the_tokenizer_s_special_tokens() -> None:
         ({"prompt": "a", "temperature": 0, "min_p": 2}, "validation", "`min_p` must be >= 0.0"),
     ],
 )
-async def test_completion_refusals(fields: dict[str, Any], error_type: str, message: str) -> None:
+async def test_wrong_completions_are_refused(
+    fields: dict[str, Any], error_type: str, message: str
+) -> None:
     async with served(generations()) as edge:
         status, answer, _ = await edge.post("/v1/completions", fields)
         assert edge.services.infer.permits.free == LIMITS.max_concurrent_requests
@@ -414,7 +423,7 @@ async def test_completion_refusals(fields: dict[str, Any], error_type: str, mess
     assert message in answer["error"]["message"]
 
 
-async def test_the_model_by_its_name() -> None:
+async def test_the_model_is_described_by_its_name() -> None:
     async with served(generations()) as edge:
         status, body, _ = await edge.get("/v1/models/org/tiny")
         other, refusal, _ = await edge.get("/v1/models/tiny")
@@ -430,13 +439,17 @@ FLOATS = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1e-45, -1.3242188])
 
 @given(st.integers(1, 2**40), st.integers(0, 2**32 - 1), TEXTS, FLOATS, st.booleans())
 @example(1, 5, "x", float("nan"), True)
-def test_a_token(index: int, id_: int, text: str, logprob: float, special: bool) -> None:
+def test_a_plain_token_frame_equals_the_rendered_one(
+    index: int, id_: int, text: str, logprob: float, special: bool
+) -> None:
     token = TokenEvent(index, Token(id_, text, logprob, special))
     assert plain_frame(token) == event(orjson.dumps(stream_json(token)))
 
 
 @given(TEXTS.filter(bool), TEXTS, st.integers(0, 3), st.booleans())
-def test_a_chunk_of_a_chat(text: str, model: str, index: int, strict_tgi: bool) -> None:
+def test_a_templated_chat_chunk_equals_the_rendered_one(
+    text: str, model: str, index: int, strict_tgi: bool
+) -> None:
     head = ResponseMeta("chat.completion", "chatcmpl", model=model, fingerprint="1-native")
     answers = ChatRenderer(head, dialect_of(strict_tgi=strict_tgi))
     template = ChunkTemplate(lambda text: answers.text_chunk(index, text))
@@ -447,7 +460,9 @@ def test_a_chunk_of_a_chat(text: str, model: str, index: int, strict_tgi: bool) 
 
 
 @given(TEXTS, TEXTS, st.integers(0, 3), st.booleans())
-def test_a_chunk_of_a_completion(text: str, model: str, index: int, strict_tgi: bool) -> None:
+def test_a_templated_completion_chunk_equals_the_rendered_one(
+    text: str, model: str, index: int, strict_tgi: bool
+) -> None:
     head = ResponseMeta("text_completion", "cmpl", model=model, fingerprint="1-native")
     chunks = CompletionChunks(
         head,

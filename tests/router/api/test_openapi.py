@@ -1,65 +1,65 @@
 """The document and the server say the same: of routes, keys, answers, and each way to be refused."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import field
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-
 import orjson
 import pytest
-
 from millrace_router.__main__ import main
 from millrace_router.adapters.resolver import Resolver
 from millrace_router.api.anthropic.answers import STATUSES
+from millrace_router.api.openapi.document import OPERATIONS
 from millrace_router.api.openapi.document import REFERENCE
-from millrace_router.api.openapi.operation import Operation
-from millrace_router.api.openapi.operations import OPERATIONS
-from millrace_router.errors import (
-    AdapterForbidden,
-    AdapterNotFound,
-    AdapterUnavailable,
-    GenerationError,
-    IncompleteGeneration,
-    RouterError,
-    ShardsGone,
-)
-from millrace_router.prediction.cost import COEFFICIENTS, CostModel
-from millrace_router.prediction.forecast import Estimate, Prediction
-from millrace_router.request.request import Task, ValidRequest
+from millrace_router.errors import AdapterForbidden
+from millrace_router.errors import AdapterNotFound
+from millrace_router.errors import AdapterUnavailable
+from millrace_router.errors import GenerationError
+from millrace_router.errors import IncompleteGeneration
+from millrace_router.errors import RouterError
+from millrace_router.errors import ShardsGone
+from millrace_router.prediction.cost import COEFFICIENTS
+from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.forecast import Estimate
+from millrace_router.prediction.forecast import Prediction
+from millrace_router.request.request import Task
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.scheduling import PRIORITY_HEADER
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import bodies
-from millrace_testing.adapters.fake_fetcher import FakeFetcher, Repository, registered, resolver_of
+from millrace_router.server.operation import Operation
+from millrace_testing.adapters.fake_fetcher import FakeFetcher
+from millrace_testing.adapters.fake_fetcher import Repository
+from millrace_testing.adapters.fake_fetcher import registered
+from millrace_testing.adapters.fake_fetcher import resolver_of
 from millrace_testing.contract import openapi
-from millrace_testing.contract.openapi import (
-    DOCUMENT,
-    EVENTS,
-    JSON,
-    Schema,
-    check_documented,
-    described,
-    events_of,
-    fits,
-    path_of,
-    resolved,
-    schema_of,
-)
-from millrace_testing.router.edge import (
-    Edge,
-    echo,
-    limits_with,
-    play,
-    pooling_of,
-    serving,
-    token_event,
-)
+from millrace_testing.contract.openapi import DOCUMENT
+from millrace_testing.contract.openapi import EVENTS
+from millrace_testing.contract.openapi import JSON
+from millrace_testing.contract.openapi import Schema
+from millrace_testing.contract.openapi import check_documented
+from millrace_testing.contract.openapi import described
+from millrace_testing.contract.openapi import events_of
+from millrace_testing.contract.openapi import fits
+from millrace_testing.contract.openapi import path_of
+from millrace_testing.contract.openapi import resolved
+from millrace_testing.contract.openapi import schema_of
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import echo
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import pooling_of
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
 
 BY_NAME = {operation.id: operation for operation in OPERATIONS}
 FOR_CLIENTS = [operation for operation in OPERATIONS if not operation.is_admin]
@@ -216,7 +216,7 @@ async def test_the_document_is_served_and_printed(capsys: pytest.CaptureFixture[
             assert body.decode() + "\n" == printed
 
 
-async def test_the_operator_s_routes_are_told_where_they_are_served() -> None:
+async def test_the_operators_routes_are_documented_only_where_they_are_served() -> None:
     async with serving() as edge:
         _, _, body, _ = await ask(edge, BY_NAME["openapi"])
     served = set(json.loads(body)["paths"])
@@ -472,14 +472,14 @@ async def test_what_is_not_documented_does_not_fit() -> None:
 NAMES = json.loads(Path(openapi.__file__).with_name("tgi_openapi_names.json").read_text())
 TGI_OPERATIONS: dict[str, str] = NAMES["operations"]
 SCHEMAS: dict[str, list[str]] = NAMES["schemas"]
-"""TGI's schemas, and the properties of each with those of its variants."""
+"""TGI's schemas, and the properties of each and of its variants."""
 EXCEPTIONS = {
     "TextMessage.tool_call_id": "no answer has it in TGI either, whose server leaves out what is null",
 }
 
 
 def properties_of(schema: Schema) -> set[str]:
-    """Names of a schema's properties, and of those of its variants."""
+    """Names of the properties of a schema and of its variants."""
     if "$ref" in schema:
         schema = resolved(schema["$ref"])
     variants = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]

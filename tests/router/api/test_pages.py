@@ -86,7 +86,7 @@ def test_no_accept_header_is_no_wish_for_a_page() -> None:
     assert not prefers_html("")
 
 
-async def test_head_says_what_get_would() -> None:
+async def test_head_answers_as_get_would() -> None:
     async with serving() as edge:
         for headers in (PAGE, {"accept": "*/*"}):
             _, _, got = await edge.get("/", headers=headers)
@@ -225,7 +225,7 @@ def _sources(suffix: str) -> list[Path]:
 @pytest.mark.parametrize(
     ("path", "name"), [("/", "chat"), ("/docs", "docs"), ("/status", "status")]
 )
-async def test_a_page_is_told_where_a_proxy_has_the_server(path: str, name: str) -> None:
+async def test_a_page_gets_the_path_at_which_a_proxy_has_the_server(path: str, name: str) -> None:
     async with serving(root_path="/a/llm/") as edge:
         _, body, answer = await edge.get(path, headers=PAGE)
         assert orjson.loads((await edge.get("/openapi.json"))[1])["servers"] == [{"url": "/a/llm"}]

@@ -1,19 +1,21 @@
 """OpenAI's and TEI's routes for embeddings over a batcher whose states are known."""
 
 from __future__ import annotations
-
 import asyncio
 import base64
 import math
 import struct
 from typing import Any
-
 import pytest
-
 from millrace_router.errors import GenerationError
-from millrace_router.request.request import Task, ValidRequest
+from millrace_router.request.request import Task
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import HIDDEN_SIZE, echo, limits_with, pooling_of, serving
+from millrace_testing.router.edge import HIDDEN_SIZE
+from millrace_testing.router.edge import echo
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import pooling_of
+from millrace_testing.router.edge import serving
 
 PROMPTS = {"query": "hello ", "document": ""}
 
@@ -37,7 +39,7 @@ def close(found: list[float], expected: list[float]) -> bool:
     return len(found) == len(expected) and all(map(math.isclose, found, expected))
 
 
-async def test_openais_answer() -> None:
+async def test_embeddings_have_the_form_of_openai() -> None:
     async with serving_embeddings() as edge:
         status, answer, response = await edge.post(
             "/v1/embeddings", {"input": "hello world", "model": "m"}
@@ -61,7 +63,7 @@ async def test_openais_answer() -> None:
         ([[3, 2], [5]], [(3, 2), (5,)]),
     ],
 )
-async def test_texts_and_token_ids_alone_and_in_lists(
+async def test_inputs_may_be_texts_ids_or_lists_of_them(
     given: Any, expected: list[tuple[int, ...]]
 ) -> None:
     async with serving_embeddings() as edge:
@@ -225,7 +227,7 @@ async def test_a_client_that_leaves_ends_its_prompts() -> None:
         assert all(stream.closed for stream in edge.batcher.streams)
 
 
-async def test_loraxs_answer() -> None:
+async def test_an_answer_may_have_the_form_of_lorax() -> None:
     async with serving_embeddings() as edge:
         answer = await edge.answer("/embed", {"inputs": "hello", "parameters": {}})
     assert close(answer["embeddings"], normalised(state(2)))
@@ -266,7 +268,7 @@ async def test_a_server_that_generates_says_how_to_get_embeddings() -> None:
         assert (status, answer[0]["generated_text"]) == (200, "hello x x x")
 
 
-async def test_both_tasks_beside_each_other() -> None:
+async def test_one_server_does_both_tasks() -> None:
     limits = limits_with(max_total_tokens=16)
     async with serving_embeddings(Task.GENERATE, Task.EMBED, limits=limits) as edge:
         assert (await edge.post("/", {"inputs": "hello"}))[1][0]["generated_text"] == "hello x x x"
@@ -309,7 +311,7 @@ def probability(raw: float) -> float:
     return 1 / (1 + math.exp(-raw))
 
 
-async def test_teis_ranking() -> None:
+async def test_a_ranking_has_the_form_of_tei() -> None:
     async with serving_scores() as edge:
         status, answer, response = await edge.post("/rerank", {"query": "hello", "texts": TEXTS})
         assert status == 200
@@ -329,7 +331,7 @@ async def test_teis_ranking() -> None:
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-async def test_coheres_ranking(path: str) -> None:
+async def test_a_ranking_has_the_form_of_cohere(path: str) -> None:
     documents = ["world", {"text": "a b a"}, "b b"]
     async with serving_scores() as edge:
         body = {"model": "m", "query": "hello", "documents": documents, "top_n": 2}
@@ -353,7 +355,7 @@ async def test_coheres_ranking(path: str) -> None:
         (["hello", "a", "a b"], TEXTS, [0.0, 2.0, 2.0]),
     ],
 )
-async def test_vllms_scores(one: Any, other: Any, expected: list[float]) -> None:
+async def test_scores_have_the_form_of_vllm(one: Any, other: Any, expected: list[float]) -> None:
     async with serving_scores() as edge:
         for path in ("/score", "/v1/score"):
             answer = await edge.answer(path, {"text_1": one, "text_2": other})

@@ -1,41 +1,46 @@
 """Fields that the server does not use are refused by name, or named in the answer: on a real socket."""
 
 from __future__ import annotations
-
 import io
+import re
 from typing import Any
-
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from millrace_router.api.body.fields import Place
-from millrace_router.api.body.foreign_routes import TIPS, foreign_route
-from millrace_router.api.body.refused_fields import UNUSED_FIELDS, RefusedField
-from millrace_router.api.body.sampling import MAX_BIASES, biases_from
-from millrace_router.api.openapi.operations import OPERATIONS
+from millrace_router.api.body.fields import FieldScope
+from millrace_router.api.body.foreign_routes import TIPS
+from millrace_router.api.body.foreign_routes import foreign_route
+from millrace_router.api.body.refused_fields import UNUSED_FIELDS
+from millrace_router.api.body.refused_fields import RefusedField
+from millrace_router.api.body.sampling import MAX_BIASES
+from millrace_router.api.body.sampling import biases_from
+from millrace_router.api.openapi.document import OPERATIONS
 from millrace_router.errors import ValidationError
 from millrace_router.request.request import Task
 from millrace_testing.project import ROOT
-from millrace_testing.router.edge import Edge, limits_with, logging_to, pooling_of, serving
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import logging_to
+from millrace_testing.router.edge import pooling_of
+from millrace_testing.router.edge import serving
 
 TEMPLATE = "{% for turn in messages %}{{ turn.content }} {% endfor %}"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=200)
 TURNS = [{"role": "user", "content": "hello world"}]
-BODIES: dict[Place, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    Place.GENERATE: ("/generate", {"inputs": "hello"}, ()),
-    Place.PARAMETERS: ("/generate", {"inputs": "hello", "parameters": {}}, ("parameters",)),
-    Place.CHAT: ("/v1/chat/completions", {"messages": TURNS, "max_tokens": 3}, ()),
-    Place.COMPLETION: ("/v1/completions", {"prompt": "hello", "max_tokens": 3}, ()),
-    Place.RESPONSE: ("/v1/responses", {"input": "hello", "max_output_tokens": 3}, ()),
-    Place.MESSAGE: ("/v1/messages", {"messages": TURNS, "max_tokens": 3}, ()),
-    Place.EMBEDDINGS: ("/v1/embeddings", {"input": "hello"}, ()),
-    Place.EMBED: ("/embed", {"inputs": "hello"}, ()),
-    Place.EMBED_PARAMETERS: ("/embed", {"inputs": "hello", "parameters": {}}, ("parameters",)),
-    Place.RERANK: ("/rerank", {"query": "hello", "documents": ["b"]}, ()),
-    Place.SCORE: ("/v1/score", {"text_1": "hello", "text_2": "b"}, ()),
-    Place.STRUCTURED_OUTPUTS: (
+BODIES: dict[FieldScope, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    FieldScope.GENERATE: ("/generate", {"inputs": "hello"}, ()),
+    FieldScope.PARAMETERS: ("/generate", {"inputs": "hello", "parameters": {}}, ("parameters",)),
+    FieldScope.CHAT: ("/v1/chat/completions", {"messages": TURNS, "max_tokens": 3}, ()),
+    FieldScope.COMPLETION: ("/v1/completions", {"prompt": "hello", "max_tokens": 3}, ()),
+    FieldScope.RESPONSE: ("/v1/responses", {"input": "hello", "max_output_tokens": 3}, ()),
+    FieldScope.MESSAGE: ("/v1/messages", {"messages": TURNS, "max_tokens": 3}, ()),
+    FieldScope.EMBEDDINGS: ("/v1/embeddings", {"input": "hello"}, ()),
+    FieldScope.EMBED: ("/embed", {"inputs": "hello"}, ()),
+    FieldScope.EMBED_PARAMETERS: ("/embed", {"inputs": "hello", "parameters": {}}, ("parameters",)),
+    FieldScope.RERANK: ("/rerank", {"query": "hello", "documents": ["b"]}, ()),
+    FieldScope.SCORE: ("/v1/score", {"text_1": "hello", "text_2": "b"}, ()),
+    FieldScope.STRUCTURED_OUTPUTS: (
         "/v1/completions",
         {"prompt": "hello", "max_tokens": 3, "structured_outputs": {"regex": "a"}},
         ("structured_outputs",),
@@ -45,8 +50,8 @@ BODIES: dict[Place, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 IGNORED = "x-millrace-ignored"
 
 
-def with_field(place: Place, name: str, value: object) -> tuple[str, dict[str, Any]]:
-    path, body, steps = BODIES[place]
+def with_field(scope: FieldScope, name: str, value: object) -> tuple[str, dict[str, Any]]:
+    path, body, steps = BODIES[scope]
     body = {**body}
     holder = body
     for step in steps:
@@ -76,32 +81,36 @@ def asking(field: RefusedField) -> object:
 
 
 REFUSED = [
-    (place, field) for place, fields in UNUSED_FIELDS.items() for field in fields.refused.values()
+    (scope, field) for scope, fields in UNUSED_FIELDS.items() for field in fields.refused.values()
 ]
 WITHOUT_EFFECT = [
-    (place, name) for place, fields in UNUSED_FIELDS.items() for name in fields.without_effect
+    (scope, name) for scope, fields in UNUSED_FIELDS.items() for name in fields.without_effect
 ]
 
 
-async def answer_to(edge: Edge, place: Place, name: str, value: object) -> tuple[int, str, str]:
-    path, body = with_field(place, name, value)
+async def answer_to(
+    edge: Edge, scope: FieldScope, name: str, value: object
+) -> tuple[int, str, str]:
+    path, body = with_field(scope, name, value)
     status, parsed, response = await edge.post(path, body)
     return status, str(parsed), response.headers.get(IGNORED, "")
 
 
-async def test_what_is_refused_is_refused_by_name() -> None:
+async def test_refused_fields_are_named() -> None:
     async with served() as edge:
-        for place, field in REFUSED:
-            status, text, ignored = await answer_to(edge, place, field.name, asking(field))
-            assert (status, ignored) == (400 if place is Place.MESSAGE else 422, ""), field.name
+        for scope, field in REFUSED:
+            status, text, ignored = await answer_to(edge, scope, field.name, asking(field))
+            assert (status, ignored) == (400 if scope is FieldScope.MESSAGE else 422, ""), (
+                field.name
+            )
             assert field.name in text.lower(), text
 
 
-async def test_what_asks_for_nothing_is_accepted() -> None:
+async def test_neutral_values_are_accepted() -> None:
     async with served() as edge:
-        for place, field in REFUSED:
+        for scope, field in REFUSED:
             for value in (None, *field.neutral):
-                status, text, ignored = await answer_to(edge, place, field.name, value)
+                status, text, ignored = await answer_to(edge, scope, field.name, value)
                 assert (status, ignored) == (200, ""), (field.name, value, text)
 
 
@@ -109,33 +118,53 @@ async def test_what_has_no_effect_is_accepted() -> None:
     """The values have the type of the field where a model reads it."""
     values: dict[str, object] = {"metadata": {}, "store": False}
     async with served() as edge:
-        for place, name in WITHOUT_EFFECT:
+        for scope, name in WITHOUT_EFFECT:
             value = values.get(name, "low")
-            status, text, ignored = await answer_to(edge, place, name, value)
+            status, text, ignored = await answer_to(edge, scope, name, value)
             assert (status, ignored) == (200, ""), (name, text)
 
 
-def test_every_refused_field_is_in_the_api_page() -> None:
+def refused_section() -> str:
+    """Write the table of docs/api.md: the refused fields by their reason and the bodies that may have them."""
+    scopes: dict[tuple[str, str], list[FieldScope]] = {}
+    for scope, field in REFUSED:
+        scopes.setdefault((field.name, field.reason), []).append(scope)
+    rows: dict[tuple[str, tuple[FieldScope, ...]], list[str]] = {}
+    for (name, reason), owners in scopes.items():
+        rows.setdefault((reason or "not supported", tuple(owners)), []).append(name)
+    lines = ["| field | body | reason |", "|---|---|---|"]
+    for (reason, scopes_of_row), names in rows.items():
+        cells = (
+            ", ".join(f"`{one}`" for one in names),
+            ", ".join(one.name.lower() for one in scopes_of_row),
+        )
+        lines.append(f"| {' | '.join(cells)} | {reason} |")
+    return "\n".join(lines)
+
+
+def test_the_api_page_lists_every_refused_field() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    assert sorted({field.name for _, field in REFUSED if f"`{field.name}`" not in page}) == []
+    _, section, _ = re.split("<!-- /?refused fields -->\n", page)
+    table = refused_section()
+    assert section == f"{table}\n", f"replace what is between the markers in docs/api.md:\n{table}"
 
 
-@pytest.mark.parametrize("place", Place)
-async def test_an_unknown_field_is_named(place: Place) -> None:
-    steps = "".join(f"{step}." for step in BODIES[place][2])
+@pytest.mark.parametrize("scope", FieldScope)
+async def test_an_unknown_field_is_named(scope: FieldScope) -> None:
+    steps = "".join(f"{step}." for step in BODIES[scope][2])
     async with served() as edge:
-        status, _, ignored = await answer_to(edge, place, "made_up", 1)
+        status, _, ignored = await answer_to(edge, scope, "made_up", 1)
         assert (status, ignored) == (200, f"{steps}made_up")
-        assert (await answer_to(edge, place, "made_up", None))[2] == ""
+        assert (await answer_to(edge, scope, "made_up", None))[2] == ""
 
 
-@pytest.mark.parametrize("place", Place)
-async def test_strict_fields_refuse_an_unknown_field(place: Place) -> None:
+@pytest.mark.parametrize("scope", FieldScope)
+async def test_strict_fields_refuse_an_unknown_field(scope: FieldScope) -> None:
     async with served(strict_fields=True) as edge:
-        status, text, _ = await answer_to(edge, place, "made_up", 1)
-        assert status == (400 if place is Place.MESSAGE else 422)
+        status, text, _ = await answer_to(edge, scope, "made_up", 1)
+        assert status == (400 if scope is FieldScope.MESSAGE else 422)
         assert "made_up` is not a field of this route" in text
-        path, body, _ = BODIES[place]
+        path, body, _ = BODIES[scope]
         assert (await edge.post(path, body))[0] == 200
 
 
@@ -161,7 +190,7 @@ async def test_a_stream_and_a_repeated_answer_name_them_too() -> None:
 
 async def test_strict_tgi_ignores_fields_of_other_servers() -> None:
     async with served(strict_tgi=True) as edge:
-        status, _, ignored = await answer_to(edge, Place.CHAT, "use_beam_search", True)
+        status, _, ignored = await answer_to(edge, FieldScope.CHAT, "use_beam_search", True)
         assert (status, ignored) == (200, "use_beam_search")
 
 
@@ -190,7 +219,7 @@ async def test_the_log_names_each_once() -> None:
     assert b"secret" not in logged
 
 
-async def test_the_native_routes_of_platforms_look_too() -> None:
+async def test_platform_routes_and_estimates_report_unused_fields() -> None:
     async with served() as edge:
         body = {"instances": [{"inputs": "hello", "parameters": {"made_up": 1}}]}
         _, _, response = await edge.post("/vertex", body)
@@ -207,7 +236,7 @@ def refusal(given: dict[str, Any]) -> str:
     return str(caught.value).removeprefix("Input validation error: ")
 
 
-def test_ids_and_what_is_added_to_them() -> None:
+def test_biases_are_read_by_token_id() -> None:
     given = {"5": 1, "0": -100, "70000": 0.1, "9": 100.0, "8": 0}
     # The wire has single precision.
     nearest = 0.10000000149011612
@@ -219,14 +248,14 @@ def test_ids_and_what_is_added_to_them() -> None:
     "key",
     ["", "-1", "+1", "05", "00", "1.0", "1e3", "1_0", " 1", "a", "²", "٣", "9" * 11, "9" * 5000],
 )
-def test_what_is_no_token_id(key: str) -> None:
+def test_wrong_token_ids_are_refused(key: str) -> None:
     assert refusal({key: 1}) == f"`logit_bias` must have token ids for keys. Given: {key[:20]}"
 
 
 @pytest.mark.parametrize(
     "value", [None, True, "1", [], {}, 100.1, -101, 10**400, float("nan"), float("inf")]
 )
-def test_what_is_no_bias(value: object) -> None:
+def test_wrong_biases_are_refused(value: object) -> None:
     assert refusal({"3": value}) == (
         "`logit_bias` must have numbers from -100 to 100 for values. Token 3 has another"
     )

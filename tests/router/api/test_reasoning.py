@@ -1,16 +1,20 @@
-"""The thought of a chat: beside the text in answers and streams, counted, asked for, and given back."""
+"""The thought of a chat: separate from the text in answers and streams, counted, requested, and given back."""
 
 from __future__ import annotations
-
 from typing import Any
-
 import pytest
-
-from millrace_router.request.request import GrammarKind, ValidRequest
-from millrace_testing.router.edge import Edge, limits_with, serving
-from millrace_testing.router.streams import CHAT, added_up
-from millrace_testing.text.texts import Generations, tokenizer
-from millrace_testing.text.thoughts import CHANNEL_END, channelled, tagged
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.request import ValidRequest
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import serving
+from millrace_testing.router.streams import CHAT
+from millrace_testing.router.streams import added_up
+from millrace_testing.text.texts import Generations
+from millrace_testing.text.texts import tokenizer
+from millrace_testing.text.thoughts import CHANNEL_END
+from millrace_testing.text.thoughts import channelled
+from millrace_testing.text.thoughts import tagged
 
 TEMPLATE = (
     "{% if tools %}<tool_call>{% endif %}"
@@ -45,7 +49,7 @@ def prompt_of(request: ValidRequest) -> str:
     return BYTES.decode(request.input_ids, skip_special_tokens=False)
 
 
-async def test_the_thought_is_beside_the_text() -> None:
+async def test_the_thought_is_separate_from_the_text() -> None:
     async with served(THINKS) as edge:
         told = await answer(edge)
     (choice,) = told["choices"]
@@ -106,7 +110,7 @@ async def test_a_template_may_open_the_thought() -> None:
     assert told["choices"][0]["message"]["content"] == "So."
 
 
-async def test_a_user_opens_no_thought() -> None:
+async def test_a_user_cannot_open_a_thought() -> None:
     async with served("So.") as edge:
         told = await answer(edge, messages=[{"role": "user", "content": "What is <think>"}])
     assert told["choices"][0]["message"] == {"role": "assistant", "content": "So."}
@@ -160,14 +164,14 @@ async def test_the_effort_reaches_the_template(body: dict[str, Any], end: str) -
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-async def test_past_thoughts_are_given_back(key: str) -> None:
+async def test_past_thoughts_reach_the_template(key: str) -> None:
     turn = {"role": "assistant", "content": "So.", key: "Why?"}
     async with served("Yes.") as edge:
         await answer(edge, messages=[USER, turn, USER])
         assert "<think>Why?</think>So." in prompt_of(edge.batcher.requests[0])
 
 
-async def test_what_is_no_thought_is_ignored() -> None:
+async def test_values_that_are_not_thoughts_are_ignored() -> None:
     turn = {"role": "assistant", "content": "So.", "reasoning": {"effort": 1}, "thinking": [1]}
     async with served("Yes.") as edge:
         await answer(edge, messages=[USER, turn, USER])
@@ -177,7 +181,7 @@ async def test_what_is_no_thought_is_ignored() -> None:
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 
 
-async def test_channels_are_told_apart() -> None:
+async def test_channels_are_distinguished() -> None:
     text = f"{ANALYSIS}Wörld?<|end|><|start|>assistant{FINAL}Wörld."
     tokenizer = channelled()
     end = tokenizer.special_ids[CHANNEL_END]

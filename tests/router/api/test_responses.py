@@ -1,28 +1,34 @@
 """OpenAI's responses on a real socket: shapes, events in order, tools, formats, errors."""
 
 from __future__ import annotations
-
 from functools import partial
 from typing import Any
-
 import pytest
 from pydantic import TypeAdapter
-
-from millrace_router.api.responses.protocol import ResponseEventJson, ResponseJson
+from millrace_router.api.responses.protocol import ResponseEventJson
+from millrace_router.api.responses.protocol import ResponseJson
 from millrace_router.api.responses.request import ResponsesRequest
-from millrace_router.errors import GenerationError, QueueExpired, RouterError, ShardsGone
-from millrace_router.request.request import GrammarKind, ValidRequest
+from millrace_router.errors import GenerationError
+from millrace_router.errors import QueueExpired
+from millrace_router.errors import RouterError
+from millrace_router.errors import ShardsGone
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge, fail, limits_with, play, serving, token_event
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import fail
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
 from millrace_testing.router.idempotent import KEY
-from millrace_testing.router.streams import (
-    RESPONSES,
-    events_of,
-    response_events_in,
-    response_of,
-    without_ids,
-)
-from millrace_testing.text.texts import Generations, tokenizer
+from millrace_testing.router.streams import RESPONSES
+from millrace_testing.router.streams import events_of
+from millrace_testing.router.streams import response_events_in
+from millrace_testing.router.streams import response_of
+from millrace_testing.router.streams import without_ids
+from millrace_testing.text.texts import Generations
+from millrace_testing.text.texts import tokenizer
 from millrace_testing.text.thoughts import tagged
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }} {{ turn.content }} {% endfor %}bot"
@@ -60,7 +66,7 @@ def called(arguments: str = ARGUMENTS, status: str = "completed") -> dict[str, A
     return {"type": "function_call", "status": status, "name": "add", "arguments": arguments}
 
 
-async def test_an_answer() -> None:
+async def test_an_answer_has_the_form_of_openai() -> None:
     async with served(says("Hello 好!")) as edge:
         status, answer, response = await edge.post(RESPONSES, ASKED | {"metadata": {"a": "b"}})
     assert status == 200
@@ -105,7 +111,7 @@ async def test_an_answer() -> None:
     assert response.headers["x-prompt-tokens"] == "4"
 
 
-async def test_a_stream_tells_the_same_response() -> None:
+async def test_a_stream_has_the_same_response() -> None:
     async with served(says("Hello 好!", "Hello 好!")) as edge:
         _, whole, _ = await edge.post(RESPONSES, ASKED)
         events = await events_of(edge, ASKED)
@@ -206,7 +212,7 @@ async def test_usage_has_cached_tokens() -> None:
     ],
     ids=["end", "length", "stop", "nothing"],
 )
-async def test_how_it_ended(
+async def test_the_status_shows_how_the_response_ended(
     text: str, asked: dict[str, Any], said: str | None, status: str, is_strict: bool
 ) -> None:
     async with served(says(text, text), strict_tgi=is_strict) as edge:
@@ -237,7 +243,7 @@ async def test_how_it_ended(
     ],
     ids=["call", "text_and_calls", "call_and_text", "text", "none", "cut_short"],
 )
-async def test_tools(text: str, asked: dict[str, Any], output: list[Any]) -> None:
+async def test_calls_become_items(text: str, asked: dict[str, Any], output: list[Any]) -> None:
     asked = ASKED | {"tools": [TOOL]} | asked
     async with served(says(text, text), tool_call_parser="hermes") as edge:
         _, answer, _ = await edge.post(RESPONSES, asked)
@@ -287,7 +293,7 @@ async def test_formats_are_grammars(name: str) -> None:
     assert answer["text"] == {"format": told}
 
 
-async def test_log_probabilities_stand_beside_the_text() -> None:
+async def test_log_probabilities_come_with_the_text() -> None:
     asked = ASKED | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     text = "one two"
     script = says(text, text)
@@ -353,7 +359,7 @@ STRICT = [(name, True) for name in ("background", "shape", "no_tool_left")]
 
 
 @pytest.mark.parametrize(("name", "is_strict"), [*((name, False) for name in REFUSED), *STRICT])
-async def test_what_is_wrong_with_a_request_is_said(name: str, is_strict: bool) -> None:
+async def test_mistakes_in_a_request_are_reported(name: str, is_strict: bool) -> None:
     asked, said = REFUSED[name]
     template = (
         "{% if 'raise' in messages[0].content %}{{ raise_exception('no such luck') }}{% endif %}x"
@@ -378,7 +384,7 @@ async def test_what_is_wrong_with_a_request_is_said(name: str, is_strict: bool) 
     ],
     ids=["generation", "shards", "overload", "size"],
 )
-async def test_what_is_wrong_with_the_server_is_said(options: dict[str, Any], status: int) -> None:
+async def test_faults_of_the_server_are_reported(options: dict[str, Any], status: int) -> None:
     async with served(**{"script": None} | options) as edge:
         for body in (ASKED, ASKED | STREAM):
             given, answer, response = await edge.post(RESPONSES, body)
@@ -534,7 +540,7 @@ async def test_the_effort_reaches_the_template_and_the_answer() -> None:
     assert answer["reasoning"] == asked
 
 
-async def test_items_are_given_back() -> None:
+async def test_items_are_accepted_as_input() -> None:
     async with serving_thoughts(THINKS + "Yes.", "Yes.") as edge:
         answer = await whole(edge)
         await whole(edge, input=[*answer["output"], {"role": "user", "content": "and?"}])

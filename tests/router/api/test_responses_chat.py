@@ -1,20 +1,23 @@
 """The input of a response becomes the chat that the templates get."""
 
 from __future__ import annotations
-
 import json
 from typing import Any
-
 import pytest
 from pydantic import TypeAdapter
-
-from millrace_router.api.responses.protocol import ResponseEventJson, ResponseJson
+from millrace_router.api.responses.protocol import ResponseEventJson
+from millrace_router.api.responses.protocol import ResponseJson
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import GrammarKind
 from millrace_router.validation.validator import Validated
-from millrace_testing.router.edge import limits_with, serving
-from millrace_testing.router.streams import RESPONSES, events_of, response_of, without_ids
-from millrace_testing.text.texts import Generations, tokenizer
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import serving
+from millrace_testing.router.streams import RESPONSES
+from millrace_testing.router.streams import events_of
+from millrace_testing.router.streams import response_of
+from millrace_testing.router.streams import without_ids
+from millrace_testing.text.texts import Generations
+from millrace_testing.text.texts import tokenizer
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = (
@@ -269,13 +272,13 @@ async def prompts_of(*asked: tuple[str, dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_the_prompt_is_that_of_the_same_chat(name: str) -> None:
+async def test_the_prompt_equals_the_chats(name: str) -> None:
     body, messages = CASES[name]
     given, expected = await prompts_of((RESPONSES, body), (CHAT, {"messages": messages}))
     assert given == expected
 
 
-async def test_an_answer_is_a_turn_of_its_own() -> None:
+async def test_an_answer_is_a_separate_turn() -> None:
     turns = [said("user", "a"), said("assistant", "b")]
     own = {"messages": turns, "continue_final_message": False, "add_generation_prompt": True}
     given, expected, continued = await prompts_of(
@@ -363,7 +366,7 @@ async def test_a_call_is_a_text(format_: str) -> None:
     assert [grammar is not None for grammar in grammars] == [format_ in {"lark", "regex"}] * 2
 
 
-async def test_the_model_is_told_what_to_write() -> None:
+async def test_the_prompt_describes_the_format() -> None:
     prompts = []
     async with served(says("a", "a")) as edge:
         for format_ in ("none", "lark"):
@@ -394,7 +397,7 @@ async def test_a_call_may_be_forced(choice: Any) -> None:
     assert request.grammar.kind is GrammarKind.LARK
 
 
-async def test_functions_stand_beside_it() -> None:
+async def test_functions_and_custom_tools_mix() -> None:
     add = {"type": "function", "name": "add", "parameters": {"type": "object"}}
     text = f"{call({'a': 1}, 'add')}\n{call()}"
     body = asked("none") | {"tools": [add, tool()]}

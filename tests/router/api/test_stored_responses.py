@@ -1,18 +1,20 @@
 """The store of responses: what it keeps, for whom, how long and how much of it."""
 
 from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from millrace_router.api.responses.store import ResponseStore
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge, limits_with, play, serving
-from millrace_testing.router.streams import RESPONSES, events_of, response_of
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import serving
+from millrace_testing.router.streams import RESPONSES
+from millrace_testing.router.streams import events_of
+from millrace_testing.router.streams import response_of
 
 ITEM = {"type": "message", "role": "user", "content": "a" * 100, "id": "item_1"}
 
@@ -37,7 +39,7 @@ def store_with(num_responses: int, clock: Clock | None = None) -> ResponseStore:
     return ResponseStore(num_responses * measured.num_bytes, 60, clock or Clock())
 
 
-def test_a_response_is_found_by_its_tenant_alone() -> None:
+def test_a_response_is_found_only_by_its_tenant() -> None:
     store = store_with(3)
     store.add("ann", response("1"), [ITEM])
     found = store.find("ann", "1")
@@ -299,7 +301,7 @@ async def test_what_is_malformed_is_refused_as_ever() -> None:
 
 
 @pytest.mark.parametrize("id_", [5, ["a"], {"a": 1}, True, "", None], ids=str)
-async def test_an_item_whose_id_is_no_text_gets_another(id_: object) -> None:
+async def test_an_item_whose_id_is_not_text_gets_another(id_: object) -> None:
     async with serving(says_world, **ON) as edge:
         item = {"role": "user", "content": "hello", "id": id_}
         first = await asked(edge, {"input": [item]})

@@ -1,43 +1,44 @@
 """TGI's own routes over real sockets: bodies, headers, bytes of streams."""
 
 from __future__ import annotations
-
 import asyncio
 import gc
 import io
 import json
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
-
 import orjson
 import pytest
 from tokenizers.processors import TemplateProcessing
 from yarl import URL
-
 from millrace_router.api.tgi.probes import RECENT
 from millrace_router.errors import ShuttingDown
-from millrace_router.prediction.forecast import Estimate, Prediction
+from millrace_router.prediction.forecast import Estimate
+from millrace_router.prediction.forecast import Prediction
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.request.request import SchedulingParameters, ValidRequest
+from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_router.text.tokenizer import SPANS_AT_ONCE, Tokenizer, TokenSpan
-from millrace_testing.router.edge import (
-    UNKNOWN,
-    Edge,
-    echo,
-    finished,
-    limits_with,
-    play,
-    serving,
-    token_event,
-)
-from millrace_testing.router.fake_router import DirectShards, new_batcher
+from millrace_router.text.tokenizer import SPANS_AT_ONCE
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.text.tokenizer import TokenSpan
+from millrace_testing.router.edge import UNKNOWN
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import echo
+from millrace_testing.router.edge import finished
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
+from millrace_testing.router.fake_router import DirectShards
+from millrace_testing.router.fake_router import new_batcher
 from millrace_testing.shards.fake_shard import FakeShard
 
 ASKED = {"inputs": "hello world", "parameters": {"max_new_tokens": 2}}
@@ -163,7 +164,7 @@ async def test_wrong_terms_are_refused_and_counted(
         assert 'tgi_request_failure{err="validation"} 1' in lines
 
 
-async def test_a_priority_of_another_type_is_no_priority() -> None:
+async def test_a_priority_of_another_type_is_refused() -> None:
     async with serving() as edge:
         for value in ("1", 1.5, True):
             status, body, _ = await edge.post("/generate", with_parameters(priority=value))
@@ -226,7 +227,7 @@ async def test_tokenizing_takes_a_permit() -> None:
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/chat_tokenize"])
-async def test_much_text_is_tokenized_beside_the_event_loop(
+async def test_much_text_is_tokenized_off_the_event_loop(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[int] = set()
@@ -293,7 +294,9 @@ async def serving_estimate(estimate: Estimate = ESTIMATE, **options: Any) -> Asy
         ({"prompt": ["a b"], "stream": True}, 2, 14),
     ],
 )
-async def test_every_kind_of_body(body: dict[str, Any], num_prompt: int, max_new: int) -> None:
+async def test_every_kind_of_body_is_estimated(
+    body: dict[str, Any], num_prompt: int, max_new: int
+) -> None:
     async with serving_estimate() as edge:
         status, answer, response = await edge.post(ESTIMATE_ROUTE, body)
         (estimated,) = edge.batcher.estimated
@@ -396,7 +399,7 @@ async def test_without_a_template_there_is_no_chat() -> None:
     assert (status, answer["error_type"]) == (422, "template_error")
 
 
-async def test_terms_count() -> None:
+async def test_scheduling_parameters_reach_the_estimate() -> None:
     async with serving_estimate(fairness="tenant", max_queue_wait=9.0) as edge:
         headers = {"x-priority": "3", "x-tenant": "me", "x-max-queue-ms": "2000"}
         await edge.post(ESTIMATE_ROUTE, ESTIMATED, headers=headers)
@@ -424,7 +427,7 @@ async def test_only_a_chat_has_no_special_tokens_added() -> None:
     assert lengths == [2, 2, 1]
 
 
-async def test_a_full_server_still_tells() -> None:
+async def test_a_full_server_still_estimates() -> None:
     async with serving_estimate(limits=limits_with(max_concurrent_requests=1)) as edge:
         running = asyncio.create_task(edge.post("/generate", ESTIMATED))
         await edge.batcher.arrived.wait()
@@ -531,7 +534,7 @@ async def test_the_figures_are_those_of_the_metrics() -> None:
     }
 
 
-async def test_nothing_is_read_while_nobody_asks() -> None:
+async def test_nothing_is_read_without_a_request() -> None:
     async with serving(lambda _, stream: play(stream, "a", "b")) as edge:
         for _ in range(3):
             await edge.post("/generate", STATUS_BODY)
@@ -628,7 +631,7 @@ async def test_bodies_of_another_shape_are_refused(path: str, body: dict[str, An
     assert (status, answer["error_type"]) == (422, "validation")
 
 
-async def test_the_routes_want_the_key() -> None:
+async def test_the_tokenizer_routes_need_the_key() -> None:
     async with serving(api_key="secret") as edge:
         async with edge.client.get(edge.url + "/tokenizer_info") as response:
             assert response.status == 401

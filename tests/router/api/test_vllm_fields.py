@@ -1,20 +1,21 @@
 """vLLM's and SGLang's fields on OpenAI's routes, on a real socket."""
 
 from __future__ import annotations
-
 import json
 import re
 from typing import Any
-
 import pytest
 from tokenizers.processors import TemplateProcessing
-
 from millrace_router.api.body.sampling import one_of
 from millrace_router.api.openai.request import OLD_CLIENTS_FIELDS
-from millrace_router.request.request import Grammar, GrammarKind
-from millrace_testing.router.edge import echo, limits_with, serving
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import GrammarKind
+from millrace_testing.router.edge import echo
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import serving
 from millrace_testing.router.streams import CHAT
-from millrace_testing.text.texts import Generations, tokenizer
+from millrace_testing.text.texts import Generations
+from millrace_testing.text.texts import tokenizer
 
 TEMPLATE = "{% for turn in messages %}{{ turn.content }} {% endfor %}{{ documents }}"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=200, vocab_size=300)
@@ -46,7 +47,7 @@ def text_in(answer: Any) -> str:
 
 
 async def said(tokens: list[int], route: str, **fields: Any) -> str:
-    """The text of a generation of `tokens`, whole, which has to be that of the stream."""
+    """The whole text of a generation of `tokens`, checked to equal the streamed text."""
     script = Generations(tokens, tokens, tokenizer=BYTES)
     async with serving(script, limits=WIDE, template=TEMPLATE) as edge:
         body = body_of(route, **fields)
@@ -86,14 +87,14 @@ async def test_a_stop_token_is_the_reason_of_the_end_also_at_the_limit() -> None
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
-async def test_a_stop_string_is_part_of_the_text_if_asked_for(route: str, name: str) -> None:
+async def test_a_stop_string_is_part_of_the_text_if_requested(route: str, name: str) -> None:
     tokens = [*ids("one STOP two"), END]
     assert await said(tokens, route, stop="STOP") == "one "
     assert await said(tokens, route, stop="STOP", **{name: True}) == "one STOP"
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_special_tokens_are_shown_if_asked_for(route: str) -> None:
+async def test_special_tokens_are_shown_if_requested(route: str) -> None:
     end = BYTES.token_text(END)
     tokens = [*ids("a"), END, *ids("b"), END]
     fields: dict[str, Any] = {"ignore_eos": True, "stop": "b"}
@@ -116,7 +117,7 @@ async def test_the_prompt_is_cut_to_its_last_tokens() -> None:
             body["prompt"] = list(edge.services.tokenizer.encode(words))
             assert (await edge.post("/v1/completions", body))[0] == 200
             assert edge.batcher.requests[-1].input_ids == kept_ids
-        # As many as fit beside the answer.
+        # As many as fit together with the answer.
         body = {"prompt": words, "max_tokens": 6, "truncate_prompt_tokens": -1}
         assert (await edge.post("/v1/completions", body))[0] == 200
         assert len(edge.batcher.requests[-1].input_ids) == 2
@@ -187,7 +188,7 @@ def test_a_choice_is_itself_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES[:2])
-async def test_token_ids_stand_beside_the_texts(route: str) -> None:
+async def test_token_ids_come_with_the_texts(route: str) -> None:
     tokens = [*ids("a 好"), END]
     script = Generations(tokens, tokens, tokens, tokenizer=BYTES)
     async with serving(script, limits=WIDE, template=TEMPLATE) as edge:

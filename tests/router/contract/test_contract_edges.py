@@ -1,24 +1,19 @@
 """Section 3.1: routes, keys, browsers; section 3.2: what is refused before a route has seen it."""
 
 from __future__ import annotations
-
 import gzip
 import re
 from collections.abc import Callable
 from typing import Any
-
 import pytest
-
-from millrace_testing.contract.contract import (
-    ABSENT,
-    COLUMNS,
-    EMPTY,
-    JSON,
-    PLAIN,
-    Held,
-    Reply,
-    Rule,
-)
+from millrace_testing.contract.contract import ABSENT
+from millrace_testing.contract.contract import COLUMNS
+from millrace_testing.contract.contract import EMPTY
+from millrace_testing.contract.contract import JSON
+from millrace_testing.contract.contract import PLAIN
+from millrace_testing.contract.contract import Held
+from millrace_testing.contract.contract import Reply
+from millrace_testing.contract.contract import Rule
 
 NATIVE = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -142,7 +137,7 @@ BROWSERS = [
     ),
     Rule(
         section="3.1",
-        says="a preflight that names no headers is told of those that are read",
+        says="a preflight that names no headers gets the headers that are read",
         path="/anything",
         method="OPTIONS",
         default=Reply(
@@ -151,7 +146,7 @@ BROWSERS = [
     ),
     Rule(
         section="3.1",
-        says="nor is what no header can be called told again",
+        says="nor is what cannot be the name of a header repeated",
         path="/generate",
         method="OPTIONS",
         headers={"access-control-request-headers": "x-\u00e9"},
@@ -323,14 +318,14 @@ MISDIRECTED = [
     ),
     Rule(
         section="3.2",
-        says="OpenAI's clients are told of an unknown path",
+        says="OpenAI's clients get an error for an unknown path",
         path="/v1/nothing",
         default=Reply(status=404, body=openai_error("Unknown path: /v1/nothing", "not_found", 404)),
         strict=Reply(status=404, body=EMPTY),
     ),
     Rule(
         section="3.2",
-        says="OpenAI's clients are told of a wrong method",
+        says="OpenAI's clients get an error for a wrong method",
         path="/v1/completions",
         method="GET",
         default=Reply(
@@ -558,5 +553,5 @@ RULES = [
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("rule", [*KEYS, *BROWSERS, *UNREADABLE, *MISDIRECTED, *RULES], ids=str)
-def test_rule(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
+def test_rule_holds(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
     servers(rule.server, column).check(rule, column)

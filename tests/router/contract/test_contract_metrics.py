@@ -1,19 +1,25 @@
 """Section 7: every series of TGI's, by name, type, labels and buckets, and what requests add to them."""
 
 from __future__ import annotations
-
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-
 from millrace_router.telemetry.exposition import render
 from millrace_router.telemetry.instruments import Family
 from millrace_router.telemetry.metrics import Metrics
-from millrace_testing.contract.contract import ABSENT, COLUMNS, Held, Reply, Rule, exactly, fits
+from millrace_testing.contract.contract import ABSENT
+from millrace_testing.contract.contract import COLUMNS
+from millrace_testing.contract.contract import Held
+from millrace_testing.contract.contract import Reply
+from millrace_testing.contract.contract import Rule
+from millrace_testing.contract.contract import exactly
+from millrace_testing.contract.contract import fits
 from millrace_testing.router.edge import limits_with
 
 MAX_INPUT, MAX_TOTAL = 700, 900
@@ -225,7 +231,7 @@ def totals(held: Held) -> dict[str, float]:
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("addition", ADDITIONS, ids=str)
-def test_what_a_request_adds(
+def test_a_request_adds_to_the_metrics_of_tgi(
     servers: Callable[[str, str], Held], addition: Addition, column: str
 ) -> None:
     held = servers(addition.server, column)
@@ -286,7 +292,7 @@ def test_what_requests_leave_in_the_histograms() -> None:
         (None, ...),
     ],
 )
-def test_what_fits(given: Any, pattern: Any) -> None:
+def test_values_that_fit_are_accepted(given: Any, pattern: Any) -> None:
     assert fits(given, pattern)
 
 
@@ -308,5 +314,5 @@ def test_what_fits(given: Any, pattern: Any) -> None:
         ("text", {"a": 1}),
     ],
 )
-def test_what_does_not(given: Any, pattern: Any) -> None:
+def test_values_that_do_not_fit_are_refused(given: Any, pattern: Any) -> None:
     assert not fits(given, pattern)

@@ -115,7 +115,7 @@ ERRORS = [
     ),
     Rule(
         section="3.6",
-        says="a stream of POST / that fails early has its status, or is a 200 that tells",
+        says="a stream of POST / that fails early has its status, or is a 200 with the error",
         path="/",
         body=asked(temperature=0) | {"stream": True},
         default=Reply(status=422, body=envelope("validation", TOO_COLD)),
@@ -127,7 +127,7 @@ ERRORS = [
     *(
         Rule(
             section="3.6",
-            says=f"a stream that fails late tells of it and ends: {kind}",
+            says=f"a stream that fails late reports it and ends: {kind}",
             path="/generate_stream",
             body=asked(),
             script=fails_with(error, " x"),
@@ -395,7 +395,7 @@ ANSWERS = [
     ),
     Rule(
         section="3.4",
-        says="best_of tells of the others as well, all from one prompt",
+        says="best_of reports the others as well, all from one prompt",
         path="/generate",
         body=asked(best_of=2, do_sample=True, details=True),
         default=Reply(
@@ -556,7 +556,7 @@ STREAMS = [
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("rule", [*ERRORS, *PARAMETERS, *ANSWERS, *STREAMS], ids=str)
-def test_rule(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
+def test_rule_holds(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
     servers(rule.server, column).check(rule, column)
 
 

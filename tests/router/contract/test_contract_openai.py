@@ -1,19 +1,26 @@
 """Sections 3.7 and 3.8: OpenAI's routes, where OpenAI's contract wins unless TGI is to be followed strictly."""
 
 from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
 from typing import Any
-
 import pytest
-
 from millrace_router.errors import GenerationError
-from millrace_router.request.request import FinishReason, Grammar, ValidRequest
+from millrace_router.request.request import FinishReason
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.contract.contract import ABSENT, COLUMNS, Held, Reply, Rule, Script, exactly
-from millrace_testing.router.edge import fail, finished, token_event
+from millrace_testing.contract.contract import ABSENT
+from millrace_testing.contract.contract import COLUMNS
+from millrace_testing.contract.contract import Held
+from millrace_testing.contract.contract import Reply
+from millrace_testing.contract.contract import Rule
+from millrace_testing.contract.contract import Script
+from millrace_testing.contract.contract import exactly
+from millrace_testing.router.edge import fail
+from millrace_testing.router.edge import finished
+from millrace_testing.router.edge import token_event
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
@@ -296,7 +303,7 @@ CHATS = [
     ),
     Rule(
         section="3.7",
-        says="usage comes in a chunk of its own, if it is wanted",
+        says="usage comes in a separate chunk, if it is requested",
         path=CHAT_PATH,
         body=chat(stream=True, stream_options={"include_usage": True}),
         default=Reply(events=[{"usage": None}] * 3 + [{"choices": [], "usage": USAGE}, DONE]),
@@ -304,7 +311,7 @@ CHATS = [
     ),
     Rule(
         section="3.7",
-        says="a special token has no text, and ends for `stop`",
+        says="a special token is without text, and ends for `stop`",
         path=CHAT_PATH,
         body=chat(),
         script=says(FinishReason.EOS_TOKEN, " x", "</s>"),
@@ -396,7 +403,7 @@ CHATS = [
     ),
     Rule(
         section="3.7",
-        says="null content wants tool calls beside it",
+        says="null content needs tool calls",
         path=CHAT_PATH,
         body=chat(messages=[{"role": "assistant", "content": None}]),
         default=Reply(status=422, body={"error_type": "validation"}),
@@ -547,7 +554,7 @@ TOOLS = [
     ),
     Rule(
         section="3.7",
-        says="no tools beside a response format",
+        says="no tools together with a response format",
         path=CHAT_PATH,
         body=chat(tools=[], response_format={"type": "json", "value": {"properties": {}}}),
         default=Reply(),
@@ -636,7 +643,7 @@ COMPLETIONS = [
     ),
     Rule(
         section="3.5",
-        says="no time of computing is told of several prompts",
+        says="no time of computing is reported for several prompts",
         path=COMPLETION_PATH,
         body=completion(prompt=["hello", "world"]),
         default=Reply(
@@ -653,5 +660,5 @@ COMPLETIONS = [
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("rule", [*BOTH, *CHATS, *TOOLS, *COMPLETIONS], ids=str)
-def test_rule(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
+def test_rule_holds(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
     servers(rule.server, column).check(rule, column)

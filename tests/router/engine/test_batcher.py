@@ -98,7 +98,7 @@ def test_every_request_ends_once_with_its_own_tokens(
 
 
 async def until_idle(shard: FakeShard) -> None:
-    """Run the event loop until the shard has no sequence."""
+    """Run the event loop until the shard has no sequences left."""
     for _ in range(1000):
         if not shard.sequences:
             return
@@ -146,7 +146,7 @@ async def test_requests_join_while_others_decode_and_blocks_are_reused() -> None
     assert ids_of(outputs[1]) == continuation([2] * 5, 4)
     assert ids_of(outputs[2]) == continuation([3] * 5, 4)
     joined = [s for s in shard.steps if s.prefill.change.admitted and s.prefill.decode_slots]
-    assert joined, "the second request was not admitted beside a running decode"
+    assert joined, "the second request was not admitted while the first one decoded"
     grown = [
         block
         for step in shard.steps
@@ -295,7 +295,7 @@ async def test_leaving_mid_prefill_and_while_queued_frees_everything() -> None:
     assert computed < 200, "the abandoned prompt was computed to its end"
 
 
-async def test_leaving_a_running_stream_frees_its_blocks_within_the_steps_in_flight() -> None:
+async def test_closing_a_running_stream_frees_its_blocks_within_the_steps_in_flight() -> None:
     shard = FakeShard()
     batcher = new_batcher(DirectShards(shard), shard)
     async with running(batcher):
@@ -666,7 +666,7 @@ def pooled(ids: list[int], *logit_ids: int) -> ValidRequest:
 
 
 async def values_of(stream: TokenStream) -> list[float]:
-    """What a pooled request yields, after checking that it has no token."""
+    """What a pooled request yields, after checking that it generated no tokens."""
     (event,) = await collect(stream)
     assert (event.index, event.finished is not None) == (0, True)
     assert stream.pooled is not None
@@ -740,7 +740,7 @@ async def test_one_that_is_not_finite_fails_alone() -> None:
         assert await values_of(good) == pooled_values([1], [])
 
 
-async def test_leaving_frees_everything() -> None:
+async def test_clients_that_leave_free_their_slot_and_blocks() -> None:
     shard = FakeShard(num_blocks=40)
     batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=4, max_batch_size=1)
     async with running(batcher):

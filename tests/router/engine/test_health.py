@@ -64,7 +64,7 @@ def expected(state: str, path: str) -> int:
 
 
 @pytest.mark.parametrize("state", STATES)
-async def test_every_route_in_every_state(state: str) -> None:
+async def test_every_health_route_follows_the_state(state: str) -> None:
     async with serving(None, api_key="secret") as edge:
         bring_into(state, edge)
         for path in (*HEALTH, "/livez", "/readyz"):

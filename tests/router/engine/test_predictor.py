@@ -31,7 +31,7 @@ COST = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))
 
 
 class Queue:
-    """As many requests as it is told."""
+    """Holds as many requests as the test sets."""
 
     def __init__(self, num_waiting: int, ahead: tuple[int, int]) -> None:
         self.num_waiting, self.tokens_ahead = num_waiting, ahead
@@ -43,18 +43,14 @@ class Queue:
         return self.tokens_ahead
 
 
-def predictor_without_chunks(queue: Queue) -> LatencyPredictor:
+def predictor_without_costs(queue: Queue) -> LatencyPredictor:
+    cost = CostModel()
     forecaster = Forecaster(
-        COST,
-        max_batch_size=4,
-        max_batch_prefill_tokens=100,
-        block_size=16,
-        num_blocks=100,
-        predicts=False,
+        cost, max_batch_size=4, max_batch_prefill_tokens=100, block_size=16, num_blocks=100
     )
     planner = SimpleNamespace(rows={}, num_paused=0, num_paused_tokens=0, num_cached=lambda _: 0)
     return LatencyPredictor(
-        COST,
+        cost,
         forecaster,
         Metrics(max_input_tokens=1000, max_total_tokens=1000),
         in_flight=cast("InFlight", SimpleNamespace(plans=[], seconds_in_step=lambda: 0.0)),
@@ -74,7 +70,7 @@ def entry(number: int, *, max_queue_seconds: float | None = None) -> Entry:
 
 
 def test_no_wait_is_promised_and_none_is_refused_beforehand() -> None:
-    predictor = predictor_without_chunks(Queue(0, (50, 50_000)))
+    predictor = predictor_without_costs(Queue(0, (50, 50_000)))
     one = entry(0, max_queue_seconds=1e-9)
     assert predictor.predict(one) is None
     predictor.accept(one)
@@ -82,7 +78,7 @@ def test_no_wait_is_promised_and_none_is_refused_beforehand() -> None:
 
 
 def test_a_refused_request_may_come_again_after_the_mean_of_the_observed_waits() -> None:
-    predictor = predictor_without_chunks(Queue(1, (1, 100)))
+    predictor = predictor_without_costs(Queue(1, (1, 100)))
     assert predictor.drain_seconds() == 0.0
     for number in range(200):
         one = entry(number)
@@ -96,7 +92,7 @@ def test_a_refused_request_may_come_again_after_the_mean_of_the_observed_waits()
 
 def test_the_wait_of_a_mean_request_is_that_of_the_last_ones_while_some_wait() -> None:
     queue = Queue(1, (1, 100))
-    predictor = predictor_without_chunks(queue)
+    predictor = predictor_without_costs(queue)
     for number in range(200):
         one = entry(number)
         one.stream.batched_at = one.queued_at + 7.0
@@ -107,7 +103,7 @@ def test_the_wait_of_a_mean_request_is_that_of_the_last_ones_while_some_wait() -
 
 
 def test_metrics_show_quantiles_of_prediction_errors() -> None:
-    predictor = predictor_without_chunks(Queue(0, (0, 0)))
+    predictor = predictor_without_costs(Queue(0, (0, 0)))
     for number, missed in enumerate([1.0, 2.0, 3.0, 4.0, 10.0]):
         one = entry(number)
         predictor._expected[number] = Prediction(0.0, missed, missed)

@@ -21,9 +21,8 @@ from millrace_router.reasoning.channels import EARLY_RECIPIENT, MARKERS, Channel
 from millrace_router.reasoning.formats import CHANNELS, TAGS
 from millrace_router.reasoning.reasoning_format import Splitter, Start
 from millrace_router.reasoning.tags import TagSplitter
-from millrace_router.request.events import Finished, Token, TokenEvent
 from millrace_router.request.request import FinishReason, ValidRequest
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.token_stream import Finished, Token, TokenEvent, TokenStream
 from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_router.tool_calls.formats.registry import ALIASES, FORMATS, format_of
 from millrace_router.tool_calls.parsing.call_format import CallFormat

@@ -335,7 +335,7 @@ def test_without_tokens_nothing_of_the_text_is_written(tmp_path: Path) -> None:
             fields = {field.name for field, _ in answer.ListFields()}
             assert fields.isdisjoint({"ids", "logprobs", "prefill_logprobs", "checksum"})
             assert fields.isdisjoint({"prefill_top_ids", "prefill_top_logprobs"})
-    assert num_tokens >= 30 * len(PROMPT), "their number is told"
+    assert num_tokens >= 30 * len(PROMPT), "the number of dropped tokens is reported"
 
 
 def test_hashes_of_prompts_tell_equal_ones_within_one_life_alone(tmp_path: Path) -> None:
@@ -626,7 +626,7 @@ def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
         list(read_epochs(tmp_path))
     other = tmp_path / "other.journal"
     other.write_text("{}")
-    with pytest.raises(JournalUnusable, match=r"other\.journal: is no journal"):
+    with pytest.raises(JournalUnusable, match=r"other\.journal: is not a journal"):
         list(read_epochs(tmp_path))
 
 

@@ -419,11 +419,11 @@ def test_what_cannot_be_replayed(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "text").write_text("hello, this is no journal")
+    (tmp_path / "text").write_text("hello, this is not a journal")
     for path, words in (
         ("empty", "contains no journal"),
         ("none", "does not exist"),
-        ("text", "is no jo"),
+        ("text", "is not a jo"),
     ):
         assert replay([str(tmp_path / path), f"--shard-addresses={address}"]) == 2
         assert words in capsys.readouterr().err

@@ -114,7 +114,9 @@ def of_model_card(instruction: str, query: str, document: str) -> str:
 
 @pytest.mark.parametrize("source", [None, CHAT])
 @pytest.mark.parametrize("instruction", [None, "Find proverbs"])
-async def test_qwen3s_prompt(source: str | None, instruction: str | None) -> None:
+async def test_score_prompt_equals_qwen3_rerankers_model_card(
+    source: str | None, instruction: str | None
+) -> None:
     template = ScoreTemplate.of(ChatTemplate(source, special_tokens={}))
     around = await template.around_document("{{ query }}\n<x>", instruction)
     usual = "Given a web search query, retrieve relevant passages that answer the query"
@@ -182,7 +184,7 @@ def test_a_class_without_a_head_embeds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pooling", [POOLING, NEW_POOLING], ids=["old", "new"])
 @pytest.mark.parametrize("settings", [LAST, {"pooling_mode": "lasttoken"}], ids=["old", "new"])
 @pytest.mark.parametrize("normalizes", [True, False])
-def test_sentence_transformers_files(
+def test_sentence_transformers_files_select_embedding(
     pooling: dict[str, Any], settings: dict[str, Any], normalizes: bool, tmp_path: Path
 ) -> None:
     write(tmp_path, "modules.json", [TRANSFORMER, pooling, *([NORMALIZE] if normalizes else [])])

@@ -50,7 +50,7 @@ def chunk(size: int, start: int = 0, decodes: int = 0, context: int = 0) -> Step
 
 
 def some_load(rng: random.Random) -> StepLoad:
-    """A typical load: mostly decodes, sometimes a chunk beside them."""
+    """A typical load: mostly decodes, sometimes with a chunk."""
     decodes = rng.randint(0, 32)
     context = sum(rng.randint(10, 1000) for _ in range(decodes))
     if decodes and rng.random() < 0.8:

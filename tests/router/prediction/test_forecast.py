@@ -129,7 +129,7 @@ def test_an_idle_server_serves_at_once() -> None:
     found = forecaster().predict([], ahead=(0, 0), num_prompt_tokens=500, max_new_tokens=101)
     assert found is not None
     assert found.queue_seconds == 0.0
-    # A chunk is priced with the decode that it may run beside.
+    # A chunk is priced with the decode in the same step.
     prefill = 0.0146 + 0.001 + 0.0004 + 6e-5 * 500 + 2.4e-7 * 500 * 501 / 2
     assert found.first_token_seconds == pytest.approx(prefill, rel=0.01)
     decode = 0.0146 + 0.0004 + 1e-7 * 550
@@ -259,9 +259,8 @@ def test_it_learns_how_long_answers_get() -> None:
     assert finish(model) == pytest.approx(80 * 0.015, rel=0.3)
 
 
-@pytest.mark.parametrize("unknown", ["cost", "chunks"])
-def test_nothing_is_predicted_without_known_costs_or_without_chunks(unknown: str) -> None:
-    model = forecaster(CostModel()) if unknown == "cost" else forecaster(predicts=False)
+def test_nothing_is_predicted_without_known_costs() -> None:
+    model = forecaster(CostModel())
     assert model.predict([], ahead=(0, 0), num_prompt_tokens=1, max_new_tokens=1) is None
     assert model.drain_seconds([], waiting=(3, 30)) is None
 
@@ -402,7 +401,7 @@ def test_first_token_is_predicted_with_and_without_a_queue(pipeline: dict[str, o
 def test_the_first_token_of_short_prompts_beside_long_ones_is_predicted(
     order: str, pipeline: dict[str, object]
 ) -> None:
-    """Every tenth prompt takes some steps; the predicted delay of short ones is that of the order that is served."""
+    """Every tenth prompt takes some steps; the predicted delay of short ones follows the order of service."""
     rng, now, arrivals = random.Random(7), 0.0, []
     for number in range(600):
         now += rng.expovariate(3)
@@ -412,7 +411,7 @@ def test_the_first_token_of_short_prompts_beside_long_ones_is_predicted(
     found = [engine.predictions[n].first_token_seconds / engine.first[n] - 1 for n in shorts]
     assert median(map(abs, found)) < 0.2
     assert abs(median(found)) < 0.1
-    # Those that came beside a long prompt are the slow ones.
+    # Requests that came with a long prompt are the slow ones.
     slow = sorted(shorts, key=lambda n: engine.first[n])[-len(shorts) // 5 :]
     wrong = [engine.predictions[n].first_token_seconds / engine.first[n] - 1 for n in slow]
     assert median(map(abs, wrong)) < 0.35

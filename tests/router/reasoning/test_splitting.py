@@ -141,12 +141,12 @@ CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1
         (f"{ANALYSIS}Why? <|en", "Why? <|en", ""),
         (f"{ANALYSIS}Why?{NEXT}<|channel|>fin", "Why?", ""),
         ("<|channel|>final<|end|>So.", "", "finalSo."),
-        (" told", "", " told"),
+        (" so", "", " so"),
         (f"<|start|>assistant{FINAL}So.", "", "So."),
         (f"<|channel|>{'n' * 300}", "", "n" * 300),
     ],
 )  # fmt: skip
-def test_channels(text: str, thought: str, answer: str) -> None:
+def test_channels_are_split_into_thought_and_answer(text: str, thought: str, answer: str) -> None:
     for pieces in ([text], list(text), re.split(r"(?<=\|>)", text)):
         splitter = ChannelSplitter(Start.FREE, keeps_calls=True)
         assert read(splitter, pieces) == (thought, answer)
@@ -188,7 +188,7 @@ def test_no_character_of_a_message_is_lost(
     assert split.answer == "".join(said for header, said in messages if header != ANALYSIS)
 
 
-def test_formats_are_told_from_templates() -> None:
+def test_formats_are_recognised_by_their_templates() -> None:
     for name, tags in TAGS.items():
         written = "".join(tags.openers[:1]) + " … " + tags.closers[0]
         if name == "granite":

@@ -46,7 +46,7 @@ def drained(reader: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-async def test_both_ways(line: Line) -> None:
+async def test_the_channel_carries_messages_both_ways(line: Line) -> None:
     launcher, channel, heard = line.launcher, line.channel, line.heard
     assert channel._socket is not None
     running = asyncio.create_task(channel.run())

@@ -35,7 +35,7 @@ def positions(members: list[int]) -> dict[int, int]:
 
 
 def search(members: list[int], poison: set[int]) -> tuple[list[int], int]:
-    """Run until there are no suspects; returns the poison requests and the number of failures."""
+    """Run until no suspects are left; returns the poison requests and the number of failures."""
     suspects: PoisonSearch = PoisonSearch()
     detected: list[int] = []
     alive, num_failures = list(members), 0

@@ -18,7 +18,7 @@ from millrace_router.recovery import hang_detector
 from millrace_router.recovery.hang_detector import StepTimer
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.recovery_policy import STEPS_BEFORE_RELIEF, OomBackoff
-from millrace_router.request.events import TokenEvent
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.scheduler.step_plan import Budgets
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.step_result import StepResult

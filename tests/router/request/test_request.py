@@ -1,24 +1,28 @@
 """Headers and body set the scheduling parameters of a request."""
 
 from __future__ import annotations
-
 import math
 import re
 import struct
 from dataclasses import astuple
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
-
-from millrace_router.errors import QueueTooLong, ValidationError
-from millrace_router.request.block_hashes import BlockHashes, child_key, root_key
-from millrace_router.request.dialect import MILLRACE, TGI, dialect_of
-from millrace_router.request.float32 import rounded, shortest
+from millrace_router.errors import QueueTooLong
+from millrace_router.errors import ValidationError
+from millrace_router.request.block_hashes import BlockHashes
+from millrace_router.request.block_hashes import child_key
+from millrace_router.request.block_hashes import root_key
+from millrace_router.request.float32 import rounded
+from millrace_router.request.float32 import shortest
 from millrace_router.request.request import SchedulingParameters
-from millrace_router.request.scheduling import scheduling_from, tenant_of
-
+from millrace_router.request.scheduling import scheduling_from
+from millrace_router.request.scheduling import tenant_of
+from millrace_router.request.limits import MILLRACE
+from millrace_router.request.limits import TGI
+from millrace_router.request.limits import dialect_of
 
 def scheduling(priority: int | None = None, **headers: str) -> SchedulingParameters:
     """Scheduling parameters without tenants; `x_priority` stands for `x-priority`."""
@@ -33,7 +37,7 @@ def test_an_absent_field_has_its_default() -> None:
 @pytest.mark.parametrize(
     ("text", "priority"), [("0", 0), ("10", 10), ("-10", -10), ("+7", 7), ("007", 7), ("-0", 0)]
 )
-def test_priorities(text: str, priority: int) -> None:
+def test_priorities_are_read_from_the_header(text: str, priority: int) -> None:
     assert scheduling(x_priority=text).priority == priority
 
 
@@ -231,7 +235,7 @@ def test_equals_the_search(value: float) -> None:
 
 @settings(max_examples=300, deadline=None, database=None)
 @given(st.integers(0, 2**32 - 1))
-def test_any_bit_pattern(bits: int) -> None:
+def test_any_bit_pattern_gets_its_shortest_decimal(bits: int) -> None:
     (value,) = struct.unpack("<f", struct.pack("<I", bits))
     if math.isfinite(value):
         assert shortest(value) == shortest_by_search(value)
@@ -255,7 +259,7 @@ def test_reads_as_people_expect(widened: float, text: str) -> None:
     assert repr(shortest(value)) == text
 
 
-def test_rounding_to_the_wire() -> None:
+def test_numbers_are_rounded_to_float32() -> None:
     assert rounded(0.999999999999) == 1.0
     assert rounded(0.1) == struct.unpack("<f", as_float32(0.1))[0]
     with pytest.raises(ValueError, match="out of range"):

@@ -1,30 +1,28 @@
 """Schemas as TGI's users write them: without types, and with objects that say nothing of other properties."""
 
 from __future__ import annotations
-
 import json
 from typing import Any
-
 import jsonschema
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
-
-from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
+from millrace_router.api.openai.request import ChatCompletionRequest
+from millrace_router.api.openai.request import CompletionRequest
 from millrace_router.api.tgi.request import GenerateParameters
 from millrace_router.errors import ValidationError
-from millrace_router.request.dialect import MILLRACE
-from millrace_router.request.grammar import (
-    ANY_OBJECT,
-    MAX_LEVELS,
-    MAX_PARTS,
-    MAX_SOURCE_BYTES,
-    RawGrammar,
-)
-from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.request.schemas import with_closed_objects, with_implied_types
+from millrace_router.request.grammar import ANY_OBJECT
+from millrace_router.request.grammar import MAX_LEVELS
+from millrace_router.request.grammar import MAX_PARTS
+from millrace_router.request.grammar import MAX_SOURCE_BYTES
+from millrace_router.request.grammar import RawGrammar
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.schemas import with_closed_objects
+from millrace_router.request.schemas import with_implied_types
+from millrace_router.request.limits import MILLRACE
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}
@@ -185,13 +183,13 @@ def test_nested_properties_do_too(given_: dict[str, object], meant: dict[str, ob
 
 
 @pytest.mark.parametrize("name", ["anyOf", "allOf", "prefixItems"])
-def test_choices_and_tuples(name: str) -> None:
+def test_types_are_implied_in_choices_and_tuples(name: str) -> None:
     assert with_implied_types({name: [NAME, {"type": "null"}]}) == {
         name: [OBJECT, {"type": "null"}]
     }
 
 
-def test_one_of_several_objects() -> None:
+def test_one_of_several_objects_gets_object_types() -> None:
     assert with_implied_types({"oneOf": [NAME, OBJECT, NAME]}) == {"oneOf": [OBJECT] * 3}
 
 
@@ -203,12 +201,12 @@ def test_one_of_objects_and_others_means_what_it_says(other: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["$defs", "definitions"])
-def test_definitions(name: str) -> None:
+def test_types_are_implied_in_definitions(name: str) -> None:
     schema = {"$ref": f"#/{name}/a", name: {"a": NAME}}
     assert with_implied_types(schema) == {"$ref": f"#/{name}/a", name: {"a": OBJECT}}
 
 
-def test_items() -> None:
+def test_types_are_implied_in_items() -> None:
     assert with_implied_types({"type": "array", "items": NAME})["items"] == OBJECT
 
 
@@ -283,7 +281,7 @@ def openai(response_format: object) -> Grammar | None:
         ({"type": "ebnf", "value": 'start: "a"'}, Grammar(GrammarKind.LARK, 'start: "a"')),
     ],
 )
-def test_grammars_of_the_native_routes(grammar: dict[str, Any], meaning: Grammar) -> None:
+def test_native_grammars_are_read(grammar: dict[str, Any], meaning: Grammar) -> None:
     assert native(grammar) == meaning
 
 
@@ -315,7 +313,9 @@ def test_grammars_of_the_native_routes(grammar: dict[str, Any], meaning: Grammar
         ({"type": "lark", "value": "start: /a/"}, Grammar(GrammarKind.LARK, "start: /a/")),
     ],
 )
-def test_response_formats(response_format: dict[str, Any] | None, meaning: Grammar | None) -> None:
+def test_response_formats_become_grammars(
+    response_format: dict[str, Any] | None, meaning: Grammar | None
+) -> None:
     assert openai(response_format) == meaning
 
 
@@ -430,7 +430,7 @@ def test_a_schema_has_a_greatest_depth(num_levels: int, as_text: bool) -> None:
     value: Any = 1
     for level in reversed(range(num_levels)):
         value = [value, 2] if level % 2 else {"a": value, "b": []}
-    # The list beside the innermost value is a level as deep as that of an array in its place.
+    # The list next to the innermost value is as deep a level as an array in its place.
     deepest = num_levels + (num_levels % 2)
     grammar = {"type": "json", "value": json.dumps(value) if as_text else value}
     if deepest <= MAX_LEVELS:

@@ -50,7 +50,7 @@ def num_chunked(driver: ScheduleDriver) -> int:
 
 @pytest.mark.parametrize("length", range(1, 14))
 def test_a_hit_covers_at_most_the_full_blocks_before_the_last_token(length: int) -> None:
-    """The last prompt token is always computed, in a block of its own: its logits choose the first token."""
+    """The last prompt token is always computed, in its own block: its logits choose the first token."""
     driver = new_driver()
     for _ in range(2):
         submit(driver, range(length), new=2 * SIZE)

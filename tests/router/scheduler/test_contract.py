@@ -4,7 +4,7 @@ Where we differ by design:
 
 * Blocks have one size and are shared whole. TGI's trie splits a run of tokens between nodes and cuts leaves; a chain of
   hashes over full blocks finds the same block-aligned prefixes with a dictionary look-up for each.
-* At least the last token's block is computed, in a block of its own. TGI takes a prompt that is cached whole less one
+* At least the last token's block is computed, in its own block. TGI takes a prompt that is cached whole less one
   token, and computes that one into a block that others share.
 * Blocks are entered when their KV is computed, not when a request is freed: what was never computed is never found.
   Generated tokens are entered as well as prompts.
@@ -38,7 +38,7 @@ class Allocator:
         self._prompts: dict[int, list[int]] = {}
 
     def alloc(self, num_tokens: int, prompt: list[int]) -> tuple[int, list[int], int] | None:
-        """(slot, blocks, cached tokens), or None when there is no room."""
+        """(slot, blocks, cached tokens), or None when it does not fit."""
         keys = BlockHashes(self.size).first(len(prompt) // self.size, prompt, [])
         hits = self.table.find(keys[: (len(prompt) - 1) // self.size])
         if self.table.shortage(num_tokens, hits) > 0:
@@ -64,7 +64,7 @@ class Allocator:
 class TestAllocator:
     """9.2. The last token of a prompt is always computed, hence prefixes one block shorter than TGI's."""
 
-    def test_block_size_2(self) -> None:
+    def test_blocks_of_two_tokens_are_shared_whole(self) -> None:
         allocator = Allocator(2, 12)
         slot, blocks, cached = allocator.must(8, [0, 1, 2, 3])
         assert (len(set(blocks)), cached) == (4, 0)
@@ -80,7 +80,7 @@ class TestAllocator:
         allocator.free(slot)
         assert allocator.must(7, [0, 1, 2])[2] == 2
 
-    def test_reuse(self) -> None:
+    def test_freed_blocks_are_found_again(self) -> None:
         allocator = Allocator(1, 12)
         slot, blocks, _ = allocator.must(8, [0, 1, 2, 3])
         allocator.free(slot)
@@ -96,7 +96,7 @@ class TestAllocator:
         _, blocks, cached = allocator.must(4, [6, 7, 8, 9])
         assert (sorted(blocks), cached) == (sorted(a_blocks), 0)
 
-    def test_full_overlap(self) -> None:
+    def test_equal_prompts_share_only_what_is_computed(self) -> None:
         allocator = Allocator(1, 10)
         first, _, _ = allocator.must(4, [0, 1, 2, 3])
         second, _, cached = allocator.must(4, [0, 1, 2, 3])
@@ -107,7 +107,7 @@ class TestAllocator:
         assert allocator.table.num_free == 4
         assert allocator.table.num_available == 5
 
-    def test_partial_overlap(self) -> None:
+    def test_prompts_share_their_common_beginning(self) -> None:
         allocator = Allocator(1, 20)
         a, a_blocks, _ = allocator.must(4, [0, 1, 9])
         allocator.free(a)
@@ -123,7 +123,7 @@ class TestAllocator:
         assert d_blocks[:4] == b_blocks[:4], "of equal blocks the one in use longest stays"
         assert allocator.must(6, [0, 1, 2, 3, 6, 7])[2] == 5
 
-    def test_random(self) -> None:
+    def test_random_allocations_keep_their_blocks_apart(self) -> None:
         """Fewer rounds than TGI's 100 000: the state machine of `test_blocks.py` goes further."""
         rng = random.Random(7)
         allocator = Allocator(1, 100)
@@ -181,7 +181,7 @@ class Trie:
 class TestTrie:
     """9.3."""
 
-    def test_insert_of_single_tokens(self) -> None:
+    def test_insert_returns_the_number_of_known_tokens(self) -> None:
         trie = Trie(1)
         assert trie.insert([0, 1, 2]) == 0
         assert trie.insert([0, 1, 2]) == 3
@@ -189,7 +189,7 @@ class TestTrie:
         assert trie.insert([0, 1, 2, 3, 4]) == 3
         assert trie.insert([0, 1, 2, 3, 5, 6, 7]) == 4
 
-    def test_insert_of_blocks_of_two(self) -> None:
+    def test_insert_counts_whole_blocks_of_two(self) -> None:
         trie = Trie(2)
         assert trie.insert([0, 1, 2, 3]) == 0
         assert trie.insert([0, 1, 2, 3]) == 4
@@ -205,7 +205,7 @@ class TestTrie:
         assert trie.find([0, 1, 2, 4]) == 3
         assert trie.find([1]) == 0
 
-    def test_eviction(self) -> None:
+    def test_eviction_begins_with_the_least_recently_used_leaf(self) -> None:
         """The same tokens in the same order, but for the last ones: TGI goes leaf by leaf, here use decides."""
         trie = Trie(1)
         names: dict[int, int] = {}
@@ -292,7 +292,7 @@ class TestQueue:
         append(driver)
         assert next_batch(driver) == [0, 1]
 
-    def test_no_more_than_max_size(self) -> None:
+    def test_a_batch_holds_at_most_its_max_size(self) -> None:
         driver = new_driver(rows=1)
         append(driver)
         append(driver)

@@ -240,7 +240,7 @@ class Machine:
     each=st.sampled_from([ROW, 4 * ROW, 10 * ROW]),
     after=st.sampled_from([0.0, 0.005, 0.02]),
 )
-def test_never_slower_than_95_percent_of_plain(
+def test_adaptive_drafts_reach_95_percent_of_plain_speed(
     rate: float, supply: float, num_rows: int, once: float, each: float, after: float
 ) -> None:
     """Whatever machine and text are like, and with a cost model that has to find that out."""

@@ -87,7 +87,7 @@ def new_driver(
 
 
 def submit(driver: ScheduleDriver, *lengths: tuple[int, int], guided: bool = False) -> None:
-    """Requests of (prompt tokens, new tokens), each with a prompt of its own."""
+    """Requests of (prompt tokens, new tokens), each with its own prompt."""
     for prompt, new in lengths:
         first = len(driver.entries)
         driver.submit(
@@ -260,7 +260,7 @@ def test_acceptance_of_draft_tokens_is_learned() -> None:
 
 
 def test_when_the_budget_is_tight_draft_tokens_go_first_and_no_row_is_left_out() -> None:
-    """Four of 26 positions are kept for a prompt and two are the rows' own, beside 16 forced and 4 draft tokens."""
+    """Of 26 positions, 4 are kept for a prompt, 2 are the rows' own, and 16 forced and 4 draft tokens take the rest."""
     driver = new_driver(prefill=26, lengths=Lengths(repeat(4)), choices=Always(forced=2))
     submit(driver, (4, 60))
     submit(driver, (4, 60), guided=True)

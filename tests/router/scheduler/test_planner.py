@@ -30,7 +30,7 @@ def new_driver(
 
 
 def submit(driver: ScheduleDriver, *lengths: tuple[int, int]) -> None:
-    """Requests of (prompt tokens, new tokens), each with a prompt of its own."""
+    """Requests of (prompt tokens, new tokens), each with its own prompt."""
     for prompt, new in lengths:
         first = len(driver.entries)
         driver.submit(ValidRequest(input_ids=(first,) * prompt, max_new_tokens=new))

@@ -1,18 +1,20 @@
 """The log line of a request."""
 
 from __future__ import annotations
-
 import io
 import json
 from typing import Any
-
 import orjson
 import pytest
-
 from millrace_router.errors import GenerationError
-from millrace_router.request.request import FinishReason, ValidRequest
+from millrace_router.request.request import FinishReason
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import fail, finished, logging_to, serving, token_event
+from millrace_testing.router.edge import fail
+from millrace_testing.router.edge import finished
+from millrace_testing.router.edge import logging_to
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -63,7 +65,7 @@ GREEDY: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize(("path", "body"), GREEDY.values(), ids=GREEDY)
-async def test_it_tells_of_the_generation(path: str, body: Any) -> None:
+async def test_the_line_describes_the_generation(path: str, body: Any) -> None:
     line = await line_of(path, body, script=two_tokens)
     times = {name: line.pop(name) for name in tuple(line) if "time" in name}
     assert times.keys() == {

@@ -1,7 +1,6 @@
 """Idempotent runs: which requests share one, its lifetime, and its memory. No sockets, and no real time."""
 
 from __future__ import annotations
-
 import asyncio
 import gc
 import io
@@ -10,45 +9,47 @@ import re
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-
 import pytest
-
-from millrace_router.errors import GenerationError, ShuttingDown, ValidationError
+from millrace_router.errors import GenerationError
+from millrace_router.errors import ShuttingDown
+from millrace_router.errors import ValidationError
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import recording
-from millrace_router.server.idempotency import Answer, Run, Runs, digest_of, last_event_of, scope_of
+from millrace_router.server.idempotency import Run
+from millrace_router.server.idempotency import Runs
+from millrace_router.server.idempotency import digest_of
+from millrace_router.server.idempotency import last_event_of
+from millrace_router.server.idempotency import scope_of
 from millrace_router.server.idempotent_route import RUNS
-from millrace_router.server.recording import Recording, SseOptions
-from millrace_testing.router.edge import (
-    Edge,
-    FakeTimers,
-    finished,
-    limits_with,
-    logging_to,
-    play,
-    serving,
-    token_event,
-)
-from millrace_testing.router.idempotent import (
-    ASKED,
-    CHAT,
-    GRACE,
-    KEY,
-    NUM_TOKENS,
-    advance,
-    all_ended,
-    begin,
-    index_of,
-    is_closed,
-    keyed_edge,
-    num_runs,
-    prompts_of,
-    read_events,
-    readers,
-    streaming,
-    until,
-)
+from millrace_router.server.recording import Recording
+from millrace_router.server.recording import SseOptions
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import FakeTimers
+from millrace_testing.router.edge import finished
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import logging_to
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
+from millrace_testing.router.idempotent import ASKED
+from millrace_testing.router.idempotent import CHAT
+from millrace_testing.router.idempotent import GRACE
+from millrace_testing.router.idempotent import KEY
+from millrace_testing.router.idempotent import NUM_TOKENS
+from millrace_testing.router.idempotent import advance
+from millrace_testing.router.idempotent import all_ended
+from millrace_testing.router.idempotent import begin
+from millrace_testing.router.idempotent import index_of
+from millrace_testing.router.idempotent import is_closed
+from millrace_testing.router.idempotent import keyed_edge
+from millrace_testing.router.idempotent import num_runs
+from millrace_testing.router.idempotent import prompts_of
+from millrace_testing.router.idempotent import read_events
+from millrace_testing.router.idempotent import readers
+from millrace_testing.router.idempotent import streaming
+from millrace_testing.router.idempotent import until
+from millrace_router.server.idempotency import WholeAnswer
 
 OPTIONS = SseOptions(
     headers={}, keep_alive_seconds=60.0, may_expire=bool, on_error=lambda _: b"error\n\n"
@@ -59,14 +60,14 @@ class Work:
     """A request that goes on until the test says how it ends."""
 
     def __init__(self) -> None:
-        self.end: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[WholeAnswer | None] = asyncio.get_running_loop().create_future()
         self.cancelled = False
         self.recording: Recording | None = None
 
     def was_cancelled(self) -> bool:
         return self.cancelled
 
-    async def __call__(self, run: Run) -> Answer | None:
+    async def __call__(self, run: Run) -> WholeAnswer | None:
         if self.recording is not None:
             run.record(self.recording)
         try:
@@ -86,8 +87,8 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def answer(size: int = 2) -> Answer:
-    return Answer(200, {}, b"x" * size)
+def answer(size: int = 2) -> WholeAnswer:
+    return WholeAnswer(200, {}, b"x" * size)
 
 
 def test_a_key_belongs_to_its_caller_and_its_path() -> None:
@@ -120,7 +121,7 @@ def test_a_key_is_neither_empty_nor_long(key: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "00", "-1", "+1", " 1", "1.0", "x", "\u0661", "1" * 10])
-def test_what_is_no_index_is_refused(text: str) -> None:
+def test_wrong_indexes_are_refused(text: str) -> None:
     with pytest.raises(ValidationError, match="id of an event of this stream"):
         last_event_of({"last-event-id": text})
 
@@ -264,7 +265,7 @@ async def test_a_defect_after_the_beginning_ends_the_stream() -> None:
     assert recording.frames_from(1, 100) == [b"error\n\n"]
 
 
-async def test_few_are_kept_and_the_one_not_asked_for_goes_first() -> None:
+async def test_the_least_recently_used_answer_is_dropped_first() -> None:
     timers = FakeTimers()
     runs = Runs(GRACE, call_later=timers, max_kept=2)
     started: dict[bytes, Run] = {}
@@ -365,7 +366,7 @@ WHOLE = [
 async def test_a_dropped_stream_resumes_at_every_token(path: str, body: dict[str, object]) -> None:
     """Its two parts are what another reader got undisturbed, to the byte; for every place, before and after the end."""
     prompts = prompts_of(body)
-    # A choice of a chat begins with an event of its own.
+    # A choice of a chat begins with an event without a token.
     events_before = prompts if "chat" in path else 0
     for num_rounds in range(NUM_TOKENS + 1):
         for num_read in range(num_rounds * prompts + (events_before if num_rounds else 0) + 1):
@@ -629,7 +630,7 @@ async def test_grace_runs_out() -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
-async def test_a_failure_of_a_stream(num_before: int) -> None:
+async def test_a_failed_stream_is_replayed_to_waiting_requests(num_before: int) -> None:
     """Before the first token, waiting requests get its status; later it is replayed."""
     async with keyed_edge() as (edge, _), asyncio.TaskGroup() as group:
         path = "/generate_stream"

@@ -1,31 +1,30 @@
 """The spans of requests over the HTTP edge: names, moments, attributes, and what is never in them."""
 
 from __future__ import annotations
-
 import asyncio
 import io
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from typing import Any
-
 import orjson
 import pytest
-
-from millrace_router.request.request import Grammar, ValidRequest
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_router.telemetry.trace_context import new_context, trace_id_of, trace_metadata
-from millrace_testing.router.edge import (
-    Edge,
-    FakeCompiler,
-    echo,
-    fail,
-    logging_to,
-    play,
-    serving,
-    token_event,
-)
+from millrace_router.telemetry.trace_context import new_context
+from millrace_router.telemetry.trace_context import trace_id_of
+from millrace_router.telemetry.trace_context import trace_metadata
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import FakeCompiler
+from millrace_testing.router.edge import echo
+from millrace_testing.router.edge import fail
+from millrace_testing.router.edge import logging_to
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
@@ -116,7 +115,7 @@ async def test_attributes_have_tgis_names_and_those_of_the_conventions() -> None
     assert {name: attributes[name] for name in attributes if name not in others} == expected
 
 
-async def test_a_large_seed_is_no_integer_of_an_attribute() -> None:
+async def test_a_large_seed_is_a_text_attribute() -> None:
     asked = {"inputs": "a", "parameters": {"max_new_tokens": 1, "seed": 2**64 - 1, "top_k": 2}}
     attributes = (await span_of("/generate", asked))["attributes"]
     assert attributes["seed"] == str(2**64 - 1)
@@ -132,13 +131,13 @@ async def test_a_large_seed_is_no_integer_of_an_attribute() -> None:
         ("/generate_stream", ASKED, "text_completion"),
     ],
 )
-async def test_the_operation_is_that_of_the_route(path: str, body: Any, operation: str) -> None:
+async def test_the_operation_belongs_to_the_route(path: str, body: Any, operation: str) -> None:
     span = await span_of(path, body)
     assert span["attributes"]["gen_ai.operation.name"] == operation
     assert span["attributes"]["http.route"] == path
 
 
-async def test_each_choice_has_parts_of_its_own() -> None:
+async def test_each_choice_has_its_own_parts() -> None:
     body = {"messages": MESSAGES, "max_tokens": 2, "n": 2, "temperature": 1}
     span = await span_of("/v1/chat/completions", body)
     assert parts(span) == ["queue", "prefill", "decode"] * 2

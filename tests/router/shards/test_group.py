@@ -37,7 +37,7 @@ def address(tmp_path: Path) -> str:
     return f"unix:{tmp_path}/shard"
 
 
-async def test_info_and_warmup(address: str) -> None:
+async def test_info_and_capacity_are_the_shards(address: str) -> None:
     with serve_fake_shard(address, FakeShard(num_blocks=9, block_size=4)):
         shards = StepChannel(ShardGroup([address]))
         info = await shards.group.info()
@@ -99,7 +99,7 @@ async def test_shards_started_anew_are_warmed_up_again(address: str) -> None:
     with serve_fake_shard(address, FakeShard()):
         await shards.group.warm_up(**sizes, **limits)
         await shards.open()
-    # The new shard has more memory; the capacity stays that of the first warm-up.
+    # The new shard has more memory; the capacity stays as it was at the first warm-up.
     cold = FakeShard(num_blocks=500)
     cold.is_warm = False
     with serve_fake_shard(address, cold):

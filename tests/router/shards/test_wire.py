@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto.sampling import Dry, Sampling, SequenceRules
-from millrace_router.request.events import PromptChunk
 from millrace_router.request.request import ValidRequest
+from millrace_router.request.token_stream import PromptChunk
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.step_result import result_from_pb
 from millrace_router.shards.wire import parameters_to_pb, plan_to_pb

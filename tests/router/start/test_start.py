@@ -47,7 +47,7 @@ from millrace_router.start.engine import new_engine
 from millrace_router.start.files import sampling_defaults, tool_format
 from millrace_router.start.running import measure_steps, metrics_of, services_of, start
 from millrace_router.start.shards import (
-    Deployment,
+    RouterDeployment,
     StartupError,
     check_arguments,
     check_capacity,
@@ -102,7 +102,7 @@ def capacity_with(**values: int) -> Capacity:
         ),
     ],
 )
-def test_arguments(values: dict[str, Any], message: str) -> None:
+def test_wrong_flags_end_the_start(values: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError) as caught:
         check_arguments(config_with(**values))
     assert str(caught.value) == f"Argument validation error: {message}"
@@ -122,7 +122,7 @@ def test_arguments(values: dict[str, Any], message: str) -> None:
         ),
     ],
 )
-def test_capacity(found: dict[str, int], message: str) -> None:
+def test_flags_beyond_the_capacity_end_the_start(found: dict[str, int], message: str) -> None:
     with pytest.raises(StartupError) as caught:
         check_capacity(config_with(max_batch_prefill_tokens=4096), capacity_with(**found))
     assert str(caught.value) == f"Argument validation error: {message}"
@@ -181,7 +181,7 @@ async def test_what_is_resolved_is_what_is_used() -> None:
     info = replace(INFO, max_position_embeddings=100_000, vocab_size=77)
     check_capacity(config, capacity)
     channel, tokenizer = StepChannel(ShardGroup(["unix:/nowhere"])), word_tokenizer()
-    deployment = Deployment(config=config, info=info, capacity=capacity)
+    deployment = RouterDeployment(config=config, info=info, capacity=capacity)
     cost, metrics = CostModel(), metrics_of(deployment)
     engine = new_engine(
         deployment, channel, tokenizer, metrics, cost=cost, launcher=LauncherChannel(None)
@@ -204,7 +204,7 @@ async def test_what_is_resolved_is_what_is_used() -> None:
     tokenizer.close()
 
 
-async def test_a_folder_without_a_tokenizer() -> None:
+async def test_a_folder_without_a_tokenizer_ends_the_start() -> None:
     with pytest.raises(StartupError, match=r"/nowhere/tokenizer.json does not exist"):
         await start(config_with())
 
@@ -260,7 +260,7 @@ def test_missing_packages_are_named(protocol: str, monkeypatch: pytest.MonkeyPat
     check_traces(config_of(protocol, endpoint=None))
 
 
-def test_a_protocol_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
     with pytest.raises(StartupError, match="http/json is not one of grpc, http/protobuf"):
         check_traces(config_of())
@@ -299,7 +299,7 @@ def test_answers_name_what_computes(
         monkeypatch.delenv("COMPUTE_TYPE", raising=False)
     else:
         monkeypatch.setenv("COMPUTE_TYPE", variable)
-    deployment = Deployment(
+    deployment = RouterDeployment(
         config=RouterConfig(model_folder=Path("/nowhere"), strict_tgi=strict_tgi),
         info=replace(INFO, device_type=device, world_size=num_shard),
         capacity=CAPACITY,
@@ -351,7 +351,7 @@ def test_other_hosts_only_if_asked(flag: str, address: str) -> None:
     flags = {"kv_events": "tcp://127.0.0.1:5557", flag: address}
     name = "--" + flag.replace("_", "-")
     assert refusal(**flags) == (
-        f"{name} {address} is no loopback address, and events contain prompts: add --kv-events-any-host to publish"
+        f"{name} {address} is not a loopback address, and events contain prompts: add --kv-events-any-host to publish"
         " them there"
     )
     check_kv_events(config(**flags, kv_events_any_host=True))
@@ -371,7 +371,7 @@ def test_other_hosts_only_if_asked(flag: str, address: str) -> None:
         ),
     ],
 )
-def test_other_mistakes(flags: dict[str, Any], message: str) -> None:
+def test_wrong_flags_of_events_end_the_start(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         check_kv_events(config(**flags))
 
@@ -424,7 +424,9 @@ def write_peft(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     return folder
 
 
-def deployment_of(tmp_path: Path, *, pages: int = 4, lora: bool = True, **flags: Any) -> Deployment:
+def deployment_of(
+    tmp_path: Path, *, pages: int = 4, lora: bool = True, **flags: Any
+) -> RouterDeployment:
     config = RouterConfig(
         model_folder=tmp_path,
         model_id="base",
@@ -433,7 +435,7 @@ def deployment_of(tmp_path: Path, *, pages: int = 4, lora: bool = True, **flags:
     )
     info = replace(SERVICES.shard, adapter_modules=(MODULE,) if lora else ())
     capacity = replace(SERVICES.capacity, adapter_pages=pages)
-    return Deployment(config=config, info=info, capacity=capacity)
+    return RouterDeployment(config=config, info=info, capacity=capacity)
 
 
 @asynccontextmanager
@@ -447,7 +449,7 @@ async def opened(tmp_path: Path, **options: Any) -> AsyncIterator[OpenAdapters]:
         await adapters.close()
 
 
-async def test_adapters_of_all_flags(tmp_path: Path) -> None:
+async def test_adapters_of_all_flags_are_registered(tmp_path: Path) -> None:
     one, two = write_peft(tmp_path / "one"), write_peft(tmp_path / "two", seed=1)
     flags: dict[str, Any] = {
         "lora_adapters": f"a={one}",
@@ -538,7 +540,7 @@ async def test_versions_that_are_registered_or_in_use_stay_in_the_cache(tmp_path
         assert len(adapters.resolver.digests()) == 1
 
 
-async def test_an_adapter_larger_than_all_memory(tmp_path: Path) -> None:
+async def test_an_adapter_larger_than_all_memory_is_refused(tmp_path: Path) -> None:
     write_peft(tmp_path / "one")
     flags = {"lora_modules": f"a={tmp_path / 'one'}"}
     async with opened(tmp_path, pages=0, **flags) as adapters:
@@ -561,7 +563,9 @@ async def test_an_adapter_larger_than_all_memory(tmp_path: Path) -> None:
         ({"adapter_cache": "/proc/none"}, "cannot use --adapter-cache"),
     ],
 )
-async def test_starts_that_fail(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
+async def test_failed_starts_name_the_cause(
+    tmp_path: Path, flags: dict[str, Any], message: str
+) -> None:
     is_lora = flags.pop("lora", True)
     usual: dict[str, Any] = {"model_folder": tmp_path, "model_id": "base"}
     config = RouterConfig(**usual | {"adapter_cache": tmp_path} | flags)

@@ -180,7 +180,7 @@ ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 3}}
 
 
 class Clock:
-    """Stands still until it is told to go on."""
+    """A clock that stands still until the test advances it."""
 
     now = 100.0
 
@@ -366,7 +366,7 @@ def test_percentiles_are_in_the_bucket_of_the_true_ones(share: float) -> None:
     assert bounds[at - 1] <= found <= bounds[at]
 
 
-def test_percentiles_at_the_edges() -> None:
+def test_quantile_handles_empty_and_outermost_buckets() -> None:
     assert quantile([1.0, 2.0], [0, 0, 0], 0.5) is None
     assert quantile([1.0, 2.0], [4, 0, 0], 0.5) == 0.5
     assert quantile([1.0, 2.0], [0, 4, 0], 0.25) == 1.25

@@ -98,7 +98,7 @@ def render(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
         ),
     ],
 )
-def test_usual_shapes(source: str, expected: str) -> None:
+def test_usual_templates_render_as_expected(source: str, expected: str) -> None:
     assert render(source, [SYSTEM, USER, BOT, USER]) == expected
 
 
@@ -134,7 +134,7 @@ def test_a_template_that_drops_the_last_turn_is_left_as_it_is() -> None:
     assert render("{{ messages[0].content }} !", [USER, BOT]) == "Hi there !"
 
 
-def test_loop_controls() -> None:
+def test_loop_controls_are_supported() -> None:
     source = (
         "{% for turn in messages %}{% if turn.role == 'system' %}{% continue %}{% endif %}"
         "{{ turn.content }};{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}"
@@ -155,7 +155,7 @@ def test_raise_exception_tells_the_client() -> None:
     assert (raised.value.status, raised.value.error_type) == (422, "template_error")
 
 
-def test_strftime_now() -> None:
+def test_strftime_now_gives_local_time() -> None:
     pattern = "%d %B %Y"
     before = datetime.now().astimezone().strftime(pattern)
     rendered = render("{{ strftime_now('" + pattern + "') }}", [USER])
@@ -416,7 +416,7 @@ def test_a_message_is_continued_as_in_transformers(name: str, said: str) -> None
 
 def test_only_text_can_be_continued() -> None:
     qwen = template("qwen-2.5")
-    with pytest.raises(TemplateError, match="no text that could be continued"):
+    with pytest.raises(TemplateError, match="text that could be continued"):
         qwen.render([USER_TURN, turn_of(call("abcdefgh1", "Rome"))], continue_final_message=True)
     with pytest.raises(TemplateError, match="no generation prompt"):
         qwen.render([USER_TURN, BOT_TURN], continue_final_message=True, add_generation_prompt=True)

@@ -419,7 +419,7 @@ def test_named_templates(
     assert (files.chat_template, files.tool_template) == expected
 
 
-def test_templates_in_files_of_their_own(tmp_path: Path) -> None:
+def test_separate_template_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     write(tmp_path, "additional_chat_templates/tool_use.jinja", "tools")
     write(tmp_path, "additional_chat_templates/rag.jinja", "documents")
@@ -531,7 +531,7 @@ async def test_a_name_that_is_not_there_ends_the_start(
         ({"HF_HUB_CACHE": "/d", "HUGGINGFACE_HUB_CACHE": "/c"}, "/d"),
     ],
 )
-def test_variables_of_the_cache(
+def test_the_cache_folder_follows_the_hubs_variables(
     variables: dict[str, str], cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):

@@ -333,7 +333,7 @@ def test_what_is_no_tool_is_refused() -> None:
         made.grammar(TOOLS, ToolChoice("named", "rain"))
     with pytest.raises(ToolError, match="the parameters of `t` have to describe an object"):
         made.grammar([Tool("t", None, {"type": "array"}, strict=False)], REQUIRED)
-    with pytest.raises(ToolError, match="there are no tools"):
+    with pytest.raises(ToolError, match="`tools` is empty"):
         made.grammar([], REQUIRED)
 
 

@@ -136,7 +136,7 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
     "llama, JSON with a name": ("llama", '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
     "llama, a list": ("llama", "[1, 2]", "[1, 2]", []),
     "llama, JSON after text": ("llama", f"So: {LLAMA}", f"So: {LLAMA}", []),
-    "llama, on a line of its own": ("llama", f"So:\n\n{LLAMA}\nDone.", "So:\nDone.", BOTH[:1]),
+    "llama, on its own line": ("llama", f"So:\n\n{LLAMA}\nDone.", "So:\nDone.", BOTH[:1]),
     "llama, other JSON on a line": ("llama", 'So:\n{"x": 1}\n', 'So:\n{"x": 1}\n', []),
     "llama, other JSON after a call": ("llama", f'{LLAMA}; {{"x": 1}}', '; {"x": 1}', BOTH[:1]),
     "llama, nothing": ("llama", " \n", " \n", []),
@@ -165,7 +165,7 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
     "json, fenced": ("json", f"Sure:\n```json\n{LLAMA}\n```\n", "Sure:", BOTH[:1]),
     "json, a fenced list": ("json", f"```\n[{LLAMA}, {TIME}]\n```", "", BOTH),
     "json, fenced code": ("json", "```json\n{\"a\": 1}\n```\n", "```json\n{\"a\": 1}\n```\n", []),
-    "json, on a line of its own": ("json", f"Sure:\n[{LLAMA}]\n", "Sure:", BOTH[:1]),
+    "json, on its own line": ("json", f"Sure:\n[{LLAMA}]\n", "Sure:", BOTH[:1]),
     "json, text": ("json", "No tool is needed.", "No tool is needed.", []),
 }  # fmt: skip
 

@@ -80,7 +80,7 @@ class Parts:
 
 
 class GatedCompiler:
-    """Answers when it is told to, and counts how many it works on."""
+    """Answers when the test allows it, and counts how many it works on."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -310,7 +310,7 @@ async def test_one_that_happened_to_be_there_when_the_shards_died_is_taken() -> 
 
 async def test_after_a_loss_the_recovery_is_waited_for() -> None:
     class Killed:
-        """Shards that are killed with the first grammar, and come back when they are told to."""
+        """Shards that are killed with the first grammar, and come back when the test starts them."""
 
         num_asked = 0
 

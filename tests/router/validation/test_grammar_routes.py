@@ -1,28 +1,26 @@
 """Grammars over HTTP: what reaches the shards, what is refused with which status, and what else waits meanwhile."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
-
 import pytest
-
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import FinishReason, Grammar, GrammarKind, ValidRequest
+from millrace_router.request.request import FinishReason
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.services import Services
-from millrace_router.start.shards import Deployment
-from millrace_testing.router.edge import (
-    FakeBatcher,
-    finished,
-    limits_with,
-    play,
-    services_over,
-    serving,
-    token_event,
-)
+from millrace_testing.router.edge import FakeBatcher
+from millrace_testing.router.edge import finished
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import services_over
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
+from millrace_router.start.shards import RouterDeployment
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 OF_SCHEMA = Grammar(
@@ -121,7 +119,9 @@ def test_shards_or_flag_turn_them_off(*, of_shards: bool, flag: bool, are_on: bo
 
 
 def limits_from(services: Services) -> Limits:
-    deployment = Deployment(config=services.config, info=services.shard, capacity=services.capacity)
+    deployment = RouterDeployment(
+        config=services.config, info=services.shard, capacity=services.capacity
+    )
     return deployment.limits()
 
 
@@ -300,7 +300,7 @@ async def test_what_else_can_be_asked_of_sampling(path: str) -> None:
         ({"typical_p": 1.5}, "`typical_p` must be > 0.0 and < 1.0"),
         (
             {"response_format": REGEX, "ignore_eos": True},
-            "`ignore_eos` has no meaning beside a grammar, which says what ends",
+            "`ignore_eos` has no meaning with a grammar, which decides where a text ends",
         ),
     ],
 )

@@ -231,12 +231,12 @@ def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> No
 @pytest.mark.parametrize(
     ("work", "message"),
     [
-        (lambda d: forward(decodes=[3]), "no sequence in slots"),
-        (lambda d: forward(decodes=[99]), "no sequence in slots"),
-        (lambda d: Filter(ints([3])), "no sequence in slots"),
+        (lambda d: forward(decodes=[3]), "do not hold sequences"),
+        (lambda d: forward(decodes=[99]), "do not hold sequences"),
+        (lambda d: Filter(ints([3])), "do not hold sequences"),
         (lambda d: forward(dropped=[0, 0]), "named twice"),
         (lambda d: forward(d.admit(0), chunks=[(0, 1)]), "slot 0 is in use"),
-        (lambda d: forward(d.admit(6), chunks=[(6, 1)]), "slot 6 is not one of 6"),
+        (lambda d: forward(d.admit(6), chunks=[(6, 1)]), "slot 6 is not one of the 6 slots"),
         (lambda d: forward(d.admit(1), chunks=[(1, 7)]), "more tokens than its prompt has left"),
         (lambda d: forward(d.admit(1), chunks=[(1, 0)]), "has left, or none"),
         (lambda d: forward(d.admit(1), decodes=[1]), "decode of an unfinished one"),
@@ -244,7 +244,7 @@ def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> No
         (lambda d: forward(d.admit(1, room=-3), chunks=[(1, 6)]), "block table is too short"),
         (lambda d: forward(decodes=[0], grown=[(0, 0)]), "blocks are numbered"),
         (lambda d: forward(decodes=[0], grown=[(0, 64)]), "blocks are numbered"),
-        (lambda d: forward(decodes=[0], grown=[(1, 60)]), "no sequence in slots"),
+        (lambda d: forward(decodes=[0], grown=[(1, 60)]), "do not hold sequences"),
         (lambda d: forward(d.admit(1), grown=[(0, d.free[0] - 1)]), "another owner"),
         (lambda d: forward(decodes=[0], grown=[(0, d.free[0] - 1)]), "another owner"),
         (lambda d: forward(decodes=[0], grown=[(0, b) for b in d.free[:40]]), "over 17 blocks"),
@@ -253,7 +253,7 @@ def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> No
             "another owner",
         ),
         (lambda d: forward(decodes=[0, 0]), "named twice"),
-        (lambda d: Unknown(), "no work that this shard knows"),
+        (lambda d: Unknown(), "the work of the step is unknown to this shard"),
     ],
 )
 def test_an_invalid_step_fails_and_names_the_reason(
@@ -276,7 +276,7 @@ INVALID: dict[str, dict[str, Any]] = {
     "0 tokens": {"ids": []},
     "leaves no token to compute": {"ids": [1] * 8, "cached_tokens": 8},
     "do not fill": {"cached_tokens": 3},
-    "has no prompt": {"generated_tokens": 6},
+    "lacks a prompt": {"generated_tokens": 6},
     "`temperature` must be strictly positive": {"parameters": Sampling(temperature=0.0)},
     "`presence_penalty` must be finite": {"parameters": Sampling(presence_penalty=float("inf"))},
 }

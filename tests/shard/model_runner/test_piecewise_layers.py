@@ -62,7 +62,7 @@ def stepper(
 
 
 def play(stepper: Stepper) -> Iterator[StepResult]:
-    """Prompts of 5, 12, 30, and 3 tokens beside decodes, and decodes alone."""
+    """Prompts of 5, 12, 30, and 3 tokens together with decodes, and decodes alone."""
     fields = SAMPLING["filters"]
     yield stepper.run(stepper.admission(0, prompt_of(5), top_n_tokens=2))
     yield stepper.run(beside(stepper.admission(1, prompt_of(11, seed=1), **fields), [0]))
@@ -86,7 +86,7 @@ def test_pieces_yield_what_eager_steps_do(setup: tuple[CausalModel, Kernels]) ->
     tolerance = 0.0 if setup[1].deterministic else 1e-5
     check_same(play(stepper(setup, recorder)), play(stepper(setup)), tolerance=tolerance)
     assert recorder.sizes == [size for size in TOKEN_COUNTS for _ in range(NUM_PIECES)]
-    # The steps of 5, 6 and 3 tokens, and the one of 12; that of 30 runs eagerly.
+    # The steps of 5, 6 and 3 tokens, and the one of 12; the step of 30 runs eagerly.
     assert recorder.replays() == {8: 3, 16: 1}
     assert all(r.replays == (3 if len(r.output) == 8 else 1) for r in recorder.recordings)
 

@@ -1,4 +1,4 @@
-"""Hidden states and logits of prompts' last tokens: those of transformers, in any chunks, beside any other rows."""
+"""Hidden states and logits of prompts' last tokens equal transformers', in any chunks, among any other rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stepper(folder: Path, *, kernels: str = "plain", dtype: torch.dtype = torch.
 def pooled(
     runner: Stepper, cuts: list[int], pooling: Pooling, *, others: bool = False
 ) -> list[float]:
-    """What the prompt in slot 3 yields, in chunks of these lengths; rows of all kinds may be beside each of them."""
+    """What the prompt in slot 3 yields, in chunks of these lengths; rows of all kinds may share a step with them."""
     first = replace(runner.admission(3, PROMPT, pooling=pooling), chunk_tokens=ints(cuts[:1]))
     steps = [first, *(Forward(chunk_slots=ints([3]), chunk_tokens=ints([n])) for n in cuts[1:])]
     if others:

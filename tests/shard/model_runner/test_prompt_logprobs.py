@@ -1,4 +1,4 @@
-"""Scores of prompts equal those of transformers, for all chunks and batches, in bounded memory."""
+"""Scores of prompts equal transformers', for all chunks and batches, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models in GGUF files, against those of transformers with the same weights."""
+"""Models in GGUF files, against transformers' models with the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models over KV in int8 and fp8: bits that depend on the tokens alone, and logits close to those of plain KV."""
+"""Models over KV in int8 and fp8: bits that depend only on the tokens, and logits close to plain KV's."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_two_ranks_generate_what_one_does_with_half_of_the_heads(
 
 
 def every_logit(driver: Driver, run: Run, chunk: int) -> Tensor:
-    """Logits of all tokens of `run`, computed `chunk` at a time beside another prompt."""
+    """Logits of all tokens of `run`, computed `chunk` at a time together with another prompt."""
     logits = []
     while run.computed < len(run.ids):
         count = min(chunk, len(run.ids) - run.computed)

@@ -269,8 +269,8 @@ REFUSED = {
     "bart": "BartForCausalLM",
     "gpt_oss": "attention with s_aux is not supported",
     "xmod": "XmodForCausalLM does not run on paged attention: Input language unknown",
-    "gemma4_text": "has layers with fields of their own",
-    "t5": "t5 is no decoder: transformers has no causal LM class for it",
+    "gemma4_text": "has layers whose fields differ",
+    "t5": "t5 is not a decoder: transformers has no causal LM class for it",
     "bert": "attention with is_causal=False is not supported",
 }
 

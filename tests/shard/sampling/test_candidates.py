@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from millrace_proto.sampling import Sampling
-from millrace_shard.batch.sequence import PARAMETERS, Sequence
+from millrace_shard.batch.sequence import PARAMETERS
+from millrace_shard.batch.sequence import Sequence as Admitted
+from millrace_shard.kernels.scores import RowMasks
+from millrace_shard.sampling import processors
 from millrace_shard.sampling import warpers as warpers_module
+from millrace_shard.sampling.sampler import TIE_ROOM, Sampler, SamplingRows, TopTokens
 from millrace_shard.sampling.warpers import (
     NUM_CANDIDATES,
     CandidateWarpers,
@@ -53,7 +64,7 @@ def parameters_of(kinds: list[Sampling]) -> np.ndarray:
     columns = np.zeros(len(kinds), dtype=PARAMETERS)
     for i, kind in enumerate(kinds):
         ids = np.zeros(1, dtype=np.int64)
-        columns[i] = Sequence(slot=0, request_id=0, input_ids=ids, parameters=kind).columns()
+        columns[i] = Admitted(slot=0, request_id=0, input_ids=ids, parameters=kind).columns()
     return columns
 
 
@@ -145,3 +156,144 @@ def test_top_p_counts_the_ties_of_top_k_that_lie_past_the_candidates() -> None:
     _, is_complete = warpers.apply(find_candidates(scores, None))
     assert is_complete.tolist() == [False]
     assert int((over_the_vocabulary(scores, kind) > NEGATIVE_INFINITY).sum()) == 402
+
+
+SIZE = 3 * TIE_ROOM
+INFINITY = float("inf")
+values = st.sampled_from([-INFINITY, -3.0, -2.5, -2.0, -1.0, -0.5])
+rows = st.lists(st.lists(values, min_size=SIZE, max_size=SIZE), min_size=1, max_size=4)
+
+
+def expected(row: list[float], n: int) -> list[int]:
+    last = sorted(row, reverse=True)[min(n, len(row)) - 1]
+    return [i for i, value in enumerate(row) if value >= last and value > -INFINITY]
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(rows, st.lists(st.integers(1, SIZE + 5), min_size=4, max_size=4))
+def test_the_rule_holds_however_many_tie(table: list[list[float]], wanted: list[int]) -> None:
+    mine = np.array(wanted[: len(table)])
+    names = np.arange(len(table)) * 3
+    top = TopTokens.of(torch.tensor(table), names, mine)
+    found_rows, ids, logprobs = top.chosen(top.best)
+    for name, row, n in zip(names, table, mine.tolist(), strict=True):
+        found = sorted(ids[found_rows == name].tolist())
+        assert found == expected(row, n)
+        assert sorted(logprobs[found_rows == name]) == sorted(row[i] for i in found)
+    assert len(ids) == sum(len(expected(row, n)) for row, n in zip(table, mine, strict=True))
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(rows, st.lists(st.integers(1, SIZE + 5), min_size=4, max_size=4), st.randoms())
+def test_the_rule_holds_among_all_that_is_possible(
+    table: list[list[float]], wanted: list[int], random: Random
+) -> None:
+    """Tokens of a row in any order, under their ids."""
+    mine = np.array(wanted[: len(table)])
+    ids = [random.sample(range(1000), SIZE) for _ in table]
+    top = TopTokens.among(torch.tensor(ids), torch.tensor(table), np.arange(len(table)), mine)
+    found_rows, found_ids, _ = top.chosen(top.best)
+    for i, (row, n) in enumerate(zip(table, mine.tolist(), strict=True)):
+        found = sorted(found_ids[found_rows == i].tolist())
+        assert found == sorted(ids[i][j] for j in expected(row, n))
+
+
+@pytest.mark.parametrize("ties", [TIE_ROOM, TIE_ROOM + 1, TIE_ROOM + 2, SIZE])
+def test_the_whole_row_is_read_only_when_ties_go_on(
+    ties: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+
+    def fetch(row: torch.Tensor) -> np.ndarray:
+        read.append(len(row))
+        return row.numpy()
+
+    monkeypatch.setattr("millrace_shard.sampling.sampler.download_on_side_stream", fetch)
+    logprobs = torch.full((1, SIZE), -9.0)
+    logprobs[0, -ties:] = -1.0
+    top = TopTokens.of(logprobs, np.array([0]), np.array([1]))
+    assert top.best.shape == (2, 1, 1 + TIE_ROOM)
+    _, ids, _ = top.chosen(top.best)
+    assert sorted(ids.tolist()) == list(range(SIZE - ties, SIZE))
+    assert read == ([SIZE] if ties > TIE_ROOM else [])
+
+
+META = torch.device("meta")
+VOCAB, LENGTH = 2000, 6000
+TILE = 1 << 16
+"""Elements; 32 rows of the vocabulary, or 10 of the longest sequences."""
+KINDS = {
+    "top-p": Sampling(do_sample=True, top_p=0.9),
+    "typical-p": Sampling(do_sample=True, typical_p=0.9),
+    "top-k": Sampling(do_sample=True, top_k=1500),
+    "penalties": Sampling(repetition_penalty=1.1, frequency_penalty=0.1),
+    "watermark": Sampling(watermark=True),
+    "mask": Sampling(do_sample=True),
+}
+
+
+def reference_of(tensor: Tensor) -> Any:
+    """A weak reference to the memory of `tensor`."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Measures the greatest number of bytes of tensors on device "meta" at a time, without `held`."""
+
+    def __init__(self, held: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak: int = 0
+        self._held = {reference_of(each).cdata for each in held}
+        self._storages: dict[int, tuple[Any, int]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor) and each.device == META:
+                reference = reference_of(each)
+                if reference.cdata not in self._held:
+                    size = each.untyped_storage().nbytes()
+                    self._storages[reference.cdata] = reference, size
+        self._storages = {
+            key: held for key, held in self._storages.items() if not held[0].expired()
+        }
+        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+        return result
+
+
+def peak(kind: Sampling, num_rows: int, *, masked: bool) -> int:
+    """Bytes in addition to the logits while `num_rows` rows of the greatest length are sampled."""
+    columns = Admitted(
+        slot=0, request_id=0, input_ids=np.zeros(LENGTH, dtype=np.int64), parameters=kind
+    ).columns()
+    rows = SamplingRows(
+        parameters=np.full(num_rows, columns, dtype=PARAMETERS),
+        positions=np.full(num_rows, LENGTH),
+        table_rows=np.arange(num_rows),
+    )
+    table = torch.zeros(num_rows, LENGTH, dtype=torch.int32, device=META)
+    sampler = Sampler(table, ())
+    logits = torch.zeros(num_rows, VOCAB, device=META)
+    bits = torch.zeros(num_rows, -(-VOCAB // 32), dtype=torch.int32, device=META)
+    masks = RowMasks(rows=np.arange(num_rows), bits=bits) if masked else None
+    with Meter([table, logits, bits]) as meter:
+        sampler.sample(logits, rows, masks)
+    return int(meter.peak)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_scratch_memory_does_not_grow_with_the_batch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processors, "DEVICE_TILE_ELEMENTS", TILE)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    few, many = (peak(KINDS[name], rows, masked=name == "mask") for rows in (64, 512))
+    assert 4 * TILE // 8 < few < 100 * TILE
+    # A row's token, log probability and parameters.
+    assert many - few < 448 * 200

@@ -1,4 +1,4 @@
-"""Adapters over the wire: loading beside steps, refusals, sequences that use them, memory."""
+"""Adapters over the wire: loading during steps, refusals, sequences that use them, memory."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_unusable_files_are_told_and_change_nothing(warm: Shard) -> None:
 def test_an_adapter_of_another_model_names_module_and_shapes(warm: Shard, tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"intermediate_size": 96}, "mlp.down_proj is 64 x 80, the adapter's 64 x 96"),
-        ({"num_hidden_layers": 3}, "no module model.layers.2."),
+        ({"num_hidden_layers": 3}, "module model.layers.2."),
     ]
     for changes, words in cases:
         other = save_tiny(tmp_path / words, "llama", **changes)

@@ -65,7 +65,7 @@ class Shard:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Shard]]:
-    """Starts shards on sockets of their own, and stops them."""
+    """Starts shards, each on its own socket, and stops them."""
     endings: list[Callable[[], object]] = []
 
     def start(*, rank: int = 0, prefill_logprobs: bool = True) -> Shard:

@@ -106,7 +106,7 @@ def test_medusa_heads_and_a_draft_model_are_too_much(tmp_path: Path) -> None:
 
 def test_a_draft_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", MODEL)
-    with pytest.raises(ModelError, match="there is no folder /no/such/draft"):
+    with pytest.raises(ModelError, match="folder /no/such/draft does not exist"):
         find(str(folder), settings(tmp_path), "/no/such/draft")
     with pytest.raises(ModelError, match="org/other is not in the cache"):
         find(str(folder), settings(tmp_path, offline=True), "org/other")

@@ -88,7 +88,7 @@ class Setup:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread: several would wait for each other, which is slow beside another busy process."""
+    """Use one thread: several would wait for each other, which is slow next to another busy process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

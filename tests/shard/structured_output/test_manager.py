@@ -53,7 +53,7 @@ def step(grammars: GrammarManager, *rows: MaskRequest) -> Bitmasks:
     return grammars.start(rows).result()
 
 
-@pytest.fixture(params=[True, False], ids=["beside the forward pass", "when asked for"])
+@pytest.fixture(params=[True, False], ids=["during the forward pass", "on request"])
 def grammars(request: pytest.FixtureRequest) -> GrammarManager:
     return new_manager(WORDS, overlap=request.param)
 

@@ -15,9 +15,10 @@ import huggingface_hub.constants
 import pytest
 from tokenizers import Tokenizer
 
+from millrace_shard.errors import ModelError
 from millrace_shard.variables import Variables
 from millrace_shard.weights.download import FIRST_WAIT_SECONDS, TRIES, HubAccess, progress_line
-from millrace_shard.weights.hub import HubError, HubSettings, resolve
+from millrace_shard.weights.hub import HubError, HubSettings, private_folder, resolve
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
 from millrace_testing.models.halfway import halfway
@@ -166,7 +167,7 @@ def test_missing_repository_is_not_retried(tmp_path: Path) -> None:
     waits: list[float] = []
     with (
         fake_hub.serve(Hub(FILES, hidden=True)) as hub,
-        pytest.raises(HubError, match=f"there is no model {REPO} .* private: set HF_TOKEN"),
+        pytest.raises(HubError, match=f"model {REPO} does not exist .* private: set HF_TOKEN"),
     ):
         resolve(REPO, revision=None, settings=settings(hub, tmp_path, waits=waits))
     assert waits == []
@@ -185,7 +186,7 @@ def test_gated_repository_names_the_terms_and_the_token(tmp_path: Path) -> None:
 def test_unknown_revision_is_named(tmp_path: Path) -> None:
     with (
         fake_hub.serve(Hub(FILES)) as hub,
-        pytest.raises(HubError, match="has no revision v9"),
+        pytest.raises(HubError, match=f"revision v9 of {REPO} does not exist"),
     ):
         resolve(REPO, revision="v9", settings=settings(hub, tmp_path))
 
@@ -227,7 +228,7 @@ def test_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(HubError, match=r"has no model\.safetensors"):
         resolve(str(folder), revision=None, settings=settings(hub, tmp_path))
-    with pytest.raises(HubError, match=r"there is no folder \./absent"):
+    with pytest.raises(HubError, match=r"folder \./absent does not exist"):
         resolve("./absent", revision=None, settings=settings(hub, tmp_path))
 
 
@@ -330,7 +331,7 @@ def test_command_prints_the_folder_last_and_no_carriage_return(tmp_path: Path) -
     assert wrong.returncode == 1
     error = json.loads(wrong.stdout.splitlines()[-1])
     assert error["level"] == "ERROR"
-    assert "there is no model org/other" in error["fields"]["message"]
+    assert "model org/other does not exist" in error["fields"]["message"]
 
 
 def _download_command(
@@ -345,3 +346,28 @@ def _download_command(
         text=True,
         check=False,
     )
+
+
+def test_what_other_users_can_write_is_no_place_for_a_model(tmp_path: Path) -> None:
+    path = private_folder(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert private_folder(tmp_path) == path
+    for mode in (0o770, 0o702):
+        path.chmod(mode)
+        with pytest.raises(ModelError, match="can be written by other users"):
+            private_folder(tmp_path)
+    path.chmod(0o700)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match="can be written by other users"):
+        private_folder(tmp_path)
+
+
+def test_another_user_s_folder_is_no_place_for_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path.stat().st_uid + 1
+    (tmp_path / f"millrace-{other}").mkdir(mode=0o700)
+    monkeypatch.setattr("os.geteuid", lambda: other)
+    with pytest.raises(ModelError, match="can be written by other users"):
+        private_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""A hub that cannot be reached is told at once."""
+"""A hub that cannot be reached is reported at once."""
 
 from __future__ import annotations
 

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from itertools import chain, repeat
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -10,8 +13,13 @@ from safetensors.torch import save_file
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import WeightsError
+from millrace_shard.models.load import load_model
+from millrace_shard.weights import read_ahead
+from millrace_shard.weights.read_ahead import CHUNK, LoadProgress, ReadAhead, readable_size
 from millrace_shard.weights.safetensor_files import SafetensorFiles
 from millrace_shard.weights.weights import Columns, Weights
+from millrace_testing.engines.kernels import make_kernels
+from millrace_testing.models.models import save_tiny
 
 CPU = torch.device("cpu")
 MATRIX = torch.arange(48.0).view(8, 6)
@@ -179,7 +187,7 @@ def test_a_shard_without_its_tensor_is_named(tmp_path: Path) -> None:
     shard(tmp_path)
     save_file({"model.c": MATRIX}, tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(
-        WeightsError, match=r"model-00002-of-00002\.safetensors has no tensor model\.b"
+        WeightsError, match=r"model-00002-of-00002\.safetensors lacks tensor model\.b"
     ):
         weights(tmp_path).replicated("model.b", 8, 6)
 
@@ -214,3 +222,127 @@ def test_progress_is_of_the_whole_checkpoint_on_every_rank(
         read.release()
     told = [record.message for record in caplog.records]
     assert told == ["loaded 2 MB of 4 MB", "loaded 4 MB of 4 MB"]
+
+
+GB = 10**9
+
+
+def told(caplog: pytest.LogCaptureFixture, *times: float) -> list[str]:
+    """Log messages for a checkpoint of 16 GB, read 4 GB at a time; reading begins at the first of `times`."""
+    clock = chain(times, repeat(times[-1]))
+    progress = LoadProgress(16 * GB, lambda: next(clock))
+    with caplog.at_level(logging.INFO):
+        for _ in times[1:]:
+            progress.add(4 * GB)
+    return [record.message for record in caplog.records]
+
+
+def test_progress_is_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    expected = ["loaded 8.0 GB of 16.0 GB", "loaded 16.0 GB of 16.0 GB"]
+    assert told(caplog, 100.0, 103.0, 106.0, 109.0, 112.0) == expected
+
+
+def test_a_fast_load_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert told(caplog, 100.0, 101.0, 101.5, 102.0, 102.0) == []
+
+
+def test_sizes_have_a_unit_that_shows_them() -> None:
+    assert readable_size(7_300_000) == "7 MB"
+    assert readable_size(999_400_000) == "999 MB"
+    assert readable_size(1_000_000_000) == "1.0 GB"
+    assert readable_size(16_060_000_000) == "16.1 GB"
+
+
+LONG = 10
+"""Seconds for a thread that has nothing else to do."""
+
+
+class Asked:
+    """Stands in for posix_fadvise; remembers what was asked for, as (file size, offset)."""
+
+    def __init__(self) -> None:
+        self.pieces = SimpleQueue[tuple[int, int]]()
+
+    def __call__(self, file: int, offset: int, length: int, advice: int) -> None:
+        assert (length, advice) == (CHUNK, os.POSIX_FADV_WILLNEED)
+        self.pieces.put((os.fstat(file).st_size, offset))
+
+    def next(self, count: int) -> list[tuple[int, int]]:
+        return [self.pieces.get(timeout=LONG) for _ in range(count)]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    asked = Asked()
+    monkeypatch.setattr(os, "posix_fadvise", asked)
+    return asked
+
+
+def sparse(path: Path, size: int) -> Path:
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path
+
+
+def test_files_are_asked_for_one_after_another(tmp_path: Path, asked: Asked) -> None:
+    paths = [sparse(tmp_path / "one", CHUNK + 1), sparse(tmp_path / "two", 5)]
+    ahead = ReadAhead(paths, max_bytes=1 << 40)
+    assert asked.next(3) == [(CHUNK + 1, 0), (CHUNK + 1, CHUNK), (5, 0)]
+    ahead.close()
+    assert asked.pieces.empty()
+
+
+def test_no_more_is_asked_for_than_may_be_before_it_is_used(tmp_path: Path, asked: Asked) -> None:
+    size = 6 * CHUNK
+    ahead = ReadAhead([sparse(tmp_path / "one", size)], max_bytes=2 * CHUNK)
+    assert asked.next(2) == [(size, 0), (size, CHUNK)]
+    ahead.used(CHUNK)
+    assert asked.next(1) == [(size, 2 * CHUNK)]
+    ahead.used(2 * CHUNK)
+    assert asked.next(2) == [(size, 3 * CHUNK), (size, 4 * CHUNK)]
+    ahead.close()
+    assert asked.pieces.empty()
+
+
+def test_files_that_cannot_be_asked_for_are_left_to_who_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ReadAhead([tmp_path / "missing"], max_bytes=CHUNK).close()
+    monkeypatch.delattr(os, "posix_fadvise")
+    ReadAhead([sparse(tmp_path / "one", 1)], max_bytes=CHUNK).close()
+
+
+def test_weights_are_asked_for_as_far_as_others_were_used(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_tiny(tmp_path, "llama")
+    monkeypatch.setattr(read_ahead, "MEMORY_SHARE", 0)
+    cpu = torch.device("cpu")
+    weights = Weights(tmp_path, dtype=torch.float32, device=cpu, group=ProcessGroup(0, 1, cpu))
+    assert asked.pieces.empty()
+    weights.replicated("model.norm.weight", model.config.hidden_size)
+    assert asked.next(1) == [((tmp_path / "model.safetensors").stat().st_size, 0)]
+    weights.close()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_both_paths_ask_for_a_model_that_they_load(
+    model_type: str, tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, int]] = []
+    close = ReadAhead.close
+
+    def close_once_asked(ahead: ReadAhead) -> None:
+        found.extend(asked.next(1))
+        close(ahead)
+
+    monkeypatch.setattr(ReadAhead, "close", close_once_asked)
+    save_tiny(tmp_path, model_type)
+    load_model(
+        tmp_path,
+        dtype=torch.float32,
+        kernels=make_kernels("plain", deterministic=False),
+        group=ProcessGroup.single(),
+        device=torch.device("cpu"),
+    )
+    assert found == [((tmp_path / "model.safetensors").stat().st_size, 0)]

@@ -35,7 +35,7 @@ from millrace_router.server.sse import named_event
 from millrace_router.tool_calls.tool import CallDelta
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-"""By OpenAI's finish reason."""
+"""Anthropic's stop reasons by OpenAI's finish reason."""
 NO_END: MessageEndJson = {"stop_reason": None, "stop_sequence": None}
 CLIENTS_FAULT = "invalid_request_error"
 ERROR_TYPES = {
@@ -56,9 +56,9 @@ STATUSES = {
 NamedJson = tuple[str, bytes]
 """Name of an event, and its data."""
 TEXT = -1
-"""Stands for the text block, where calls have their index."""
+"""Key of the text block, where calls have their index."""
 THOUGHT = -2
-"""Stands for the block of a thought."""
+"""Key of the block of a thought."""
 
 
 def status_of(error: RouterError) -> HTTPStatus:
@@ -68,7 +68,7 @@ def status_of(error: RouterError) -> HTTPStatus:
 
 
 def may_be_retried(error: RouterError) -> bool:
-    """Whether clients may repeat the request; without this word they repeat every request that was answered 500."""
+    """Whether clients may repeat the request; without this header they repeat every request that was answered 500."""
     return not isinstance(error, GenerationError)
 
 
@@ -154,15 +154,15 @@ def blocks_of(deltas: Sequence[ChatDelta]) -> list[BlockJson]:
     for block in blocks:
         if block["type"] == "thinking":
             block["signature"] = signature(block["thinking"])
-    for place, text in arguments.items():
-        block = blocks[place]
+    for index, text in arguments.items():
+        block = blocks[index]
         assert block["type"] == "tool_use"
         block["input"] = input_of(text)
     return blocks
 
 
 def signature(thought: str) -> str:
-    """Sign a thought with its hash: there is no secret in it, and clients need one."""
+    """Return the hash of a thought as its signature, which clients require; it proves nothing."""
     return b64encode(blake2b(thought.encode(errors="surrogatepass")).digest()).decode()
 
 

@@ -1,27 +1,30 @@
 """From the tokens of a generation to the echo, the text and the log probabilities of a text completion."""
 
 from __future__ import annotations
-
 import codecs
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-
-from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
-from millrace_router.api.chat.choice import (
-    LEAST_LOGPROB,
-    ChoiceDelta,
-    TrimmedText,
-    id_name,
-    text_before_special,
-)
+from millrace_router.api.body.sampling import DEFAULT_OUTPUT
+from millrace_router.api.body.sampling import OutputOptions
+from millrace_router.api.chat.choice import LEAST_LOGPROB
+from millrace_router.api.chat.choice import ChoiceDelta
+from millrace_router.api.chat.choice import TrimmedText
+from millrace_router.api.chat.choice import id_name
+from millrace_router.api.chat.choice import text_before_special
 from millrace_router.api.openai.protocol import CompletionLogprobsJson
-from millrace_router.request.dialect import MILLRACE, Dialect
-from millrace_router.request.events import PromptLogprobs, Token, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
 from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.request.limits import MILLRACE
+from millrace_router.request.limits import Dialect
+from millrace_router.request.token_stream import PromptLogprobs
+from millrace_router.request.token_stream import Token
+from millrace_router.request.token_stream import TokenEvent
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -198,7 +201,7 @@ class Style:
     dialect: Dialect = MILLRACE
     output_options: OutputOptions = DEFAULT_OUTPUT
     streams: bool = False
-    """Whether the answer is a stream: TGI shows special tokens, and its own finish reasons, in streams alone."""
+    """Whether the answer is a stream: TGI shows special tokens, and its own finish reasons, only in streams."""
 
 
 class CompletionText(TrimmedText):
@@ -223,7 +226,7 @@ class CompletionText(TrimmedText):
         return self._sum_of_logprobs / self._num_tokens
 
     def opening(self, prompt: PromptLogprobs | None) -> CompletionDelta | None:
-        """Return the echo of the prompt, if the request asks for one, with the log probabilities, if there are any."""
+        """Return the echo of the prompt if it is requested, with the log probabilities if they are requested."""
         if self._echo is None:
             return None
         logprobs = None

@@ -37,9 +37,9 @@ from millrace_router.api.openai.protocol import (
 )
 from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.engine.generation import Usage
-from millrace_router.request.dialect import MILLRACE, Dialect
-from millrace_router.request.events import PromptLogprobs
 from millrace_router.request.float32 import shortest
+from millrace_router.request.limits import MILLRACE, Dialect
+from millrace_router.request.token_stream import PromptLogprobs
 from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.tool import CallDelta

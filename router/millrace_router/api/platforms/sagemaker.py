@@ -24,6 +24,7 @@ from millrace_router.api.tgi.request import CompatGenerateRequest
 from millrace_router.api.tgi.routes import compat
 from millrace_router.errors import BodyShapeError
 from millrace_router.server.bodies import read_json, to_model
+from millrace_router.server.operation import GENERATING, IDEMPOTENT, Operation
 
 SagemakerRequest = TypeAliasType(
     "SagemakerRequest", CompatGenerateRequest | ChatCompletionRequest | CompletionRequest
@@ -55,6 +56,22 @@ KINDS = (
     _Kind("prompt", CompletionRequest, openai_route(completions)),
 )
 """In the order in which TGI tries them."""
+
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/invocations",
+        id="sagemaker_compatibility",
+        summary="Generate, chat or complete, depending on the body; for SageMaker",
+        body=SagemakerRequest,
+        answer=SagemakerResponse,
+        event=SagemakerStreamResponse,
+        has_end=True,
+        failures=GENERATING,
+        either=True,
+        headers=IDEMPOTENT,
+    ),
+)
 
 
 def register(app: web.Application) -> None:

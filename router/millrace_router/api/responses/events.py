@@ -140,10 +140,10 @@ def _error(error: RouterError) -> ResponseErrorJson:
     }
 
 
-def _number(given: float | None, default: float | None) -> float:
+def _number(value: float | None, default: float | None) -> float:
     """Render a number as the client wrote it, or the default; 1 restricts nothing."""
-    given = default if given is None else given
-    return 1.0 if given is None else shortest(given) or 0.0
+    value = default if value is None else value
+    return 1.0 if value is None else shortest(value) or 0.0
 
 
 def _format(body: ResponsesRequest) -> dict[str, Any]:
@@ -153,15 +153,15 @@ def _format(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _reasoning(body: ResponsesRequest) -> ResponseReasoningJson:
-    asked = body.reasoning or ResponsesReasoning()
-    return {"effort": asked.effort, "summary": asked.summary}
+    reasoning = body.reasoning or ResponsesReasoning()
+    return {"effort": reasoning.effort, "summary": reasoning.summary}
 
 
 def _choice(body: ResponsesRequest) -> str | dict[str, Any]:
     if body.tool_choice is None:
         return "auto"
-    given = body.tool_choice
-    return given if isinstance(given, str) else given.model_dump(exclude_none=True)
+    choice = body.tool_choice
+    return choice if isinstance(choice, str) else choice.model_dump(exclude_none=True)
 
 
 class ResponseEvents:

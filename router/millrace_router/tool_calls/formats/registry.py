@@ -114,8 +114,8 @@ def format_of(
     source = template or ""
     name = detected(source) or "json" if asked == "auto" else ALIASES.get(asked, asked)
     if name == Mistral.name:
-        known = source if "[TOOL_CALLS]" in source else special_ids
-        return Mistral(special_ids, has_names="[ARGS]" in known)
+        sources = source if "[TOOL_CALLS]" in source else special_ids
+        return Mistral(special_ids, has_names="[ARGS]" in sources)
     if name == Glm.name:
         return Glm(special_ids, has_newlines=_GLM_COMPACT not in source)
     return FORMATS[name](special_ids)

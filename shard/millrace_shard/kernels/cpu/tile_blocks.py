@@ -83,7 +83,7 @@ def fits_site(weights: LinearWeights) -> bool:
 
 
 def _fit_sites(first: LinearWeights, second: LinearWeights, num_parts: tuple[int, int]) -> bool:
-    """Whether both linears of a half have no adapters, or those of modules that follow each other."""
+    """Whether the linears of a half both lack adapter sites, or have sites of modules that follow each other."""
     if first.lora is None or second.lora is None:
         return first.lora is second.lora
     counts = len(first.lora.parts), len(second.lora.parts)

@@ -139,7 +139,7 @@ def codes_agree(formats: Formats, *, integer: bool) -> bool:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The root mean square of the differences in the worst column of [T, hidden], relative to that of `theirs`.
+    """The root mean square of the differences in the worst column of [T, hidden], relative to the column's in `theirs`.
 
     A single activation that is rounded to the next integer of 8 bits changes a single row by more.
     """

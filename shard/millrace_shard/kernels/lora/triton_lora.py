@@ -1,4 +1,4 @@
-"""The adapters of the rows of a linear: shrink, `x @ A.T`, then expand, whose results are added to those of the linear.
+"""The adapters of the rows of a linear: shrink, `x @ A.T`, then expand, whose results are added to the linear's.
 
 A program computes a block of up to 16 rows of one adapter, see `AdapterRows.blocks`, with tiles of one size, so that
 the bits of a row depend on the row and its adapter alone. Rows in no block are neither read nor written.
@@ -8,7 +8,8 @@ its own; with many blocks one program computes and adds all parts. Both add the 
 with the factors and rounded to the dtype of the model.
 
 Programs read slots, addresses and numbers of slices on the device, so that a captured launch holds for other rows and
-other adapters. A grid has programs for as many slices as any adapter has; those of a smaller adapter end at once.
+other adapters. A grid has programs for as many slices as any adapter has; programs past the end of a smaller adapter
+end at once.
 
 Products are `weight @ x.T`, as in `triton_linear`. No tiling has been measured on a GPU.
 """

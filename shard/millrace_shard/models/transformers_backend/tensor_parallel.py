@@ -39,7 +39,7 @@ class Style(Enum):
     EMBEDDING = "embedding_rowwise"
     """Its rows of an embedding; the results are summed."""
     EXPERTS = "moe_tp_experts"
-    """A mixture's experts, whose parameters have styles of their own; the results are summed."""
+    """A mixture's experts, whose parameters have their own styles; the results are summed."""
 
 
 _ALIASES = {
@@ -141,15 +141,15 @@ class LinearShare:
 
     def weights(self, weight: Tensor) -> tuple[Tensor, ...]:
         """The parts of `weight` [outputs, inputs], as views, and the padding."""
-        own = tuple(weight[slice(*span), slice(*self.inputs)] for span in self.outputs)
+        slices = tuple(weight[slice(*span), slice(*self.inputs)] for span in self.outputs)
         if not self.padding:
-            return own
-        return (*own, weight.new_zeros(self.padding, weight.shape[1]))
+            return slices
+        return (*slices, weight.new_zeros(self.padding, weight.shape[1]))
 
     def bias(self, bias: Tensor) -> Tensor:
         """The part of `bias` [outputs] and zeros for the padding."""
-        own = [bias[slice(*span)] for span in self.outputs]
-        return torch.cat([*own, bias.new_zeros(self.padding)])
+        slices = [bias[slice(*span)] for span in self.outputs]
+        return torch.cat([*slices, bias.new_zeros(self.padding)])
 
 
 def is_divisible(style: Style, outputs: int, inputs: int, ranks: int) -> bool:
@@ -186,9 +186,11 @@ def split_modules(
         if style is Style.EXPERTS:
             _split_experts(name, module, plan, group, unmapper)
         elif style is Style.EMBEDDING:
-            parent, _, own = name.rpartition(".")
+            parent, _, attribute = name.rpartition(".")
             assert isinstance(module, nn.Embedding)
-            setattr(model.get_submodule(parent), own, _split_embedding(module, group, unmapper))
+            setattr(
+                model.get_submodule(parent), attribute, _split_embedding(module, group, unmapper)
+            )
 
 
 class SplitEmbedding(nn.Module):

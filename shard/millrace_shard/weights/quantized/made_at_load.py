@@ -128,9 +128,9 @@ def _by_table(rows: Tensor, values: Tensor) -> QuantizedTensor:
     scale = grouped.abs().amax(-1, keepdim=True)
     ordered, codes = values.sort(stable=True)
     limits = (ordered[1:] + ordered[:-1]) / 2
-    found = codes[torch.bucketize(grouped / _without_zeros(scale), limits)]
+    nearest = codes[torch.bucketize(grouped / _without_zeros(scale), limits)]
     return QuantizedTensor(
-        codes=_ungrouped(found.to(torch.uint8), rows),
+        codes=_ungrouped(nearest.to(torch.uint8), rows),
         values=values,
         scales=scale.squeeze(-1),
         group_size=GROUP,

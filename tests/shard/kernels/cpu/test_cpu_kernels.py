@@ -304,7 +304,7 @@ def test_what_lies_beyond_the_end_never_matters(
 ) -> None:
     paged = Paged.random(heads=9, kv_heads=3, dim=64, dtype=dtype, cache_dtype=cache_dtype)
     before = paged.attend(SPANS)
-    # Slots past the end of each sequence, in pages of its own: left over from others, finite.
+    # Slots past the end of each sequence, in its own pages: left over from others, finite.
     ends = [(b, length, -(-length // PAGE) * PAGE) for b, length in enumerate(CONTEXTS)]
     tails = paged.batch([span for span in ends if span[1] < span[2]])
     junk = torch.full((len(tails.positions), 3, 64), 3e4, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The operator of experts over codes against float64 products of the codes, and a row's bits beside other rows."""
+"""The operator of experts over codes against float64 products of the codes, and a row's bits among other rows."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check(experts: Experts, weights: ExpertsWeights, shape: str, *, integer: boo
 
 
 def check_bits(experts: Experts, shape: str) -> None:
-    """A row has the same bits alone, between others, in a crowd of its own experts, and on any threads."""
+    """A row has the same bits alone, between others, in a crowd with the same experts, and on any threads."""
     torch.set_num_threads(1)
     x, others = rows_of(3, shape), rows_of(120, shape, seed=2)
     expected = torch.cat([experts(row) for row in torch.split(x, 1)])

@@ -112,7 +112,7 @@ def parts_of(weight: QuantizedTensor) -> Tensor:
 
 
 def check_rows(linear: PanelLinear, x: Tensor, whole: Tensor) -> None:
-    """Any number of rows has the bits of all rows; those of odd numbers begin them, those of even ones end them."""
+    """Any number of rows has the bits of all rows; odd numbers take the first rows, even numbers the last ones."""
     for rows in (*range(1, 19), 25, 31, 32, 33, 40, 130, 513):
         torch.set_num_threads(1 + rows // 2 % 2)
         own = slice(rows) if rows % 2 else slice(-rows, None)

@@ -1,4 +1,4 @@
-"""The operator of experts against its definition in float64, and a row's bits beside other rows."""
+"""The operator of experts against its definition in float64, and a row's bits among other rows."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_no_rows(kernels: CpuKernels) -> None:
 
 
 def test_equal_experts_are_chosen_in_order(kernels: CpuKernels) -> None:
-    """A router of zeros scores all experts alike, so those of the first places are added."""
+    """A router of zeros scores all experts alike, so the first experts are added."""
     rule = RoutingRule(top_k=2, scoring=Scoring.SOFTMAX, renormalise=True)
     weights = partial(weights_of, rule, "in-tiles")
     zeros = replace(weights().router, weight=torch.zeros_like(weights().router.weight))

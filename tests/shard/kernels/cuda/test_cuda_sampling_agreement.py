@@ -1,4 +1,4 @@
-"""The check of the operators on scores tells right from wrong: on a GPU, or else in Triton's interpreter."""
+"""The check of the operators on scores rejects what is wrong: on a GPU, or else in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentencepiece tokenizers in GGUF files, beside its definition and transformers' reading of the same files."""
+"""Sentencepiece tokenizers in GGUF files, against its definition and transformers' reading of the same files."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""Byte-level tokenizers in GGUF files, beside tokenizers made by hand and transformers' reading of the same files."""
+"""Byte-level tokenizers in GGUF files, against tokenizers made by hand and transformers' reading of the same files."""
 
 from __future__ import annotations
 
 import json
+import logging
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.ecosystem.prepare import TOKENIZERS
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -14,10 +17,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_SPLIT
 
-from millrace_shard.errors import ModelError
+from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
 from millrace_shard.weights.gguf.folder import prepare_gguf
-from millrace_shard.weights.gguf.tokenizer import PRE_TOKENIZERS
-from millrace_testing.models.gguf_files import CONTROL, NORMAL, USER_DEFINED, TinyGguf
+from millrace_shard.weights.gguf.metadata import Metadata
+from millrace_shard.weights.gguf.tokenizer import PRE_TOKENIZERS, TokenKind, Vocabulary
+from millrace_testing.models.gguf_files import (
+    CONTROL,
+    NORMAL,
+    SIZES,
+    USER_DEFINED,
+    TinyGguf,
+    read_config,
+)
 from millrace_testing.text.texts import CORPUS
 
 TEXTS: list[str] = [*json.loads((TOKENIZERS / "texts.json").read_text()), *CORPUS[:6]]
@@ -211,15 +222,153 @@ def test_special_tokens_and_templates(tmp_path: Path) -> None:
     [
         ({"model": "t5"}, "tokenizer.ggml.model='t5' is not supported"),
         ({"merges": None}, "no tokenizer.ggml.merges"),
-        ({"merges": ["ab"]}, "has 'ab', which is no pair"),
+        ({"merges": ["ab"]}, "has 'ab', which is not a pair"),
         ({"merges": ["zzz yyy"]}, "tokenizer is damaged"),
         ({"add_bos_token": True, "bos_token_id": None}, "no tokenizer.ggml.bos_token_id"),
     ],
 )
-def test_what_cannot_be_used_is_named(
+def test_unusable_tokenizers_are_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     metadata = metadata_of(by_hand("gpt-2"), "gpt-2")
     metadata |= {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
     with pytest.raises(ModelError, match=message):
         write(tmp_path, metadata)
+
+
+Words = dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return TinyGguf("llama", num_hidden_layers=1).write(tmp_path_factory.mktemp("file") / "m.gguf")
+
+
+def source(file: Path, folder: Path, change: Callable[[Words], Words] = dict) -> Path:
+    """A folder with the tokenizer of `file`, its vocabulary changed."""
+    made = prepare_gguf(file, folder / "own", tokenizer=None)
+    target = folder / "source"
+    target.mkdir()
+    content = json.loads((made / "tokenizer.json").read_text())
+    model = content["model"]
+    special = {each["content"]: each["id"] for each in content["added_tokens"]}
+    model["vocab"] = change(model["vocab"])
+    model["merges"] = []
+    content["added_tokens"] = [
+        each | {"id": model["vocab"][text]}
+        for each, text in zip(content["added_tokens"], special, strict=True)
+    ]
+    content["post_processor"] = None
+    (target / "tokenizer.json").write_text(json.dumps(content))
+    (target / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    return target
+
+
+def rotated(words: Words) -> Words:
+    """Every token has the id of the next one."""
+    return {word: (id_ + 1) % len(words) for word, id_ in words.items()}
+
+
+def with_two_swapped(words: Words) -> Words:
+    return words | {"hell": words["or"], "or": words["hell"]}
+
+
+def enlarged(words: Words) -> Words:
+    return words | {f"more{id_}": id_ for id_ in range(len(words), SIZES["vocab_size"] + 1)}
+
+
+def prepare(file: Path, folder: Path, change: Callable[[Words], Words] = dict) -> Path:
+    return prepare_gguf(file, folder / "cache", tokenizer=source(file, folder, change))
+
+
+def test_the_tokenizer_and_its_end_are_those_of_the_folder(
+    file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        made = prepare(file, tmp_path)
+    assert not caplog.records
+    assert read_config(made)["eos_token_id"] == 0
+    theirs = Tokenizer.from_file(str(tmp_path / "source" / "tokenizer.json"))
+    assert Tokenizer.from_file(str(made / "tokenizer.json")).to_str() == theirs.to_str()
+
+
+def test_another_vocabulary_is_refused(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(WeightsError) as refusal:
+        prepare(file, tmp_path, rotated)
+    assert str(refusal.value) == (
+        f"the tokenizer in {tmp_path / 'source'} has other ids for 266 of the 266 tokens in the file: "
+        "id 0 is '<think>', and '<|endoftext|>' in the file; name the model that the file was made from"
+    )
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_some_other_tokens_are_told_of(
+    file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        prepare(file, tmp_path, with_two_swapped)
+    (record,) = caplog.records
+    assert "has 2 of the 266 tokens" in record.message
+
+
+def test_more_tokens_than_embeddings_are_refused(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="ids up to 288, and the model embeddings for 288"):
+        prepare(file, tmp_path, enlarged)
+
+
+def test_a_file_without_a_vocabulary_takes_any(tmp_path: Path) -> None:
+    whole = TinyGguf("llama", num_hidden_layers=1)
+    folder = source(whole.write(tmp_path / "whole.gguf"), tmp_path)
+    metadata: dict[str, Any] = dict.fromkeys(
+        key for key in whole.metadata if key.startswith("tokenizer.")
+    )
+    bare = TinyGguf("llama", num_hidden_layers=1, metadata=metadata)
+    made = prepare_gguf(bare.write(tmp_path / "m.gguf"), tmp_path / "cache", tokenizer=folder)
+    assert (made / "tokenizer.json").is_file()
+
+
+def read(*, vocab_size: int = 8, **values: Any) -> Vocabulary:
+    found = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    return Vocabulary.read(Metadata(found, "m.gguf"), vocab_size=vocab_size)
+
+
+def test_tokens_and_ids() -> None:
+    kinds = np.array([TokenKind.CONTROL, TokenKind.NORMAL, TokenKind.NORMAL], np.int32)
+    found = read(tokens=["<s>", "a", "b"], token_type=kinds, bos_token_id=0)
+    assert found.ids == {"<s>": 0, "a": 1, "b": 2}
+    assert found.of_kind(TokenKind.NORMAL) == [1, 2]
+    assert found.text("bos") == "<s>"
+    assert found.text("eos") is None
+
+
+def test_without_kinds_all_are_normal() -> None:
+    assert read(tokens=["a", "b"]).of_kind(TokenKind.NORMAL) == [0, 1]
+
+
+def test_empty_tokens_get_names() -> None:
+    assert read(tokens=["a", "", ""]).tokens == ["a", "[EMPTY_1]", "[EMPTY_2]"]
+
+
+def test_tokens_that_end_an_answer() -> None:
+    """Those that the file names come first; a word with the text of one is a word."""
+    tokens = ["<s>", "<|im_end|>", "<|eot_id|>", "</s>", "stop"]
+    kinds = np.array([TokenKind.CONTROL] * 3 + [TokenKind.NORMAL] * 2, np.int32)
+    found = read(tokens=tokens, token_type=kinds, eos_token_id=2, eot_token_id=4)
+    assert found.end_ids() == [2, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({}, UnsupportedModel, "no tokenizer.ggml.tokens.*--tokenizer-name"),
+        ({"tokens": list("abcdefghi")}, WeightsError, "9 tokens, and the model embeddings for 8"),
+        ({"tokens": ["a", "b", "a"]}, WeightsError, "token 'a' twice"),
+        ({"tokens": ["a", "b"], "token_type": np.array([1])}, WeightsError, "1 kinds for 2 tokens"),
+        ({"tokens": ["a"], "eos_token_id": 1}, WeightsError, "eos_token_id=1, .* has 1 tokens"),
+    ],
+)
+def test_unusable_vocabularies_are_refused(
+    values: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        read(**values)
