@@ -1,36 +1,36 @@
 """Adapters on TGI's routes: LoRAX's and SGLang's fields, their refusals, and LoRAX's answers."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
 from typing import Any
-
 import orjson
 import pytest
-
-from millrace_router.adapters.resolver import ClientRules, Resolver
-from millrace_router.errors import (
-    AdapterForbidden,
-    AdapterInvalid,
-    AdapterTooLarge,
-    AdapterUnavailable,
-    GenerationError,
-    RouterError,
-)
-from millrace_router.request.adapter import MergeRecipe, MergeStrategy, SignMethod
+from millrace_router.adapters.resolver import ClientRules
+from millrace_router.adapters.resolver import Resolver
+from millrace_router.errors import AdapterForbidden
+from millrace_router.errors import AdapterInvalid
+from millrace_router.errors import AdapterTooLarge
+from millrace_router.errors import AdapterUnavailable
+from millrace_router.errors import GenerationError
+from millrace_router.errors import RouterError
+from millrace_router.request.adapter import MergeRecipe
+from millrace_router.request.adapter import MergeStrategy
+from millrace_router.request.adapter import SignMethod
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.adapters.fake_fetcher import (
-    FakeFetcher,
-    Repository,
-    registered,
-    resolver_of,
-    version,
-    write_adapter,
-)
-from millrace_testing.router.edge import Edge, echo, play, serving, token_event
+from millrace_testing.adapters.fake_fetcher import FakeFetcher
+from millrace_testing.adapters.fake_fetcher import Repository
+from millrace_testing.adapters.fake_fetcher import registered
+from millrace_testing.adapters.fake_fetcher import resolver_of
+from millrace_testing.adapters.fake_fetcher import version
+from millrace_testing.adapters.fake_fetcher import write_adapter
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import echo
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
 
 A, B = version("a", "A None"), version("b", "B None")
 PATHS = ["/generate", "/generate_stream", "/"]
@@ -185,8 +185,7 @@ MERGED = {"ids": ["a", "b"], "weights": [0.25, 0.75]}
 async def test_several_adapters_are_merged(given: dict[str, Any], recipe: dict[str, Any]) -> None:
     fetcher = FakeFetcher(hub={"org/a": Repository("A"), "org/b": Repository("B")})
     async with serving(adapters=adapters(fetcher)) as edge:
-        status, body, _ = await edge.post("/generate", asked(merged_adapters=MERGED | given))
-        assert status == 200, body
+        await edge.answer("/generate", asked(merged_adapters=MERGED | given))
     usual: dict[str, Any] = {"ids": ("a", "b"), "weights": (0.25, 0.75)}
     assert fetcher.merged == [(MergeRecipe(**usual | recipe), (A.digest, B.digest))]
 
@@ -419,8 +418,7 @@ async def test_a_text_may_be_a_turn_of_a_chat() -> None:
     template = "a {{ messages[0].content }} {% if add_generation_prompt %}b{% endif %}"
     async with serving(template=template) as edge:
         for path in ("/generate", "/generate_stream"):
-            status, _, _ = await edge.post(path, body)
-            assert status == 200
+            _ = await edge.answer(path, body)
             expected = edge.services.tokenizer.encode("a hello b", add_special_tokens=False)
             assert edge.batcher.requests[-1].input_ids == expected
     async with serving() as edge:

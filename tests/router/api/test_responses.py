@@ -1,28 +1,35 @@
 """OpenAI's responses on a real socket: shapes, events in order, tools, formats, errors."""
 
 from __future__ import annotations
-
 from typing import Any
-
 import pytest
 from pydantic import TypeAdapter
-
-from millrace_router.api.responses.protocol import ResponseEventJson, ResponseJson
+from millrace_router.api.responses.protocol import ResponseEventJson
+from millrace_router.api.responses.protocol import ResponseJson
 from millrace_router.api.responses.request import ResponsesRequest
-from millrace_router.errors import GenerationError, QueueExpired, RouterError, ShardsGone
-from millrace_router.request.request import GrammarKind, ValidRequest
+from millrace_router.errors import GenerationError
+from millrace_router.errors import QueueExpired
+from millrace_router.errors import RouterError
+from millrace_router.errors import ShardsGone
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge, fail, limits_with, play, serving, token_event
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import fail
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
 from millrace_testing.router.idempotent import KEY
-from millrace_testing.router.streams import (
-    RESPONSES,
-    events_of,
-    response_events_in,
-    response_of,
-    without_ids,
-)
-from millrace_testing.text.texts import Generations, tokenizer
+from millrace_testing.router.streams import RESPONSES
+from millrace_testing.router.streams import events_of
+from millrace_testing.router.streams import response_events_in
+from millrace_testing.router.streams import response_of
+from millrace_testing.router.streams import without_ids
+from millrace_testing.text.texts import Generations
+from millrace_testing.text.texts import tokenizer
 from millrace_testing.text.thoughts import tagged
+from functools import partial
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }} {{ turn.content }} {% endfor %}bot"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=400)
@@ -47,8 +54,7 @@ def says(*texts: str) -> Generations:
     return Generations(*([*ids(text), END] for text in texts), tokenizer=BYTES)
 
 
-def served(script: Any, **options: Any) -> Any:
-    return serving(script, **{"limits": WIDE, "template": TEMPLATE, **options})
+served = partial(serving, limits=WIDE, template=TEMPLATE)
 
 
 def message(text: str, status: str = "completed") -> dict[str, Any]:
@@ -171,16 +177,14 @@ ACCEPTED: dict[str, Any] = {
 async def test_what_changes_nothing_here_is_accepted(name: str) -> None:
     async with served(says("a", "a")) as edge:
         _, usual, _ = await edge.post(RESPONSES, ASKED)
-        status, answer, _ = await edge.post(RESPONSES, ASKED | {name: ACCEPTED[name]})
-    assert status == 200
+        answer = await edge.answer(RESPONSES, ASKED | {name: ACCEPTED[name]})
     assert without_ids(answer) == without_ids(usual)
 
 
 async def test_null_is_taken_for_every_optional_field() -> None:
     async with served(says("a", "a")) as edge:
         _, usual, _ = await edge.post(RESPONSES, ASKED)
-        status, answer, _ = await edge.post(RESPONSES, NULLS | ASKED)
-    assert status == 200, answer
+        answer = await edge.answer(RESPONSES, NULLS | ASKED)
     assert without_ids(answer) == without_ids(usual)
 
 
@@ -281,8 +285,7 @@ async def test_formats_are_grammars(name: str) -> None:
     given, told = FORMATS[name]
     script = says("{}")
     async with served(script) as edge:
-        status, answer, _ = await edge.post(RESPONSES, ASKED | {"text": {"format": given}})
-    assert status == 200, answer
+        answer = await edge.answer(RESPONSES, ASKED | {"text": {"format": given}})
     (request,) = script.requests
     assert request.grammar is not None
     kind = GrammarKind.REGEX if name == "regex" else GrammarKind.JSON_SCHEMA
@@ -310,8 +313,7 @@ async def test_extensions_reach_the_request() -> None:
     script = says("a")
     asked = {"seed": 7, "top_k": 3, "min_p": 0.25, "frequency_penalty": 0.5, "min_tokens": 1}
     async with served(script) as edge:
-        status, answer, _ = await edge.post(RESPONSES, ASKED | asked)
-    assert status == 200, answer
+        await edge.answer(RESPONSES, ASKED | asked)
     (request,) = script.requests
     sampling = request.sampling
     assert (sampling.seed, sampling.top_k, sampling.min_p) == (7, 3, 0.25)
@@ -492,8 +494,7 @@ def serving_thoughts(*texts: str, end: tuple[int, ...] = (END,)) -> Any:
 
 
 async def whole(edge: Edge, **body: Any) -> dict[str, Any]:
-    status, answer, _ = await edge.post(RESPONSES, THINKING | body)
-    assert status == 200, answer
+    answer = await edge.answer(RESPONSES, THINKING | body)
     TypeAdapter(ResponseJson).validate_python(answer, strict=True)
     result: dict[str, Any] = answer
     return result
