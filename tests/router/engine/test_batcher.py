@@ -26,8 +26,13 @@ from millrace_testing.router.fake_router import (
     request,
     running,
 )
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID, FakeShard, continuation
+from millrace_testing.shards.fake_shard import FakeShard, continuation
 from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import (
+    EOS_TOKEN_ID,
+    expected_prompt_candidates,
+    expected_prompt_logprobs,
+)
 
 requests = st.lists(
     st.tuples(
@@ -330,10 +335,10 @@ async def test_prompt_logprobs_arrive_whole_before_the_first_token() -> None:
         await next_token(stream)
         prompt = stream.prompt_logprobs
     assert prompt is not None
-    for i in range(1, 10):
-        assert list(prompt.candidates(i)) == [(i, -i), (i + 1, -i - 0.5)]
+    candidates = [list(prompt.candidates(i)) for i in range(1, 10)]
+    assert candidates == expected_prompt_candidates(range(10), 2)
     assert prompt.ids == tuple(range(10))
-    assert prompt.logprobs[1:] == tuple(-float(i) for i in range(1, 10))
+    assert list(prompt.logprobs[1:]) == expected_prompt_logprobs(range(10))
 
 
 async def test_stopping_ends_every_stream() -> None:

@@ -10,7 +10,8 @@ from millrace_router.engine.calibration import calibrate
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.limits import Limits
 from millrace_testing.router.fake_router import DirectShards, new_batcher
-from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard
+from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.shards.hash_tokens import VOCAB_SIZE
 
 LIMITS = Limits(max_input_tokens=40, max_total_tokens=48, vocab_size=VOCAB_SIZE)
 

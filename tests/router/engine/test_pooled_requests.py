@@ -19,7 +19,8 @@ from millrace_testing.router.fake_router import (
     request,
     running,
 )
-from millrace_testing.shards.fake_shard import FakeShard, continuation, pooled_values
+from millrace_testing.shards.fake_shard import FakeShard, continuation
+from millrace_testing.shards.hash_tokens import pooled_values
 
 prompts = st.lists(
     st.tuples(st.lists(st.integers(0, 90), min_size=1, max_size=40), st.integers(0, 2)),

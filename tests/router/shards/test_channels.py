@@ -22,7 +22,8 @@ from millrace_router.shards.step_channel import StepChannel
 from millrace_router.start.running import start
 from millrace_router.start.shards import StartupError
 from millrace_testing.launcher.certificates import Certificate, certificate
-from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard, FakeShardService
+from millrace_testing.shards.fake_shard import FakeShard, FakeShardService
+from millrace_testing.shards.hash_tokens import VOCAB_SIZE
 
 
 def config(**given: Any) -> RouterConfig:

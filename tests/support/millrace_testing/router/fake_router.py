@@ -51,8 +51,9 @@ from millrace_router.start.engine import entries_of
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing.adapters.fake_adapters import MODULE, AdapterLoadError, FakeAdapters
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID, VOCAB_SIZE, FakeShard
+from millrace_testing.shards.fake_shard import FakeShard
 from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID, VOCAB_SIZE
 
 EOS_TOKEN_IDS = frozenset({EOS_TOKEN_ID})
 

@@ -26,8 +26,8 @@ from millrace_router.shards.wire import open_to_pb, plan_to_pb
 from millrace_testing.adapters.fake_adapters import MODULE
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.schedules.client import Client
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
 from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID
 
 CYCLE_TURNS = 6.0
 """Turns after which an adapter makes room."""
