@@ -11,7 +11,7 @@ from millrace_router.request.entry import entry_of
 from millrace_router.request.request import SchedulingParameters
 from millrace_testing.router.fake_router import collect, ids_of, request, running
 from millrace_testing.shards.hash_tokens import expected_tokens
-from millrace_testing.shards.open_steps import (
+from millrace_testing.shards.held_shards import (
     AlwaysOpen,
     NeverOpen,
     admissions,

@@ -18,15 +18,16 @@ from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 from millrace_shard.speculation.loading import Speculation
 from millrace_testing.engines.steps import Stepper, beside, ints
-from millrace_testing.models.adapted_ranks import AdaptedJob, generate_on_a_rank
 from millrace_testing.models.adapters import (
+    AdaptedJob,
     AdaptedModel,
+    generate_on_a_rank,
     load_adapted,
     make_adapter,
     write_canonical,
 )
 from millrace_testing.models.models import logprobs, prompt_of, save_tiny
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.shards.ranks import run_ranks
 
 PROMPT = prompt_of(40, seed=1)
 BLOCK = 16

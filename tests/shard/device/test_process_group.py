@@ -33,9 +33,17 @@ from millrace_shard.device.process_group import (
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_testing.launcher.ports import kept_port
 from millrace_testing.models.models import VOCAB, Run, greedy, logprobs, prompt_of, save_tiny
-from millrace_testing.shards.rank_processes import part_of, run_ranks, sums_by_rows
-from millrace_testing.shards.rank_samples import sample_on_a_rank
-from millrace_testing.shards.ranks import GlooMemory, Job, NoMemory, generate, work_of_a_rank
+from millrace_testing.shards.ranks import (
+    GlooMemory,
+    Job,
+    NoMemory,
+    generate,
+    part_of,
+    run_ranks,
+    sample_on_a_rank,
+    sums_by_rows,
+    work_of_a_rank,
+)
 
 
 def test_a_group_of_one_returns_what_it_is_given() -> None:

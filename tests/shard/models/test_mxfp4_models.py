@@ -16,8 +16,8 @@ from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.models import Driver, Run, logprobs, prompt_of, save_tiny
-from millrace_testing.quantized.mxfp4 import save_mxfp4
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.quantized.checkpoints import save_mxfp4
+from millrace_testing.shards.ranks import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (5, 40)]
 NUM_TOKENS = 3

@@ -28,7 +28,7 @@ from millrace_testing.models.models import (
     prompt_of,
     save_tiny,
 )
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.shards.ranks import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 41)]
 NUM_TOKENS = 5

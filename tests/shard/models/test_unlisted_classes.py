@@ -37,8 +37,7 @@ from millrace_testing.models.models import (
     prompt_of,
     save_tiny,
 )
-from millrace_testing.shards.forked import Forked
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.shards.ranks import Forked, run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (4, 70)]
 NUM_TOKENS = 4

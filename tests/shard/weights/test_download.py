@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from millrace_shard.weights.published import PublishedModel, PublishedModelError, fetch_published
-from millrace_testing.models.halfway import halfway
-from millrace_testing.models.published import CONTENT, TINY, publish
+from millrace_testing.models.fake_hub import CONTENT, TINY, halfway, publish
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from millrace_shard.variables import Variables
 from millrace_shard.weights.download import FIRST_WAIT_SECONDS, TRIES, HubAccess, progress_line
 from millrace_shard.weights.hub import HubError, HubSettings, private_folder, resolve
 from millrace_testing.models import fake_hub
-from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
-from millrace_testing.models.halfway import halfway
+from millrace_testing.models.fake_hub import COMMIT, REPO, Hub, halfway
 
 INDEX = json.dumps(
     {

@@ -13,9 +13,8 @@ from millrace_shard.variables import Variables
 from millrace_shard.weights import published
 from millrace_shard.weights.hub import HubError, HubSettings, resolve
 from millrace_testing.models import fake_hub
-from millrace_testing.models.fake_hub import Hub
+from millrace_testing.models.fake_hub import CONTENT, TINY, Hub, publish
 from millrace_testing.models.models import save_tiny
-from millrace_testing.models.published import CONTENT, TINY, publish
 
 
 @pytest.fixture(autouse=True)

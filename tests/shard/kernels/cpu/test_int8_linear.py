@@ -17,7 +17,7 @@ from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import quantize_rows, rounded_rows
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 SIZES = [(96, 64), (576, 576), (1000, 130), (70, 4100), (24, 33), (1, 16)]

@@ -21,7 +21,7 @@ from millrace_shard.kernels.layer_blocks import ComposedExperts
 from millrace_shard.kernels.layer_weights import Activation
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.quantized.defined_experts import defined_experts
+from millrace_testing.quantized.code_formats import defined_experts
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")

@@ -22,9 +22,8 @@ from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 from millrace_shard.weights.quantized.quantization_config import SUPPORTED, read_quantization
 from millrace_testing.models.models import CONFIGS, CPU, edit_json, save_tiny
-from millrace_testing.quantized.checkpoints import save_quantized
+from millrace_testing.quantized.checkpoints import save_mxfp4, save_quantized
 from millrace_testing.quantized.linears import FORMATS
-from millrace_testing.quantized.mxfp4 import save_mxfp4
 
 GPTQ = FORMATS["gptq"].config
 PACKED = FORMATS["pack-quantized"].config
