@@ -32,10 +32,9 @@ from millrace_router.scheduler.factory import queue_from
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.shards.step_channel import StepChannel
+from millrace_router.start.shards import RouterDeployment
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.start.shards import RouterDeployment
-
 
 @dataclass(frozen=True, slots=True)
 class Engine:

@@ -16,6 +16,7 @@ from millrace_router.errors import ShardsGone
 from millrace_router.errors import ValidationError
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
+from millrace_router.request.limits import MILLRACE
 from millrace_router.request.request import GrammarKind
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
@@ -35,7 +36,7 @@ from millrace_testing.text.texts import Generations
 from millrace_testing.text.texts import Plan
 from millrace_testing.text.texts import tokenizer
 from millrace_testing.text.thoughts import tagged
-from millrace_router.request.limits import MILLRACE
+from functools import partial
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }} {{ turn.content }} {% endfor %}bot"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=400)
@@ -63,17 +64,11 @@ def says(*texts: str) -> Generations:
     return generations(*([*ids(text), END] for text in texts))
 
 
-def served(script: Any, **options: Any) -> Any:
-    return serving(script, **{"limits": WIDE, "template": TEMPLATE, **options})
+served = partial(serving, limits=WIDE, template=TEMPLATE)
 
 
 async def stream_of(edge: Edge, body: dict[str, Any], **headers: str) -> list[tuple[str, Any]]:
-    async with edge.client.post(
-        edge.url + MESSAGES, json=body | STREAM, headers=headers
-    ) as response:
-        assert response.status == 200, await response.text()
-        assert response.content_type == "text/event-stream"
-        return message_events_in(await response.text())
+    return message_events_in(await edge.stream(MESSAGES, body, **headers))
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
@@ -679,17 +674,12 @@ def serving_thoughts(*texts: str) -> Any:
     )
 
 
-async def whole(edge: Edge, **body: Any) -> dict[str, Any]:
-    status, answer, _ = await edge.post(MESSAGES, THINKING | body)
-    assert status == 200, answer
-    result: dict[str, Any] = answer
-    return result
+async def whole(edge: Edge, **body: Any) -> Any:
+    return await edge.answer(MESSAGES, THINKING | body)
 
 
 async def streamed(edge: Edge, **body: Any) -> list[tuple[str, Any]]:
-    status, text, _ = await edge.post(MESSAGES, THINKING | body | {"stream": True})
-    assert status == 200
-    return message_events_in(text)
+    return message_events_in(await edge.stream(MESSAGES, THINKING | body))
 
 
 async def test_a_thought_is_the_first_block() -> None:

@@ -1,27 +1,25 @@
 """Adapters on OpenAI's and Anthropic's routes: names of models, and the list of them."""
 
 from __future__ import annotations
-
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
-
 import orjson
 import pytest
-
 from millrace_router.adapters.names import Registry
-from millrace_router.adapters.resolver import ClientRules, Resolver
+from millrace_router.adapters.resolver import ClientRules
+from millrace_router.adapters.resolver import Resolver
 from millrace_router.config import RouterConfig
 from millrace_router.start.adapters import _register
 from millrace_router.start.shards import StartupError
-from millrace_testing.adapters.fake_fetcher import (
-    FakeFetcher,
-    Repository,
-    registered,
-    resolver_of,
-    version,
-)
-from millrace_testing.router.edge import Edge, limits_with, serving
+from millrace_testing.adapters.fake_fetcher import FakeFetcher
+from millrace_testing.adapters.fake_fetcher import Repository
+from millrace_testing.adapters.fake_fetcher import registered
+from millrace_testing.adapters.fake_fetcher import resolver_of
+from millrace_testing.adapters.fake_fetcher import version
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import serving
 
 A, B = version("a", "A None"), version("b", "B None")
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -59,8 +57,7 @@ async def ids_of(edge: Edge, **headers: str) -> list[str]:
 async def test_a_model_may_be_an_adapter(path: str) -> None:
     async with serving_answers(adapters=adapters(), template=TEMPLATE) as edge:
         for name in ("a", "org/tiny:b", "org/tiny", "tgi", ""):
-            status, body, _ = await edge.post(path, ROUTES[path] | {"model": name})
-            assert status == 200, body
+            body = await edge.answer(path, ROUTES[path] | {"model": name})
             assert body["model"] == (name if name not in {"tgi", ""} else "org/tiny")
         assert (await edge.post(path, ROUTES[path]))[0] == 200
         assert digests(edge) == [A.digest, B.digest, None, None, None, None]

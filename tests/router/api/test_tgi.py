@@ -1,43 +1,44 @@
 """TGI's own routes over real sockets: bodies, headers, bytes of streams."""
 
 from __future__ import annotations
-
 import asyncio
 import gc
 import io
 import json
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
-
 import orjson
 import pytest
 from tokenizers.processors import TemplateProcessing
 from yarl import URL
-
 from millrace_router.api.tgi.probes import RECENT
 from millrace_router.errors import ShuttingDown
-from millrace_router.prediction.forecast import Estimate, Prediction
+from millrace_router.prediction.forecast import Estimate
+from millrace_router.prediction.forecast import Prediction
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.request.request import SchedulingParameters, ValidRequest
+from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_router.text.tokenizer import SPANS_AT_ONCE, Tokenizer, TokenSpan
-from millrace_testing.router.edge import (
-    UNKNOWN,
-    Edge,
-    echo,
-    finished,
-    limits_with,
-    play,
-    serving,
-    token_event,
-)
-from millrace_testing.router.fake_router import DirectShards, new_batcher
+from millrace_router.text.tokenizer import SPANS_AT_ONCE
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.text.tokenizer import TokenSpan
+from millrace_testing.router.edge import UNKNOWN
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import echo
+from millrace_testing.router.edge import finished
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
+from millrace_testing.router.fake_router import DirectShards
+from millrace_testing.router.fake_router import new_batcher
 from millrace_testing.shards.fake_shard import FakeShard
 
 ASKED = {"inputs": "hello world", "parameters": {"max_new_tokens": 2}}
@@ -193,11 +194,10 @@ async def test_best_of_returns_the_likeliest_and_the_others() -> None:
 
     async with serving(script) as edge:
         asked = with_parameters(best_of=2, do_sample=True, details=True)
-        status, body, _ = await edge.post("/generate", asked)
+        body = await edge.answer("/generate", asked)
         first, second = (request.sampling.seed for request in edge.batcher.requests)
         lines = await edge.exposition()
         assert edge.services.infer.permits.taken == 0
-    assert status == 200
     details = body["details"]
     assert first != second
     assert details["seed"] == second
@@ -349,9 +349,8 @@ async def test_what_does_not_fit_is_an_answer(
     body: dict[str, Any], num_prompt: int, max_new: int, reason: str
 ) -> None:
     async with serving_estimate() as edge:
-        status, answer, _ = await edge.post(ESTIMATE_ROUTE, body)
+        answer = await edge.answer(ESTIMATE_ROUTE, body)
         (estimated,) = edge.batcher.estimated
-    assert status == 200
     assert answer == {
         "prompt_tokens": num_prompt,
         "max_new_tokens": max_new,

@@ -1,24 +1,19 @@
 """Section 3.1: routes, keys, browsers; section 3.2: what is refused before a route has seen it."""
 
 from __future__ import annotations
-
 import gzip
 import re
 from collections.abc import Callable
 from typing import Any
-
 import pytest
-
-from millrace_testing.contract.contract import (
-    ABSENT,
-    COLUMNS,
-    EMPTY,
-    JSON,
-    PLAIN,
-    Held,
-    Reply,
-    Rule,
-)
+from millrace_testing.contract.contract import ABSENT
+from millrace_testing.contract.contract import COLUMNS
+from millrace_testing.contract.contract import EMPTY
+from millrace_testing.contract.contract import JSON
+from millrace_testing.contract.contract import PLAIN
+from millrace_testing.contract.contract import Held
+from millrace_testing.contract.contract import Reply
+from millrace_testing.contract.contract import Rule
 
 NATIVE = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -378,10 +373,14 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("2", "usual", {"temperature": 0}, "`temperature` must be strictly positive"),
     ("2", "usual", {"temperature": -0.5}, "`temperature` must be strictly positive"),
     ("3", "usual", {"repetition_penalty": 0}, "`repetition_penalty` must be strictly positive"),
+    ("3", "usual", {"repetition_penalty": -0.5}, "`repetition_penalty` must be strictly positive"),
     ("4", "usual", {"frequency_penalty": 2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
     ("4", "usual", {"frequency_penalty": -2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
     ("5", "usual", {"top_p": 0}, "`top_p` must be > 0.0 and < 1.0"),
     ("5", "usual", {"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"),
+    ("5", "usual", {"top_p": 0.999999999999}, "`top_p` must be > 0.0 and < 1.0"),
+    ("5, ours", "usual", {"min_p": -0.001}, "`min_p` must be >= 0.0 and <= 1.0"),
+    ("5, ours", "usual", {"min_p": 1.5}, "`min_p` must be >= 0.0 and <= 1.0"),
     ("6", "usual", {"typical_p": 0}, "`typical_p` must be > 0.0 and < 1.0"),
     ("6", "usual", {"typical_p": 1}, "`typical_p` must be > 0.0 and < 1.0"),
     ("7", "usual", {"top_k": 0}, "`top_k` must be strictly positive"),
@@ -396,6 +395,7 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ),
     ("11", "usual", {"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
     ("12", "usual", {"inputs": ""}, "`inputs` cannot be empty"),
+    ("12", "usual", {"inputs": "  "}, "`inputs` cannot be empty"),
     (
         "13",
         "usual",
@@ -440,6 +440,11 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
 
 IN_STREAMS: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2}, "`best_of` != 1 is not supported when streaming tokens"),
+    ({"best_of": 0}, "`best_of` != 1 is not supported when streaming tokens"),
+    (
+        {"decoder_input_details": True, "best_of": 2},
+        "`best_of` != 1 is not supported when streaming tokens",
+    ),
     (
         {"decoder_input_details": True},
         "`decoder_input_details` == true is not supported when streaming tokens",
@@ -449,11 +454,19 @@ IN_STREAMS: list[tuple[dict[str, Any], str]] = [
 ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("top_p of 0.99", {"top_p": 0.99}),
     ("top_p of null", {"top_p": None}),
+    ("typical_p of 0.01", {"typical_p": 0.01}),
+    ("frequency_penalty of -2", {"frequency_penalty": -2.0}),
+    ("frequency_penalty of 2", {"frequency_penalty": 2.0}),
+    ("min_p of 0", {"min_p": 0.0}),
+    ("min_p of 1", {"min_p": 1.0}),
+    ("the greatest seed", {"seed": 2**64 - 1}),
+    ("the most new tokens", {"max_new_tokens": 15}),
     ("top_n_tokens of 5", {"top_n_tokens": 5}),
     ("top_n_tokens of 0", {"top_n_tokens": 0}),
     ("best_of of 1", {"best_of": 1}),
     ("best_of with a temperature", {"best_of": 2, "temperature": 0.5}),
     ("best_of with top_k", {"best_of": 2, "top_k": 1}),
+    ("best_of with min_p", {"best_of": 2, "min_p": 0.5}),
     ("four stop sequences", {"stop": list("abcd")}),
     ("the longest prompt", {"inputs": EIGHT, "max_new_tokens": 8}),
     ("a longer prompt that is cut", {"inputs": NINE, "truncate": 8, "max_new_tokens": 8}),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from millrace_router.telemetry.instruments import Family
-from millrace_router.telemetry.instruments import render
 from millrace_router.telemetry.metrics import Metrics
 from millrace_testing.contract.contract import ABSENT
 from millrace_testing.contract.contract import COLUMNS
@@ -21,6 +20,7 @@ from millrace_testing.contract.contract import Rule
 from millrace_testing.contract.contract import exactly
 from millrace_testing.contract.contract import fits
 from millrace_testing.router.edge import limits_with
+from millrace_router.telemetry.instruments import render
 
 MAX_INPUT, MAX_TOTAL = 700, 900
 DURATIONS = tuple(0.0001 * 1.5**power for power in range(1, 36))

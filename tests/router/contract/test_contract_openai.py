@@ -1,19 +1,26 @@
 """Sections 3.7 and 3.8: OpenAI's routes, where OpenAI's contract wins unless TGI is to be followed strictly."""
 
 from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
 from typing import Any
-
 import pytest
-
 from millrace_router.errors import GenerationError
-from millrace_router.request.request import FinishReason, Grammar, ValidRequest
+from millrace_router.request.request import FinishReason
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.contract.contract import ABSENT, COLUMNS, Held, Reply, Rule, Script, exactly
-from millrace_testing.router.edge import fail, finished, token_event
+from millrace_testing.contract.contract import ABSENT
+from millrace_testing.contract.contract import COLUMNS
+from millrace_testing.contract.contract import Held
+from millrace_testing.contract.contract import Reply
+from millrace_testing.contract.contract import Rule
+from millrace_testing.contract.contract import Script
+from millrace_testing.contract.contract import exactly
+from millrace_testing.router.edge import fail
+from millrace_testing.router.edge import finished
+from millrace_testing.router.edge import token_event
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
@@ -58,6 +65,13 @@ def breaks(_: ValidRequest, stream: TokenStream) -> None:
     """Fail after a token."""
     stream.token(token_event(1, " x"))
     stream.fail(GenerationError("out of luck"))
+
+
+def penalized(**penalties: float) -> dict[str, float]:
+    """The sampling parameters of a request with these penalties and no others."""
+    neutral = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
+    neutral |= {"presence_penalty": 0.0, "openai_frequency_penalty": 0.0}
+    return {f"sampling.{name}": value for name, value in (neutral | penalties).items()}
 
 
 def chosen(**keys: Any) -> dict[str, Any]:
@@ -312,6 +326,28 @@ CHATS = [
         default=Reply(body=chosen(message={"content": " x"}, finish_reason="stop")),
         strict=Reply(body=chosen(message={"content": " x y"}, finish_reason="stop_sequence")),
     ),
+    Rule(
+        section="3.7",
+        says="a stop string is cut off a stream, or kept",
+        path=CHAT_PATH,
+        body=chat(stop=" y", stream=True),
+        script=STOPPED,
+        default=Reply(
+            events=[
+                chosen(delta={"content": ""}, finish_reason=None),
+                chosen(delta={"content": " x"}, finish_reason=None),
+                chosen(delta={"content": ""}, finish_reason="stop"),
+                DONE,
+            ]
+        ),
+        strict=Reply(
+            events=[
+                chosen(delta={"content": " x"}, finish_reason=None),
+                chosen(delta={"content": " y"}, finish_reason="stop_sequence"),
+                DONE,
+            ]
+        ),
+    ),
     *(
         Rule(
             section="3.7",
@@ -323,14 +359,25 @@ CHATS = [
         )
         for name in ("max_tokens", "max_completion_tokens")
     ),
-    Rule(
-        section="3.7",
-        says="presence_penalty is OpenAI's, or TGI's repetition_penalty",
-        path=CHAT_PATH,
-        body=chat(presence_penalty=0.5),
-        default=Reply(),
-        generates={"sampling.presence_penalty": 0.5, "sampling.repetition_penalty": 1.0},
-        generates_strictly={"sampling.presence_penalty": 0.0, "sampling.repetition_penalty": 2.5},
+    *(
+        Rule(
+            section="3.7",
+            says=f"penalties are OpenAI's, or TGI's: {penalties}",
+            path=CHAT_PATH,
+            body=chat(**penalties),
+            default=Reply(),
+            generates=penalized(**ours),
+            generates_strictly=penalized(**theirs),
+        )
+        for penalties, ours, theirs in (
+            (
+                {"presence_penalty": 0.5, "frequency_penalty": 1.5},
+                {"presence_penalty": 0.5, "openai_frequency_penalty": 1.5},
+                {"repetition_penalty": 2.5, "frequency_penalty": 1.5},
+            ),
+            ({"presence_penalty": 0}, {}, {"repetition_penalty": 2.0}),
+            ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        )
     ),
     Rule(
         section="3.7",
@@ -396,6 +443,7 @@ CHATS = [
                 headers={
                     "x-compute-type": "1-cpu",
                     "x-compute-characters": "11",
+                    "x-prompt-tokens": ABSENT if stream else "2",
                     "x-compute-time": ABSENT if stream else str,
                     "x-generated-tokens": ABSENT if stream else "2",
                 }
@@ -522,14 +570,16 @@ COMPLETIONS = [
         body=completion(),
         default=Reply(
             body={
+                **HEAD,
                 "object": "text_completion",
-                "model": SERVED,
+                "id": re.compile(f"cmpl-{UUID}"),
                 "choices": [
                     {"index": 0, "text": " x x", "logprobs": None, "finish_reason": "length"}
                 ],
                 "usage": USAGE,
             }
         ),
+        strict=Reply(body={"id": "", "choices": list, "usage": USAGE}),
     ),
     Rule(
         section="3.8",

@@ -18,6 +18,7 @@ from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import recording
 from millrace_router.server.idempotency import Run
 from millrace_router.server.idempotency import Runs
+from millrace_router.server.idempotency import WholeAnswer
 from millrace_router.server.idempotency import digest_of
 from millrace_router.server.idempotency import last_event_of
 from millrace_router.server.idempotency import scope_of
@@ -49,7 +50,6 @@ from millrace_testing.router.idempotent import read_events
 from millrace_testing.router.idempotent import readers
 from millrace_testing.router.idempotent import streaming
 from millrace_testing.router.idempotent import until
-from millrace_router.server.idempotency import WholeAnswer
 
 OPTIONS = SseOptions(
     headers={}, keep_alive_seconds=60.0, may_expire=bool, on_error=lambda _: b"error\n\n"
@@ -778,16 +778,8 @@ async def test_the_end_of_the_server_ends_what_is_kept() -> None:
 
 @asynccontextmanager
 async def streaming_deaf(edge: Edge) -> AsyncIterator[asyncio.StreamWriter]:
-    """Request a stream on its own connection, and never read from it."""
-    host, port = edge.url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    # As aiohttp writes it, for it to be the same request.
-    body = json.dumps(ASKED).encode()
-    writer.write(
-        b"POST /generate_stream HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        b"idempotency-key: k\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-    )
+    """Ask for a stream on a connection of its own, and never read from it."""
+    _, writer = await edge.open("/generate_stream", ASKED, **KEY)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
-    await edge.batcher.arrived.wait()
     yield writer
     writer.transport.abort()

@@ -17,11 +17,11 @@ from millrace_router.api.body.fields import RequestModel
 from millrace_router.errors import ToolError
 from millrace_router.errors import ValidationError
 from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.limits import Dialect
 from millrace_router.text.template_messages import THOUGHT
 from millrace_router.text.template_messages import Message
 from millrace_router.tool_calls.tool import Tool
 from millrace_router.tool_calls.tool import ToolChoice
-from millrace_router.request.limits import Dialect
 
 EXCLUSIVE = "Grammar and tools are mutually exclusive"
 MAX_NAME_CHARS = 100
@@ -318,6 +318,8 @@ def _text_of(part: ContentPart, dialect: Dialect) -> str:
     return part.text
 
 
-def called(id_: str | None, name: str, arguments: object, kind: str = "function") -> dict[str, Any]:
+def called(
+    id_: str | None, name: str, arguments: object, call_type: str = "function"
+) -> dict[str, Any]:
     """Return a call as templates take it; `arguments` are JSON text or the object itself."""
-    return {"id": id_, "type": kind, "function": {"name": name, "arguments": arguments}}
+    return {"id": id_, "type": call_type, "function": {"name": name, "arguments": arguments}}

@@ -13,10 +13,9 @@ from millrace_router.api.openai.render import ChatRenderer
 from millrace_router.api.openai.render import chat_renderer
 from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.engine.generation import Generation
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.server.sse import DONE
 from millrace_router.server.sse import event as framed
-from millrace_router.request.token_stream import TokenEvent
-
 
 class ChatStream(ChoiceStream):
     """Frames the chunks of one choice."""

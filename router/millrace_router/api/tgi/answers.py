@@ -8,12 +8,11 @@ import orjson
 from typing_extensions import TypedDict
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
-from millrace_router.server.sse import event as framed
 from millrace_router.request.token_stream import Finished
 from millrace_router.request.token_stream import PromptLogprobs
 from millrace_router.request.token_stream import Token
 from millrace_router.request.token_stream import TokenEvent
-
+from millrace_router.server.sse import event as framed
 
 class PrefillTokenJson(TypedDict):
     """A prompt token; the first one of a prompt has no log probability."""

@@ -1,21 +1,28 @@
 """The router's HTTP edge on a real socket, over a batcher with the test's generations."""
 
 from __future__ import annotations
-
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
-
+from typing import Any
+from typing import BinaryIO
 import aiohttp
 import structlog
 from aiohttp import web
-from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import AddedToken
+from tokenizers import models
+from tokenizers import pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
-
 from millrace_router.access.keys import ApiKeys
 from millrace_router.adapters.resolver import Resolver
 from millrace_router.app import create_runner
@@ -23,31 +30,27 @@ from millrace_router.config import RouterConfig
 from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
 from millrace_router.errors import GenerationError
-from millrace_router.pooling.model import (
-    GENERATES,
-    LogitScore,
-    PoolingModel,
-    SentenceTransformersFiles,
-)
+from millrace_router.pooling.model import GENERATES
+from millrace_router.pooling.model import LogitScore
+from millrace_router.pooling.model import PoolingModel
+from millrace_router.pooling.model import SentenceTransformersFiles
 from millrace_router.pooling.prompts import ScoreTemplate
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Estimate
 from millrace_router.reasoning.formats import reasoning_of_model
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.shard_status import ShardStatus
-from millrace_router.request.limits import Limits, dialect_of
-from millrace_router.request.request import FinishReason, Grammar, Task, ValidRequest
-from millrace_router.request.token_stream import (
-    Finished,
-    PromptLogprobs,
-    Token,
-    TokenEvent,
-    TokenStream,
-    end_without_token,
-)
+from millrace_router.request.limits import Limits
+from millrace_router.request.request import FinishReason
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import Task
+from millrace_router.request.request import ValidRequest
+from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.services import Services
-from millrace_router.server.traces import RequestTraces, SpanSink
-from millrace_router.shards.wire import Capacity, ShardInfo
+from millrace_router.server.traces import RequestTraces
+from millrace_router.server.traces import SpanSink
+from millrace_router.shards.wire import Capacity
+from millrace_router.shards.wire import ShardInfo
 from millrace_router.telemetry import logs
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_log import RequestLog
@@ -55,8 +58,15 @@ from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.formats.registry import format_of
 from millrace_router.validation.grammar_admission import GrammarAdmission
-from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS
+from millrace_router.validation.sampling_defaults import SamplingDefaults
 from millrace_router.validation.validator import Validator
+from millrace_router.request.limits import dialect_of
+from millrace_router.request.token_stream import Finished
+from millrace_router.request.token_stream import PromptLogprobs
+from millrace_router.request.token_stream import Token
+from millrace_router.request.token_stream import TokenEvent
+from millrace_router.request.token_stream import end_without_token
 
 WORDS = ("hello", "world", "wörld", "日本", "a", "b")
 GRACE_SECONDS = 300.0
@@ -229,14 +239,68 @@ class Edge:
             parsed = await response.json() if response.content_type == "application/json" else text
             return response.status, parsed, response
 
+    async def answer(self, path: str, body: object, **headers: str) -> Any:
+        """Post JSON; the parsed answer, whose status is 200."""
+        status, answer, _ = await self.post(path, body, headers=headers)
+        assert status == 200, answer
+        return answer
+
+    async def stream(self, path: str, body: Mapping[str, Any], **headers: str) -> str:
+        """Post JSON; the text of the stream that answers it with status 200."""
+        status, text, response = await self.post(path, {**body, "stream": True}, headers=headers)
+        assert status == 200, text
+        assert response.content_type == "text/event-stream"
+        return str(text)
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> list[Any]:
+        """The data of each event of a stream, `[DONE]` among them."""
+        return events_in(await self.stream(path, body))
+
+    async def chunks(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of a stream that ends as OpenAI's do."""
+        *chunks, done = await self.events(path, body)
+        assert done == "[DONE]"
+        return chunks
+
     async def get(self, path: str, **other: Any) -> tuple[int, bytes, aiohttp.ClientResponse]:
         """Get; status, body, response."""
         async with self.client.get(self.url + path, **other) as response:
             return response.status, await response.read(), response
 
+    async def send(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send bytes on a new connection."""
+        host, port = self.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(data)
+        return reader, writer
+
+    async def open(
+        self, path: str, body: object, *, version: str = "1.1", **headers: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Post JSON on a new connection and wait for the batcher to get the request."""
+        data = json.dumps(body).encode()
+        headers |= {"host": "x", "content-type": "application/json"}
+        headers |= {"content-length": str(len(data))}
+        lines = [f"POST {path} HTTP/{version}", *(": ".join(pair) for pair in headers.items())]
+        connection = await self.send("\r\n".join([*lines, "", ""]).encode() + data)
+        await self.batcher.arrived.wait()
+        return connection
+
     async def exposition(self) -> list[str]:
         """Lines of /metrics."""
         return (await self.get("/metrics"))[1].decode().splitlines()
+
+
+def events_in(text: str) -> list[Any]:
+    """The data of each event of a stream without names and ids: parsed if it is JSON."""
+    assert text.endswith("\n\n"), text
+    events: list[Any] = []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        assert event.startswith("data: "), event
+        assert "\n" not in event, event
+        data = event.removeprefix("data: ")
+        events.append(json.loads(data) if data.startswith("{") else data)
+    return events
 
 
 def services_over(

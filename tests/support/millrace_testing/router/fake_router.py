@@ -44,6 +44,8 @@ from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.request import ValidRequest
+from millrace_router.request.token_stream import Finished
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.planner import Planner
@@ -68,12 +70,10 @@ from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing.adapters.fake_adapters import MODULE
 from millrace_testing.adapters.fake_adapters import AdapterLoadError
 from millrace_testing.adapters.fake_adapters import FakeAdapters
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
-from millrace_testing.shards.fake_shard import VOCAB_SIZE
 from millrace_testing.shards.fake_shard import FakeShard
 from millrace_testing.shards.hash_shard import HashShard
-from millrace_router.request.token_stream import Finished
-from millrace_router.request.token_stream import TokenEvent
+from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID
+from millrace_testing.shards.hash_tokens import VOCAB_SIZE
 
 EOS_TOKEN_IDS = frozenset({EOS_TOKEN_ID})
 
