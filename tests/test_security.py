@@ -266,8 +266,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/test_security.py::test_each_danger_would_be_seen",
     ),
     "M3": (
-        "tests/shard/weights/quantized/test_wrong_fields_are_refused.py::test_every_damage_to_every_tensor_is_named",
-        "tests/shard/weights/quantized/test_wrong_fields_are_refused.py::test_mutated_checkpoints_are_refused_or_loaded",
+        "tests/shard/weights/quantized/test_refusals.py::test_every_damage_to_every_tensor_is_named",
+        "tests/shard/weights/quantized/test_refusals.py::test_mutated_checkpoints_are_refused_or_loaded",
         "tests/shard/weights/gguf/test_files.py::test_mutated_headers_are_refused_or_loaded",
     ),
     "M4": ("tests/router/security/test_security.py::test_no_way_out",),

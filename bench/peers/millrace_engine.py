@@ -4,6 +4,7 @@ It needs the environment of `launch_environment`, as a shard does.
 """
 
 from __future__ import annotations
+
 import asyncio
 import os
 import time
@@ -13,33 +14,29 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import cast
+
 import torch
+
 from bench.peers.engines import SHARD_FLAGS
 from bench.peers.in_process import InProcessShard
-from bench.peers.worker import Limits
-from bench.peers.worker import Moments
-from bench.peers.worker import Request
-from bench.peers.worker import check_lengths
-from bench.peers.worker import main
+from bench.peers.worker import Limits, Moments, Request, check_lengths, main
 from millrace_router.__main__ import EVENT_LOOP_MODULE
 from millrace_router.config import RouterConfig
 from millrace_router.engine.batcher import Batcher
 from millrace_router.prediction.cost import CostModel
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import read_tokens
+from millrace_router.request.token_stream import TokenEvent, read_tokens
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.start.engine import new_engine
 from millrace_router.start.running import metrics_of
-from millrace_router.start.shards import RouterDeployment
-from millrace_router.start.shards import num_slots
-from millrace_router.start.shards import prefill_tokens
+from millrace_router.start.shards import RouterDeployment, num_slots, prefill_tokens
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_shard.commands.composition import load as load_model
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.warmup import MemoryLimits
-from millrace_router.request.token_stream import TokenEvent
+
 
 class MillraceEngine:
     """One event loop that lives as long as the process; the batcher in it waits between runs."""

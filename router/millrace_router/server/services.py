@@ -1,38 +1,36 @@
 """The parts that HTTP handlers use, assembled once the shards have warmed up, and their first steps."""
 
 from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
 from aiohttp import web
-from millrace_router.access.keys import KEY_NAME
-from millrace_router.access.keys import ApiKeys
+
+from millrace_router.access.keys import KEY_NAME, ApiKeys
 from millrace_router.adapters.resolver import Resolver
 from millrace_router.config import RouterConfig
 from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
-from millrace_router.errors import InternalError
-from millrace_router.errors import RouterError
-from millrace_router.pooling.model import GENERATES
-from millrace_router.pooling.model import PoolingModel
+from millrace_router.errors import InternalError, RouterError
+from millrace_router.pooling.model import GENERATES, PoolingModel
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.reasoning.reasoning_format import ReasoningFormat
 from millrace_router.recovery.quarantine import Quarantine
-from millrace_router.request.limits import Limits
+from millrace_router.request.limits import Dialect, Limits
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.scheduling import scheduling_from
 from millrace_router.server.traces import RequestTraces
-from millrace_router.shards.wire import Capacity
-from millrace_router.shards.wire import ShardInfo
+from millrace_router.shards.wire import Capacity, ShardInfo
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.parsing.call_format import CallFormat
 from millrace_router.validation.validator import Validator
-from millrace_router.request.limits import Dialect
 
 KEEP_ALIVE_SECONDS = 15.0
 

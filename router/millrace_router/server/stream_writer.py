@@ -1,14 +1,14 @@
 """Streams on the server's side: frames of a generation's tokens go straight to the socket while the client keeps up."""
 
 from __future__ import annotations
+
 import asyncio
-from abc import ABC
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
+
 from millrace_router.engine.generation import Generation
-from millrace_router.request.token_stream import TokenSink
-from millrace_router.request.token_stream import TokenEvent
+from millrace_router.request.token_stream import TokenEvent, TokenSink
 
 MAX_UNREAD_BYTES = 2**16
 """Bytes in a connection's buffer above which frames are buffered here; asyncio's own limit."""

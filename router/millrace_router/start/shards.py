@@ -1,23 +1,20 @@
 """Checks the flags, warms up the shards, and resolves the sizes that flags leave open."""
 
 from __future__ import annotations
+
 import asyncio
 from dataclasses import dataclass
+
 import structlog
+
 from millrace_router.config import RouterConfig
-from millrace_router.request.limits import Limits
+from millrace_router.request.limits import Limits, dialect_of
 from millrace_router.request.request import Task
-from millrace_router.scheduler.factory import DEFAULT_PREFILL_TOKENS
-from millrace_router.scheduler.factory import budgets_from
-from millrace_router.scheduler.factory import spare_slots
+from millrace_router.scheduler.factory import DEFAULT_PREFILL_TOKENS, budgets_from, spare_slots
 from millrace_router.scheduler.step_plan import Budgets
-from millrace_router.shards.errors import ShardError
-from millrace_router.shards.errors import ShardHung
-from millrace_router.shards.errors import ShardLost
+from millrace_router.shards.errors import ShardError, ShardHung, ShardLost
 from millrace_router.shards.group import ShardGroup
-from millrace_router.shards.wire import Capacity
-from millrace_router.shards.wire import ShardInfo
-from millrace_router.request.limits import dialect_of
+from millrace_router.shards.wire import Capacity, ShardInfo
 
 TGI_COMPUTE_TYPE = "gpu+optimized"
 """The device that TGI's router reports, unless its launcher found a GPU."""

@@ -1,36 +1,36 @@
 """Adapters on TGI's routes: LoRAX's and SGLang's fields, their refusals, and LoRAX's answers."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 from pathlib import Path
 from typing import Any
+
 import orjson
 import pytest
-from millrace_router.adapters.resolver import ClientRules
-from millrace_router.adapters.resolver import Resolver
-from millrace_router.errors import AdapterForbidden
-from millrace_router.errors import AdapterInvalid
-from millrace_router.errors import AdapterTooLarge
-from millrace_router.errors import AdapterUnavailable
-from millrace_router.errors import GenerationError
-from millrace_router.errors import RouterError
-from millrace_router.request.adapter import MergeRecipe
-from millrace_router.request.adapter import MergeStrategy
-from millrace_router.request.adapter import SignMethod
+
+from millrace_router.adapters.resolver import ClientRules, Resolver
+from millrace_router.errors import (
+    AdapterForbidden,
+    AdapterInvalid,
+    AdapterTooLarge,
+    AdapterUnavailable,
+    GenerationError,
+    RouterError,
+)
+from millrace_router.request.adapter import MergeRecipe, MergeStrategy, SignMethod
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.adapters.fake_fetcher import FakeFetcher
-from millrace_testing.adapters.fake_fetcher import Repository
-from millrace_testing.adapters.fake_fetcher import registered
-from millrace_testing.adapters.fake_fetcher import resolver_of
-from millrace_testing.adapters.fake_fetcher import version
-from millrace_testing.adapters.fake_fetcher import write_adapter
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import echo
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
+from millrace_testing.adapters.fake_fetcher import (
+    FakeFetcher,
+    Repository,
+    registered,
+    resolver_of,
+    version,
+    write_adapter,
+)
+from millrace_testing.router.edge import Edge, echo, play, serving, token_event
 
 A, B = version("a", "A None"), version("b", "B None")
 PATHS = ["/generate", "/generate_stream", "/"]

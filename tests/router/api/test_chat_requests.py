@@ -1,18 +1,17 @@
 """A chat request becomes a prompt and parameters, or a clear refusal."""
 
 from __future__ import annotations
+
 from typing import Any
+
 import pytest
+
 from millrace_router.api.chat.start import joined
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import Edge, limits_with, play, serving
 from millrace_testing.router.streams import CHAT
-from millrace_testing.text.texts import Generations
-from millrace_testing.text.texts import tokenizer
+from millrace_testing.text.texts import Generations, tokenizer
 
 TEMPLATE = (
     "{% for turn in messages %}{{ turn.role }}:{{ turn.content }}"

@@ -1,25 +1,27 @@
 """Adapters on OpenAI's and Anthropic's routes: names of models, and the list of them."""
 
 from __future__ import annotations
+
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
+
 import orjson
 import pytest
+
 from millrace_router.adapters.names import Registry
-from millrace_router.adapters.resolver import ClientRules
-from millrace_router.adapters.resolver import Resolver
+from millrace_router.adapters.resolver import ClientRules, Resolver
 from millrace_router.config import RouterConfig
 from millrace_router.start.adapters import _register
 from millrace_router.start.shards import StartupError
-from millrace_testing.adapters.fake_fetcher import FakeFetcher
-from millrace_testing.adapters.fake_fetcher import Repository
-from millrace_testing.adapters.fake_fetcher import registered
-from millrace_testing.adapters.fake_fetcher import resolver_of
-from millrace_testing.adapters.fake_fetcher import version
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import serving
+from millrace_testing.adapters.fake_fetcher import (
+    FakeFetcher,
+    Repository,
+    registered,
+    resolver_of,
+    version,
+)
+from millrace_testing.router.edge import Edge, limits_with, serving
 
 A, B = version("a", "A None"), version("b", "B None")
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}

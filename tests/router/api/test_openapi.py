@@ -1,65 +1,64 @@
 """The document and the server say the same: of routes, keys, answers, and each way to be refused."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+
 import orjson
 import pytest
+
 from millrace_router.__main__ import main
 from millrace_router.adapters.resolver import Resolver
 from millrace_router.api.anthropic.answers import STATUSES
-from millrace_router.api.openapi.document import OPERATIONS
-from millrace_router.api.openapi.document import REFERENCE
-from millrace_router.errors import AdapterForbidden
-from millrace_router.errors import AdapterNotFound
-from millrace_router.errors import AdapterUnavailable
-from millrace_router.errors import GenerationError
-from millrace_router.errors import IncompleteGeneration
-from millrace_router.errors import RouterError
-from millrace_router.errors import ShardsGone
-from millrace_router.prediction.cost import COEFFICIENTS
-from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.forecast import Estimate
-from millrace_router.prediction.forecast import Prediction
-from millrace_router.request.request import Task
-from millrace_router.request.request import ValidRequest
+from millrace_router.api.openapi.document import OPERATIONS, REFERENCE
+from millrace_router.errors import (
+    AdapterForbidden,
+    AdapterNotFound,
+    AdapterUnavailable,
+    GenerationError,
+    IncompleteGeneration,
+    RouterError,
+    ShardsGone,
+)
+from millrace_router.prediction.cost import COEFFICIENTS, CostModel
+from millrace_router.prediction.forecast import Estimate, Prediction
+from millrace_router.request.request import Task, ValidRequest
 from millrace_router.request.scheduling import PRIORITY_HEADER
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import bodies
 from millrace_router.server.operation import Operation
-from millrace_testing.adapters.fake_fetcher import FakeFetcher
-from millrace_testing.adapters.fake_fetcher import Repository
-from millrace_testing.adapters.fake_fetcher import registered
-from millrace_testing.adapters.fake_fetcher import resolver_of
+from millrace_testing.adapters.fake_fetcher import FakeFetcher, Repository, registered, resolver_of
 from millrace_testing.contract import openapi
-from millrace_testing.contract.openapi import DOCUMENT
-from millrace_testing.contract.openapi import EVENTS
-from millrace_testing.contract.openapi import JSON
-from millrace_testing.contract.openapi import Schema
-from millrace_testing.contract.openapi import check_documented
-from millrace_testing.contract.openapi import described
-from millrace_testing.contract.openapi import events_of
-from millrace_testing.contract.openapi import fits
-from millrace_testing.contract.openapi import path_of
-from millrace_testing.contract.openapi import resolved
-from millrace_testing.contract.openapi import schema_of
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import echo
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import pooling_of
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
+from millrace_testing.contract.openapi import (
+    DOCUMENT,
+    EVENTS,
+    JSON,
+    Schema,
+    check_documented,
+    described,
+    events_of,
+    fits,
+    path_of,
+    resolved,
+    schema_of,
+)
+from millrace_testing.router.edge import (
+    Edge,
+    echo,
+    limits_with,
+    play,
+    pooling_of,
+    serving,
+    token_event,
+)
 
 BY_NAME = {operation.id: operation for operation in OPERATIONS}
 FOR_CLIENTS = [operation for operation in OPERATIONS if not operation.is_admin]

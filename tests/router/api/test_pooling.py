@@ -1,21 +1,19 @@
 """OpenAI's and TEI's routes for embeddings over a batcher whose states are known."""
 
 from __future__ import annotations
+
 import asyncio
 import base64
 import math
 import struct
 from typing import Any
+
 import pytest
+
 from millrace_router.errors import GenerationError
-from millrace_router.request.request import Task
-from millrace_router.request.request import ValidRequest
+from millrace_router.request.request import Task, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import HIDDEN_SIZE
-from millrace_testing.router.edge import echo
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import pooling_of
-from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import HIDDEN_SIZE, echo, limits_with, pooling_of, serving
 
 PROMPTS = {"query": "hello ", "document": ""}
 

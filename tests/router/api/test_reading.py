@@ -1,29 +1,25 @@
 """Fields that the server does not use are refused by name, or named in the answer: on a real socket."""
 
 from __future__ import annotations
+
 import io
 import re
 from typing import Any
+
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from millrace_router.api.body.fields import FieldScope
-from millrace_router.api.body.foreign_routes import TIPS
-from millrace_router.api.body.foreign_routes import foreign_route
-from millrace_router.api.body.refused_fields import UNUSED_FIELDS
-from millrace_router.api.body.refused_fields import RefusedField
-from millrace_router.api.body.sampling import MAX_BIASES
-from millrace_router.api.body.sampling import biases_from
+from millrace_router.api.body.foreign_routes import TIPS, foreign_route
+from millrace_router.api.body.refused_fields import UNUSED_FIELDS, RefusedField
+from millrace_router.api.body.sampling import MAX_BIASES, biases_from
 from millrace_router.api.openapi.document import OPERATIONS
 from millrace_router.errors import ValidationError
 from millrace_router.request.request import Task
 from millrace_testing.project import ROOT
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import logging_to
-from millrace_testing.router.edge import pooling_of
-from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import Edge, limits_with, logging_to, pooling_of, serving
 
 TEMPLATE = "{% for turn in messages %}{{ turn.content }} {% endfor %}"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=200)

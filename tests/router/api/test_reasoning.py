@@ -1,20 +1,16 @@
 """The thought of a chat: separate from the text in answers and streams, counted, requested, and given back."""
 
 from __future__ import annotations
+
 from typing import Any
+
 import pytest
-from millrace_router.request.request import GrammarKind
-from millrace_router.request.request import ValidRequest
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import serving
-from millrace_testing.router.streams import CHAT
-from millrace_testing.router.streams import added_up
-from millrace_testing.text.texts import Generations
-from millrace_testing.text.texts import tokenizer
-from millrace_testing.text.thoughts import CHANNEL_END
-from millrace_testing.text.thoughts import channelled
-from millrace_testing.text.thoughts import tagged
+
+from millrace_router.request.request import GrammarKind, ValidRequest
+from millrace_testing.router.edge import Edge, limits_with, serving
+from millrace_testing.router.streams import CHAT, added_up
+from millrace_testing.text.texts import Generations, tokenizer
+from millrace_testing.text.thoughts import CHANNEL_END, channelled, tagged
 
 TEMPLATE = (
     "{% if tools %}<tool_call>{% endif %}"

@@ -1,23 +1,20 @@
 """The input of a response becomes the chat that the templates get."""
 
 from __future__ import annotations
+
 import json
 from typing import Any
+
 import pytest
 from pydantic import TypeAdapter
-from millrace_router.api.responses.protocol import ResponseEventJson
-from millrace_router.api.responses.protocol import ResponseJson
+
+from millrace_router.api.responses.protocol import ResponseEventJson, ResponseJson
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import GrammarKind
 from millrace_router.validation.validator import Validated
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import serving
-from millrace_testing.router.streams import RESPONSES
-from millrace_testing.router.streams import events_of
-from millrace_testing.router.streams import response_of
-from millrace_testing.router.streams import without_ids
-from millrace_testing.text.texts import Generations
-from millrace_testing.text.texts import tokenizer
+from millrace_testing.router.edge import limits_with, serving
+from millrace_testing.router.streams import RESPONSES, events_of, response_of, without_ids
+from millrace_testing.text.texts import Generations, tokenizer
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = (

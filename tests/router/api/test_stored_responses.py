@@ -1,20 +1,18 @@
 """The store of responses: what it keeps, for whom, how long and how much of it."""
 
 from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
+
 import pytest
+
 from millrace_router.api.responses.store import ResponseStore
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import serving
-from millrace_testing.router.streams import RESPONSES
-from millrace_testing.router.streams import events_of
-from millrace_testing.router.streams import response_of
+from millrace_testing.router.edge import Edge, limits_with, play, serving
+from millrace_testing.router.streams import RESPONSES, events_of, response_of
 
 ITEM = {"type": "message", "role": "user", "content": "a" * 100, "id": "item_1"}
 

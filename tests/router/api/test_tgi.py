@@ -1,44 +1,43 @@
 """TGI's own routes over real sockets: bodies, headers, bytes of streams."""
 
 from __future__ import annotations
+
 import asyncio
 import gc
 import io
 import json
 import threading
 import weakref
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
+
 import orjson
 import pytest
 from tokenizers.processors import TemplateProcessing
 from yarl import URL
+
 from millrace_router.api.tgi.probes import RECENT
 from millrace_router.errors import ShuttingDown
-from millrace_router.prediction.forecast import Estimate
-from millrace_router.prediction.forecast import Prediction
+from millrace_router.prediction.forecast import Estimate, Prediction
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.request.request import SchedulingParameters
-from millrace_router.request.request import ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_router.text.tokenizer import SPANS_AT_ONCE
-from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.text.tokenizer import TokenSpan
-from millrace_testing.router.edge import UNKNOWN
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import echo
-from millrace_testing.router.edge import finished
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
-from millrace_testing.router.fake_router import DirectShards
-from millrace_testing.router.fake_router import new_batcher
+from millrace_router.text.tokenizer import SPANS_AT_ONCE, Tokenizer, TokenSpan
+from millrace_testing.router.edge import (
+    UNKNOWN,
+    Edge,
+    echo,
+    finished,
+    limits_with,
+    play,
+    serving,
+    token_event,
+)
+from millrace_testing.router.fake_router import DirectShards, new_batcher
 from millrace_testing.shards.fake_shard import FakeShard
 
 ASKED = {"inputs": "hello world", "parameters": {"max_new_tokens": 2}}

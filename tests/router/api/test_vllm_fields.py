@@ -1,21 +1,20 @@
 """vLLM's and SGLang's fields on OpenAI's routes, on a real socket."""
 
 from __future__ import annotations
+
 import json
 import re
 from typing import Any
+
 import pytest
 from tokenizers.processors import TemplateProcessing
+
 from millrace_router.api.body.sampling import one_of
 from millrace_router.api.openai.request import OLD_CLIENTS_FIELDS
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
-from millrace_testing.router.edge import echo
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import serving
+from millrace_router.request.request import Grammar, GrammarKind
+from millrace_testing.router.edge import echo, limits_with, serving
 from millrace_testing.router.streams import CHAT
-from millrace_testing.text.texts import Generations
-from millrace_testing.text.texts import tokenizer
+from millrace_testing.text.texts import Generations, tokenizer
 
 TEMPLATE = "{% for turn in messages %}{{ turn.content }} {% endfor %}{{ documents }}"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=200, vocab_size=300)

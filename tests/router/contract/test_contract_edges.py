@@ -1,19 +1,24 @@
 """Section 3.1: routes, keys, browsers; section 3.2: what is refused before a route has seen it."""
 
 from __future__ import annotations
+
 import gzip
 import re
 from collections.abc import Callable
 from typing import Any
+
 import pytest
-from millrace_testing.contract.contract import ABSENT
-from millrace_testing.contract.contract import COLUMNS
-from millrace_testing.contract.contract import EMPTY
-from millrace_testing.contract.contract import JSON
-from millrace_testing.contract.contract import PLAIN
-from millrace_testing.contract.contract import Held
-from millrace_testing.contract.contract import Reply
-from millrace_testing.contract.contract import Rule
+
+from millrace_testing.contract.contract import (
+    ABSENT,
+    COLUMNS,
+    EMPTY,
+    JSON,
+    PLAIN,
+    Held,
+    Reply,
+    Rule,
+)
 
 NATIVE = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}

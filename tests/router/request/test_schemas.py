@@ -1,28 +1,30 @@
 """Schemas as TGI's users write them: without types, and with objects that say nothing of other properties."""
 
 from __future__ import annotations
+
 import json
 from typing import Any
+
 import jsonschema
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
-from millrace_router.api.openai.request import ChatCompletionRequest
-from millrace_router.api.openai.request import CompletionRequest
+
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
 from millrace_router.api.tgi.request import GenerateParameters
 from millrace_router.errors import ValidationError
-from millrace_router.request.grammar import ANY_OBJECT
-from millrace_router.request.grammar import MAX_LEVELS
-from millrace_router.request.grammar import MAX_PARTS
-from millrace_router.request.grammar import MAX_SOURCE_BYTES
-from millrace_router.request.grammar import RawGrammar
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
-from millrace_router.request.schemas import with_closed_objects
-from millrace_router.request.schemas import with_implied_types
+from millrace_router.request.grammar import (
+    ANY_OBJECT,
+    MAX_LEVELS,
+    MAX_PARTS,
+    MAX_SOURCE_BYTES,
+    RawGrammar,
+)
 from millrace_router.request.limits import MILLRACE
+from millrace_router.request.request import Grammar, GrammarKind
+from millrace_router.request.schemas import with_closed_objects, with_implied_types
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}

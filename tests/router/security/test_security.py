@@ -1,6 +1,7 @@
 """Keys, prompts and answers never appear in logs, errors, metrics and public pages."""
 
 from __future__ import annotations
+
 import asyncio
 import io
 import json
@@ -9,51 +10,50 @@ from collections.abc import Callable
 from contextlib import suppress
 from hmac import compare_digest
 from typing import Any
+
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
+
 from millrace_router.adapters.resolver import ClientRules
 from millrace_router.api.body.fields import RequestModel
-from millrace_router.api.openai.request import ChatCompletionRequest
-from millrace_router.api.openai.request import CompletionRequest
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
 from millrace_router.api.platforms.kserve import KserveRequest
 from millrace_router.api.platforms.vertex import VertexRequest
 from millrace_router.api.tgi.request import GenerateRequest
-from millrace_router.errors import AdapterInvalid
-from millrace_router.errors import AdapterUnavailable
-from millrace_router.errors import BodyError
-from millrace_router.errors import RouterError
-from millrace_router.errors import SizeError
-from millrace_router.errors import TemplateError
-from millrace_router.errors import ValidationError
-from millrace_router.request.adapter import AdapterReference
-from millrace_router.request.adapter import MergeRecipe
+from millrace_router.errors import (
+    AdapterInvalid,
+    AdapterUnavailable,
+    BodyError,
+    RouterError,
+    SizeError,
+    TemplateError,
+    ValidationError,
+)
+from millrace_router.request.adapter import AdapterReference, MergeRecipe
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_router.server.bodies import MAX_CONTAINERS
-from millrace_router.server.bodies import MAX_DEPTH
-from millrace_router.server.bodies import check_structure
+from millrace_router.server.bodies import MAX_CONTAINERS, MAX_DEPTH, check_structure
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.validation.rules import MAX_STOP_CHARS
 from millrace_router.validation.validator import Validator
-from millrace_testing.adapters.fake_fetcher import FakeFetcher
-from millrace_testing.adapters.fake_fetcher import Repository
-from millrace_testing.adapters.fake_fetcher import resolver_of
-from millrace_testing.router.edge import LIMITS
-from millrace_testing.router.edge import echo
-from millrace_testing.router.edge import fail
-from millrace_testing.router.edge import grammars_of
-from millrace_testing.router.edge import logging_to
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import word_tokenizer
-from millrace_testing.text.texts import byte_level
-from millrace_testing.text.texts import tokenizer
+from millrace_testing.adapters.fake_fetcher import FakeFetcher, Repository, resolver_of
+from millrace_testing.router.edge import (
+    LIMITS,
+    echo,
+    fail,
+    grammars_of,
+    logging_to,
+    play,
+    serving,
+    word_tokenizer,
+)
+from millrace_testing.text.texts import byte_level, tokenizer
 
 API_KEY = "key-4f1d"
 WRONG_KEY = "wrong-9c2e"

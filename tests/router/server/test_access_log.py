@@ -1,20 +1,18 @@
 """The log line of a request."""
 
 from __future__ import annotations
+
 import io
 import json
 from typing import Any
+
 import orjson
 import pytest
+
 from millrace_router.errors import GenerationError
-from millrace_router.request.request import FinishReason
-from millrace_router.request.request import ValidRequest
+from millrace_router.request.request import FinishReason, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import fail
-from millrace_testing.router.edge import finished
-from millrace_testing.router.edge import logging_to
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
+from millrace_testing.router.edge import fail, finished, logging_to, serving, token_event
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"

@@ -1,30 +1,31 @@
 """The spans of requests over the HTTP edge: names, moments, attributes, and what is never in them."""
 
 from __future__ import annotations
+
 import asyncio
 import io
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
 import orjson
 import pytest
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import ValidRequest
+
+from millrace_router.request.request import Grammar, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_router.telemetry.trace_context import new_context
-from millrace_router.telemetry.trace_context import trace_id_of
-from millrace_router.telemetry.trace_context import trace_metadata
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import FakeCompiler
-from millrace_testing.router.edge import echo
-from millrace_testing.router.edge import fail
-from millrace_testing.router.edge import logging_to
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
+from millrace_router.telemetry.trace_context import new_context, trace_id_of, trace_metadata
+from millrace_testing.router.edge import (
+    Edge,
+    FakeCompiler,
+    echo,
+    fail,
+    logging_to,
+    play,
+    serving,
+    token_event,
+)
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"

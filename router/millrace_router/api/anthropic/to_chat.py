@@ -1,37 +1,39 @@
 """Makes a chat of Anthropic's request for a message."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+from collections.abc import Iterator, Sequence
 from itertools import groupby
+
 import orjson
-from millrace_router.api.anthropic.request import Block
-from millrace_router.api.anthropic.request import CountTokensRequest
-from millrace_router.api.anthropic.request import MessagesRequest
-from millrace_router.api.anthropic.request import MessagesTurn
-from millrace_router.api.anthropic.request import ThinkingBlock
-from millrace_router.api.anthropic.request import ThinkingConfig
-from millrace_router.api.anthropic.request import ToolResultBlock
-from millrace_router.api.anthropic.request import ToolUseBlock
-from millrace_router.api.anthropic.request import joined
+
+from millrace_router.api.anthropic.request import (
+    Block,
+    CountTokensRequest,
+    MessagesRequest,
+    MessagesTurn,
+    ThinkingBlock,
+    ThinkingConfig,
+    ToolResultBlock,
+    ToolUseBlock,
+    joined,
+)
 from millrace_router.api.body.grammars import raw_schema
-from millrace_router.api.body.messages import called
-from millrace_router.api.body.messages import check_exclusive
-from millrace_router.api.body.messages import choose_by_word
-from millrace_router.api.body.messages import choose_named
-from millrace_router.api.body.messages import new_tool
+from millrace_router.api.body.messages import (
+    called,
+    check_exclusive,
+    choose_by_word,
+    choose_named,
+    new_tool,
+)
 from millrace_router.api.body.sampling import openai_generation
 from millrace_router.api.chat.chat import Chat
-from millrace_router.errors import ThreadsUnsupported
-from millrace_router.errors import ValidationError
+from millrace_router.errors import ThreadsUnsupported, ValidationError
 from millrace_router.reasoning.reasoning_format import switch
-from millrace_router.request.generation_request import FieldNames
-from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.text.template_messages import THOUGHT
-from millrace_router.text.template_messages import Message
-from millrace_router.tool_calls.tool import Tool
-from millrace_router.tool_calls.tool import ToolChoice
+from millrace_router.request.generation_request import FieldNames, GenerationRequest
 from millrace_router.request.limits import Dialect
+from millrace_router.text.template_messages import THOUGHT, Message
+from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 NAMES = FieldNames(prompt="messages", max_new_tokens="max_tokens", stop="stop_sequences")
 ID_PREFIX = "toolu_"

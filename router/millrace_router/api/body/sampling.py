@@ -1,35 +1,34 @@
 """What may be drawn: OpenAI's sampling parameters and their meaning, and what the text has to match."""
 
 from __future__ import annotations
+
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
-from typing import Annotated
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
 from pydantic import Field
+
 from millrace_proto.sampling import WARPERS
-from millrace_router.api.body.fields import UINT32_MAX
-from millrace_router.api.body.fields import UINT64_MAX
-from millrace_router.api.body.fields import FieldScope
-from millrace_router.api.body.fields import Float32
-from millrace_router.api.body.fields import Items
-from millrace_router.api.body.fields import RequestModel
-from millrace_router.api.body.fields import SamplingModel
-from millrace_router.api.body.fields import UInt32
+from millrace_router.api.body.fields import (
+    UINT32_MAX,
+    UINT64_MAX,
+    FieldScope,
+    Float32,
+    Items,
+    RequestModel,
+    SamplingModel,
+    UInt32,
+)
 from millrace_router.errors import ValidationError
 from millrace_router.request.float32 import rounded
-from millrace_router.request.generation_request import DryRequest
-from millrace_router.request.generation_request import FieldNames
-from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.request.grammar import ANY_OBJECT
-from millrace_router.request.grammar import RawGrammar
-from millrace_router.request.request import FinishReason
-from millrace_router.request.request import GrammarKind
+from millrace_router.request.generation_request import DryRequest, FieldNames, GenerationRequest
+from millrace_router.request.grammar import ANY_OBJECT, RawGrammar
+from millrace_router.request.limits import Dialect
+from millrace_router.request.request import FinishReason, GrammarKind
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.validation.rules import check_sampling
 from millrace_router.validation.sampling_defaults import GREEDY_NAMES
 from millrace_router.validation.sampling_defaults import NAMES as DEFAULTED
-from millrace_router.request.limits import Dialect
-from millrace_router.request.token_stream import TokenEvent
 
 MAX_BIASES = 300
 """OpenAI's limit, too."""

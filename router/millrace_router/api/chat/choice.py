@@ -1,32 +1,25 @@
 """From the tokens of a generation to the text, the tool calls and the log probabilities of a choice."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Generic
-from typing import TypeVar
+from typing import Generic, TypeVar
+
 from typing_extensions import TypedDict
-from millrace_router.api.body.sampling import DEFAULT_OUTPUT
-from millrace_router.api.body.sampling import OutputOptions
+
+from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
 from millrace_router.api.chat.chat import PreparedChat
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.generation import Usage
-from millrace_router.reasoning.reasoning_format import Split
-from millrace_router.reasoning.reasoning_format import Splitter
+from millrace_router.engine.generation import Generation, Usage
+from millrace_router.reasoning.reasoning_format import Split, Splitter
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
-from millrace_router.request.token_stream import read_tokens
+from millrace_router.request.token_stream import Token, TokenEvent, read_tokens
 from millrace_router.text.stopping import StopTrimmer
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.tool import AnswerParser
-from millrace_router.tool_calls.tool import CallDelta
-from millrace_router.tool_calls.tool import Parsed
-from millrace_router.request.token_stream import Token
-from millrace_router.request.token_stream import TokenEvent
+from millrace_router.tool_calls.tool import AnswerParser, CallDelta, Parsed
 
 STOP = "stop"
 TOOL_CALLS = "tool_calls"

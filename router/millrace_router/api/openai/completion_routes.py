@@ -1,50 +1,52 @@
 """OpenAI's text completions: one or several prompts, and one or several choices of each."""
 
 from __future__ import annotations
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+
 from aiohttp import web
 from typing_extensions import TypeAliasType
+
 from millrace_router.api.body.reading import read_request
-from millrace_router.api.chat.route import openai_route
-from millrace_router.api.chat.route import stream_errors
-from millrace_router.api.openai.completion_stream import CompletionChunks
-from millrace_router.api.openai.completion_stream import Sample
-from millrace_router.api.openai.completion_stream import completion_choice
-from millrace_router.api.openai.completion_stream import completion_streams
-from millrace_router.api.openai.completion_text import CompletionDelta
-from millrace_router.api.openai.completion_text import CompletionLogprobs
-from millrace_router.api.openai.completion_text import CompletionText
-from millrace_router.api.openai.completion_text import Echo
-from millrace_router.api.openai.completion_text import Style
-from millrace_router.api.openai.completion_text import echo_of
-from millrace_router.api.openai.protocol import ChunkJson
-from millrace_router.api.openai.protocol import CompletionCompleteJson
-from millrace_router.api.openai.protocol import CompletionFinalJson
-from millrace_router.api.openai.render import ResponseMeta
-from millrace_router.api.openai.render import prompt_logprobs_json
-from millrace_router.api.openai.render import response_meta
-from millrace_router.api.openai.render import usage_json
+from millrace_router.api.chat.route import openai_route, stream_errors
+from millrace_router.api.openai.completion_stream import (
+    CompletionChunks,
+    Sample,
+    completion_choice,
+    completion_streams,
+)
+from millrace_router.api.openai.completion_text import (
+    CompletionDelta,
+    CompletionLogprobs,
+    CompletionText,
+    Echo,
+    Style,
+    echo_of,
+)
+from millrace_router.api.openai.protocol import (
+    ChunkJson,
+    CompletionCompleteJson,
+    CompletionFinalJson,
+)
+from millrace_router.api.openai.render import (
+    ResponseMeta,
+    prompt_logprobs_json,
+    response_meta,
+    usage_json,
+)
 from millrace_router.api.openai.request import CompletionRequest
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.generation import Usage
+from millrace_router.engine.generation import Generation, Usage
 from millrace_router.errors import BatchSizeExceeded
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.request.token_stream import read_tokens
+from millrace_router.request.token_stream import TokenEvent, read_tokens
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
-from millrace_router.server.headers import answer_headers
-from millrace_router.server.headers import sse_options
-from millrace_router.server.operation import GENERATING
-from millrace_router.server.operation import IDEMPOTENT
-from millrace_router.server.operation import Operation
-from millrace_router.server.services import SERVICES
-from millrace_router.server.services import Services
-from millrace_router.server.services import scheduling_of
+from millrace_router.server.headers import answer_headers, sse_options
+from millrace_router.server.operation import GENERATING, IDEMPOTENT, Operation
+from millrace_router.server.services import SERVICES, Services, scheduling_of
 from millrace_router.server.sse import respond
-from millrace_router.request.token_stream import TokenEvent
 
 Completion = TypeAliasType("Completion", ChunkJson | CompletionFinalJson)
 OPERATIONS = (

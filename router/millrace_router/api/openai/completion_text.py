@@ -1,30 +1,27 @@
 """From the tokens of a generation to the echo, the text and the log probabilities of a text completion."""
 
 from __future__ import annotations
+
 import codecs
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from millrace_router.api.body.sampling import DEFAULT_OUTPUT
-from millrace_router.api.body.sampling import OutputOptions
-from millrace_router.api.chat.choice import LEAST_LOGPROB
-from millrace_router.api.chat.choice import ChoiceDelta
-from millrace_router.api.chat.choice import TrimmedText
-from millrace_router.api.chat.choice import id_name
-from millrace_router.api.chat.choice import text_before_special
+
+from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
+from millrace_router.api.chat.choice import (
+    LEAST_LOGPROB,
+    ChoiceDelta,
+    TrimmedText,
+    id_name,
+    text_before_special,
+)
 from millrace_router.api.openai.protocol import CompletionLogprobsJson
 from millrace_router.request.float32 import shortest
+from millrace_router.request.limits import MILLRACE, Dialect
 from millrace_router.request.request import FinishReason
+from millrace_router.request.token_stream import PromptLogprobs, Token, TokenEvent
 from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.request.limits import MILLRACE
-from millrace_router.request.limits import Dialect
-from millrace_router.request.token_stream import PromptLogprobs
-from millrace_router.request.token_stream import Token
-from millrace_router.request.token_stream import TokenEvent
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")

@@ -1,43 +1,47 @@
 """OpenAI's requests for chats and text completions as strict models."""
 
 from __future__ import annotations
+
 from dataclasses import replace
-from typing import Annotated
-from typing import Any
+from typing import Annotated, Any
+
 from aiohttp import web
-from pydantic import Field
-from pydantic import model_validator
-from millrace_router.api.body.adapters import adapter_of_model
-from millrace_router.api.body.adapters import lorax_headers
-from millrace_router.api.body.fields import FieldScope
-from millrace_router.api.body.fields import Float32
-from millrace_router.api.body.fields import Items
-from millrace_router.api.body.fields import Prompt
-from millrace_router.api.body.fields import RequestModel
-from millrace_router.api.body.fields import UInt32
-from millrace_router.api.body.fields import prompts_of
+from pydantic import Field, model_validator
+
+from millrace_router.api.body.adapters import adapter_of_model, lorax_headers
+from millrace_router.api.body.fields import (
+    FieldScope,
+    Float32,
+    Items,
+    Prompt,
+    RequestModel,
+    UInt32,
+    prompts_of,
+)
 from millrace_router.api.body.grammars import ResponseFormat
-from millrace_router.api.body.messages import ChatMessage
-from millrace_router.api.body.messages import ToolChoiceField
-from millrace_router.api.body.messages import ToolDefinition
-from millrace_router.api.body.messages import as_tools
-from millrace_router.api.body.messages import check_exclusive
-from millrace_router.api.body.messages import choose
-from millrace_router.api.body.messages import for_template
-from millrace_router.api.body.messages import without_functions
-from millrace_router.api.body.sampling import TOP_LOGPROBS
-from millrace_router.api.body.sampling import GuidedFields
-from millrace_router.api.body.sampling import SamplingFields
-from millrace_router.api.body.sampling import biases_from
-from millrace_router.api.body.sampling import openai_generation
+from millrace_router.api.body.messages import (
+    ChatMessage,
+    ToolChoiceField,
+    ToolDefinition,
+    as_tools,
+    check_exclusive,
+    choose,
+    for_template,
+    without_functions,
+)
+from millrace_router.api.body.sampling import (
+    TOP_LOGPROBS,
+    GuidedFields,
+    SamplingFields,
+    biases_from,
+    openai_generation,
+)
 from millrace_router.api.chat.chat import Chat
-from millrace_router.errors import SuffixNotSupported
-from millrace_router.errors import ValidationError
+from millrace_router.errors import SuffixNotSupported, ValidationError
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.request.limits import Limits
+from millrace_router.request.limits import Dialect, Limits
 from millrace_router.server.services import Services
-from millrace_router.request.limits import Dialect
 
 LORAX_FIELDS = frozenset({"adapter_source", "api_token"})
 """Fields that LoRAX has and OpenAI lacks."""

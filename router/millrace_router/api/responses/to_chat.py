@@ -1,42 +1,42 @@
 """Makes a chat of OpenAI's request for a response."""
 
 from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import replace
-from millrace_router.api.body.messages import called
-from millrace_router.api.body.messages import check_exclusive
-from millrace_router.api.body.messages import choose_by_word
-from millrace_router.api.body.messages import choose_named
-from millrace_router.api.body.messages import only
-from millrace_router.api.body.messages import template_content
-from millrace_router.api.body.sampling import TOP_LOGPROBS
-from millrace_router.api.body.sampling import openai_generation
+
+from millrace_router.api.body.messages import (
+    called,
+    check_exclusive,
+    choose_by_word,
+    choose_named,
+    only,
+    template_content,
+)
+from millrace_router.api.body.sampling import TOP_LOGPROBS, openai_generation
 from millrace_router.api.chat.chat import Chat
-from millrace_router.api.responses.request import CallOutputItem
-from millrace_router.api.responses.request import ClientCallItem
-from millrace_router.api.responses.request import ClientCallOutputItem
-from millrace_router.api.responses.request import CustomToolCallItem
-from millrace_router.api.responses.request import FunctionCallItem
-from millrace_router.api.responses.request import InputItem
-from millrace_router.api.responses.request import ItemReference
-from millrace_router.api.responses.request import McpCallItem
-from millrace_router.api.responses.request import MessageItem
-from millrace_router.api.responses.request import ReasoningItem
-from millrace_router.api.responses.request import ResponsesAllowedTools
-from millrace_router.api.responses.request import ResponsesNamedTool
-from millrace_router.api.responses.request import ResponsesRequest
+from millrace_router.api.responses.request import (
+    CallOutputItem,
+    ClientCallItem,
+    ClientCallOutputItem,
+    CustomToolCallItem,
+    FunctionCallItem,
+    InputItem,
+    ItemReference,
+    McpCallItem,
+    MessageItem,
+    ReasoningItem,
+    ResponsesAllowedTools,
+    ResponsesNamedTool,
+    ResponsesRequest,
+)
 from millrace_router.api.responses.tools import joined
-from millrace_router.errors import StoreNeeded
-from millrace_router.errors import ValidationError
-from millrace_router.errors import quoted
-from millrace_router.request.generation_request import FieldNames
-from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.text.template_messages import THOUGHT
-from millrace_router.text.template_messages import Message
-from millrace_router.tool_calls.text_tool import arguments_of
-from millrace_router.tool_calls.tool import Tool
-from millrace_router.tool_calls.tool import ToolChoice
+from millrace_router.errors import StoreNeeded, ValidationError, quoted
+from millrace_router.request.generation_request import FieldNames, GenerationRequest
 from millrace_router.request.limits import Dialect
+from millrace_router.text.template_messages import THOUGHT, Message
+from millrace_router.tool_calls.text_tool import arguments_of
+from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 NAMES = FieldNames(
     prompt="input",
