@@ -63,7 +63,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def points_of(
     rows: Sequence[Row], cases: dict[int, Case], shape: Shape, measured: Machine
 ) -> dict[str, list[tuple[float, float]]]:
-    """(x, median) by engine, and the roofline as a series of its own."""
+    """(x, median) by engine, and the roofline as a separate series."""
     points: dict[str, list[tuple[float, float]]] = {}
     for x, case in cases.items():
         for row in rows:

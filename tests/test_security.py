@@ -4,13 +4,11 @@
 """
 
 from __future__ import annotations
-
 import ast
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -233,7 +231,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "S2": (
         "tests/shard/server/test_address.py::test_a_socket_that_answers_is_left_alone_and_named",
-        "tests/shard/server/test_address.py::test_what_is_no_socket_is_never_replaced",
+        "tests/shard/server/test_address.py::test_a_file_that_is_not_a_socket_is_never_replaced",
     ),
     "S3": (
         "tests/shard/server/test_address.py::test_a_client_of_the_same_authority_is_served",
@@ -344,8 +342,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/shard/kernels/test_choose.py::test_a_cache_that_other_users_can_write_is_not_used",
     ),
     "K2": (
-        "tests/shard/weights/test_hub.py::test_what_other_users_can_write_is_no_place_for_a_model",
-        "tests/shard/weights/test_hub.py::test_another_user_s_folder_is_no_place_for_a_model",
+        "tests/shard/weights/test_hub.py::test_a_folder_that_others_can_write_is_refused_for_a_model",
+        "tests/shard/weights/test_hub.py::test_another_users_folder_is_refused_for_a_model",
     ),
     "K3": ("tests/router/journal/test_journal.py::test_only_their_user_reads_journals",),
     "K4": (

@@ -1,7 +1,7 @@
 """Whether a refactoring changed anything that somebody outside can see: `python -m tools.proof --base REVISION`.
 
-The base revision is checked out into a worktree of its own. Both trees are then asked the same questions, each in processes of
-its own code:
+The base revision is checked out into a separate worktree. Both trees then answer the same questions, each in processes
+that run its code:
 
 - `help`: names, value kinds, choices and defaults of all flags of all commands (their descriptions may change);
 - `openapi`: `/openapi.json` without descriptions;

@@ -96,7 +96,7 @@ class AdaptedModel(Model):
         return adapted
 
     def _load(self) -> None:
-        """Put a copy of one adapter into each slot, with memory of its own."""
+        """Put a copy of one adapter into each slot, with its own memory."""
         self.table.resize(2 * ROWS)
         pack_a, pack_b = torch.ops.millrace.pack_lora_a, torch.ops.millrace.pack_lora_b
         packed = [
@@ -116,7 +116,7 @@ class AdaptedModel(Model):
 
 
 def cases() -> list[list[Case]]:
-    """Groups of steps with equal rows; the first of each has no adapter."""
+    """Groups of steps with equal rows; the first of each is without an adapter."""
     return [
         [Case("1 row", [0]), Case("one adapter", [1])],
         [

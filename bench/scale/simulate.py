@@ -1,6 +1,6 @@
 """`python -m bench.scale simulate`: a fleet behind gateways, under any workload of `millrace simulate`.
 
-Takes the flags of `millrace simulate` beside its own; `--trace` also reads the forms in which Mooncake, Azure and
+Takes the flags of `millrace simulate` and its own; `--trace` also reads the forms in which Mooncake, Azure and
 Qwen-Bailian publish traces. A column of the table is a routing at a point of the sweeps.
 """
 

@@ -19,7 +19,7 @@ LogLevel = Literal["trace", "debug", "info", "warning", "error"]
 
 
 class LogFlags(BaseModel):
-    """What is logged and traced."""
+    """Flags of logs and traces."""
 
     otlp_endpoint: str | None = Field(
         default=None,
@@ -138,7 +138,9 @@ class DeviceFlags(BaseModel):
         " device has it.",
     )
     max_total_tokens: int | None = Field(
-        None, ge=2, description="Longest sequence that will be asked for; RoPE is laid out for it."
+        None,
+        ge=2,
+        description="The longest sequence that requests may have; RoPE is laid out for it.",
     )
     deterministic: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -215,7 +217,7 @@ Quantization = Literal[
 
 
 class WeightFlags(BaseModel):
-    """How a checkpoint is read, quantised and extended."""
+    """Flags of a checkpoint: how it is read, quantised and extended."""
 
     allow_unlisted_model: bool = Field(
         default=False,
@@ -266,12 +268,12 @@ class WeightFlags(BaseModel):
     rope_factor: float | None = Field(
         default=None,
         gt=0,
-        description="Factor of --rope-scaling, 1.0 when absent; alone it implies linear.",
+        description="Factor of --rope-scaling, 1.0 when absent; without --rope-scaling it implies linear.",
     )
 
 
 class RequestFlags(BaseModel):
-    """What requests may use in addition to plain sampling."""
+    """Flags of what requests may use in addition to plain sampling."""
 
     grammar_timeout: float = Field(
         default=2.0,

@@ -1,54 +1,59 @@
 """The schedule of faults and the population of requests: all that a seed decides."""
 
 from __future__ import annotations
-
 import json
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
-
 import orjson
 import psutil
 import pytest
-from bench.faults.adapters import CHANGING, MAX_LORAS, SHELVED, STEADY
+from bench.faults.adapters import CHANGING
+from bench.faults.adapters import MAX_LORAS
+from bench.faults.adapters import SHELVED
+from bench.faults.adapters import STEADY
 from bench.faults.chaos.__main__ import parse_arguments
-from bench.faults.chaos.allowed_errors import AllowedError, AllowedErrors
-from bench.faults.chaos.answers import (
-    Answer,
-    EventReader,
-    difference,
-    flaws,
-    nearest,
-    prefix_difference,
-    stable,
-)
-from bench.faults.chaos.audit import (
-    MAX_SHOWN,
-    MEMORY_GROWTH,
-    SLACK_FDS,
-    SLACK_THREADS,
-    Ledger,
-    Reading,
-    leaks,
-    not_idle,
-    read,
-    refusal_flaws,
-)
-from bench.faults.chaos.campaign import USUAL, Fault, Kind, campaign
+from bench.faults.chaos.allowed_errors import AllowedError
+from bench.faults.chaos.allowed_errors import AllowedErrors
+from bench.faults.chaos.answers import Answer
+from bench.faults.chaos.answers import EventReader
+from bench.faults.chaos.answers import difference
+from bench.faults.chaos.answers import flaws
+from bench.faults.chaos.answers import nearest
+from bench.faults.chaos.answers import prefix_difference
+from bench.faults.chaos.answers import stable
+from bench.faults.chaos.audit import MAX_SHOWN
+from bench.faults.chaos.audit import MEMORY_GROWTH
+from bench.faults.chaos.audit import SLACK_FDS
+from bench.faults.chaos.audit import SLACK_THREADS
+from bench.faults.chaos.audit import Ledger
+from bench.faults.chaos.audit import Reading
+from bench.faults.chaos.audit import leaks
+from bench.faults.chaos.audit import not_idle
+from bench.faults.chaos.audit import read
+from bench.faults.chaos.audit import refusal_flaws
+from bench.faults.chaos.campaign import USUAL
+from bench.faults.chaos.campaign import Kind
+from bench.faults.chaos.campaign import campaign
 from bench.faults.chaos.injection import most_restarts
-from bench.faults.chaos.malformed import MALFORMED, OVERSIZED
-from bench.faults.chaos.pauses import PARTS, Arrivals, Pause, all_moving_at, parts, pause_end
-from bench.faults.chaos.population import Request, greedy_streams, mixed_streams, population
-from bench.faults.chaos.report import as_json, text
-from bench.faults.chaos.run import Outcome
+from bench.faults.chaos.malformed import MALFORMED
+from bench.faults.chaos.malformed import OVERSIZED
+from bench.faults.chaos.pauses import PARTS
+from bench.faults.chaos.pauses import Arrivals
+from bench.faults.chaos.pauses import all_moving_at
+from bench.faults.chaos.pauses import parts
+from bench.faults.chaos.pauses import pause_end
+from bench.faults.chaos.population import Request
+from bench.faults.chaos.population import greedy_streams
+from bench.faults.chaos.population import mixed_streams
+from bench.faults.chaos.population import population
 from bench.faults.chaos.scenes import SCENES
-from bench.faults.deployment import Line, parse_lines
+from bench.faults.deployment import Line
+from bench.faults.deployment import parse_lines
 from bench.faults.members import Members
-
 from millrace_router.adapters.fetcher import MAX_AT_ONCE
 from millrace_shard.structured_output.grammar_compiler import NUM_COMPILES
-
 
 @pytest.mark.parametrize("num_faults", [1, 5, 14, 15, 100, 333])
 def test_a_campaign_has_as_many_faults_as_asked_for(num_faults: int) -> None:
@@ -313,7 +318,7 @@ def test_events_are_read_however_they_are_cut(size: int) -> None:
     assert reader.rest == b'data: {"cut'
 
 
-def test_what_is_no_json_is_refused() -> None:
+def test_texts_that_are_not_json_are_refused() -> None:
     with pytest.raises(orjson.JSONDecodeError):
         Answer().take(b"{")
 
@@ -442,30 +447,6 @@ def test_two_adapters_are_fetched_at_a_time() -> None:
     assert members(*ALL, *[fetching] * MAX_AT_ONCE).is_complete(2)
     assert members(*ALL, fetching).fetchers == [len(ALL)]
     assert not members(*ALL, *[fetching] * (MAX_AT_ONCE + 1)).is_complete(2)
-
-
-def test_the_report_shows_faults_and_problems() -> None:
-    fault = Fault(kind=Kind.KILL, ranks=(0,), delay=0.1, seed=1)
-    pauses = [
-        Pause(fault_at=10.0, resumed_at=10.0 + silence + 0.25, silence=silence, all_moving=moving)
-        for silence, moving in ((2.0, 3.0), (4.0, None))
-    ]
-    outcome = Outcome(recovered=[(fault, pause) for pause in pauses], exit_code=0)
-    outcome.ledger.seconds["until a 429"].extend([0.008, 0.01])
-    assert "Audit: clean" in text(outcome)
-    outcome.not_recovered.append(fault)
-    outcome.ledger.wrong("request 3: event 2 is b instead of a")
-    shown = text(outcome)
-    assert "Audit: 1 problems" in shown
-    assert "request 3: event 2" in shown
-    cells = [cell.strip() for cell in shown.splitlines()[2].split("|")]
-    assert cells[1:6] == [Kind.KILL.value.text, "3", "2", "3.00", "4.00"]
-    assert cells[6:10] == ["3.25", "4.25", "3.00", "3.00"]
-    assert "until a 429: p50 9, " in shown
-    content = as_json(outcome)
-    assert content["faults"][0]["silence_max"] == 4.0
-    assert content["faults"][-1]["injected"] == 3
-    assert content["not_recovered"] == ["KILL"]
 
 
 def test_tokens_under_way_do_not_end_a_pause() -> None:

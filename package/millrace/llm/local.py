@@ -182,7 +182,7 @@ async def _events(generations: Sequence[Generation]) -> AsyncIterator[tuple[int,
 
 @contextmanager
 def _typed() -> Iterator[None]:
-    """Raise the router's errors as those of this package."""
+    """Raise this package's errors in place of the router's."""
     try:
         yield
     except RouterError as error:

@@ -101,7 +101,7 @@ class FailedSequences:
         return self.merge(slots, failed)
 
     def merge(self, slots: Tensor, failed: Tensor) -> Tensor:
-        """As `with_earlier`, for one sample of each of `slots` [R] on the device."""
+        """The same as `with_earlier`, for one sample of each of `slots` [R] on the device."""
         self._may_have_some = True
         failed = self._flags[slots].logical_or_(failed)
         self._flags[slots] = failed
@@ -240,7 +240,7 @@ class Batch:
     def ragged_with(
         self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints, others: Many[Ints]
     ) -> tuple[RaggedBatch, tuple[Tensor, ...]]:
-        """As `ragged`, and `others` on the device by the same copy."""
+        """The same as `ragged`, with `others` on the device by the same copy."""
         token_rows, positions = spread(starts, counts)
         token_slots = slots[token_rows]
         context = starts + counts
@@ -275,7 +275,7 @@ class Batch:
         return ragged, uploaded[7:]
 
     def ragged_decodes(self, slots: Ints, starts: Ints) -> RaggedBatch:
-        """As `ragged`, for rows of one token each, with the logits of every row."""
+        """The same as `ragged`, for rows of one token each, with the logits of every row."""
         size, context = len(slots), starts + 1
         width = -(-int(context.max()) // self.limits.block_size)
         columns = [starts, self.blocks.cache_rows(slots, starts)]

@@ -1,4 +1,4 @@
-"""The kernels that the flags ask for."""
+"""Chooses the kernels for the flags."""
 
 from __future__ import annotations
 

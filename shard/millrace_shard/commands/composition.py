@@ -66,7 +66,6 @@ def build_engine(config: ShardConfig, device: torch.device) -> Engine:
 
 
 def load(config: ShardConfig, device: torch.device) -> LoadedModel:
-    """Connect the ranks, then read this rank's weights."""
     config = with_folders(config)
     group = _connect(config, device)
     dtype = choose_dtype(config, device)
@@ -183,7 +182,7 @@ def _rope_override(config: ShardConfig) -> RopeOverride | None:
 
 
 class TracingError(RuntimeError):
-    """Traces are asked for, and OpenTelemetry is not installed."""
+    """Traces are requested, but OpenTelemetry is not installed."""
 
 
 def open_tracing(config: ShardConfig) -> TracingInterceptor | None:

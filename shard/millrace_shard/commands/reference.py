@@ -117,7 +117,6 @@ def answers(model: PreTrainedModel, lines: Iterable[str]) -> Iterator[dict[str, 
 
 @torch.inference_mode()
 def generate(model: PreTrainedModel, question: Question) -> dict[str, list[Any]]:
-    """The greedy continuation of one prompt, as columns of `max_new_tokens` values."""
     prompt = torch.tensor([question.input_ids])
     output = model.generate(
         prompt,

@@ -46,7 +46,7 @@ class LayerCache:
     def zero(self, blocks: Tensor) -> None:
         """Zero `blocks` [n] int64."""
         for each in self.by_block:
-            # There is no index_fill_ for fp8.
+            # index_fill_ does not support fp8.
             (each.view(torch.int8) if each.itemsize == 1 else each).index_fill_(0, blocks, 0)
 
 

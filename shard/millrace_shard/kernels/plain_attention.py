@@ -94,7 +94,7 @@ def attend_fast(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: Sc
 def attend_fixed(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule) -> Tensor:
     """Attend by query tiles and key chunks on a grid of absolute positions, with online softmax in float32: [T, H * D].
 
-    The place of a query in its tile, and the chunks and their order, depend on its position alone.
+    The place of a query in its tile, and the chunks and their order, depend only on its position.
     """
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     start = 0

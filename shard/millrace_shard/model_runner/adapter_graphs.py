@@ -115,7 +115,6 @@ class AdapterGraphs:
         )
 
     def _rows_of(self, size: int, table: AdapterTable) -> AdapterRows:
-        """Rows that read their adapters from the buffer."""
         rows = AdapterRows(
             host=np.zeros(size, dtype=np.int64),
             slots=torch.zeros(size, dtype=torch.int32, device=table.device),

@@ -161,7 +161,6 @@ class DecodeGraphs:
         )
 
     def _adapted(self, bucket: _Bucket, trial: TrialSequence) -> AdaptedWork:
-        """The work of `bucket` for rows with adapters."""
         return AdaptedWork(
             pad=partial(self._pad, bucket.inputs),
             forward=partial(self._forward, bucket.inputs),
@@ -170,7 +169,6 @@ class DecodeGraphs:
         )
 
     def _pad(self, inputs: Tensor) -> None:
-        """Let all rows be padding."""
         nothing = DecodeColumns(no_ints(), no_ints(), no_ints())
         upload_into(inputs, self._padded(nothing, inputs.shape[1]))
 

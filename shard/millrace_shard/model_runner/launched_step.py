@@ -236,7 +236,6 @@ class LaunchedStep:
         return result if self._pooled is None else self._pooled.add_to(result)
 
     def _closed_slots(self) -> tuple[int, ...]:
-        """Slots whose last token closes their text."""
         if self._tokens is None or not self._tokens.num_open:
             return ()
         slots, counts = self._tokens.layout.yield_slots, self._tokens.emitted.counts

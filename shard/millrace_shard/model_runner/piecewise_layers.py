@@ -60,7 +60,6 @@ class _Buffers:
         return cls(residual, columns, queries.new_zeros(queries.shape), attended, padding_row)
 
     def load(self, residual: Tensor, batch: RaggedBatch, size: int) -> None:
-        """Copy the tokens of a step, and pad them to `size`."""
         count = len(residual)
         self.residual[:count] = residual
         self.residual[count:size] = 0
@@ -85,12 +84,10 @@ class PiecewiseLayers:
         self._buffers: _Buffers
 
     def allocate(self, num_tokens: int, caches: Sequence[LayerCache], padding_row: int) -> None:
-        """Allocate buffers for pieces over `caches`."""
         self._caches = caches
         self._buffers = _Buffers.allocate(num_tokens, self._attentions[0], caches[0], padding_row)
 
     def use(self, pieces: dict[int, list[Captured]]) -> None:
-        """Replay `pieces`, by number of tokens, from now on."""
         self._pieces = dict(sorted(pieces.items()))
 
     def piece(self, index: int, size: int) -> Tensor:

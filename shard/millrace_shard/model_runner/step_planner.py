@@ -65,7 +65,6 @@ class StepPlanner:
         )
 
     def add(self, tokens: StepTokens) -> None:
-        """A planned step was launched."""
         if self._reads_tokens or len(tokens.unverified):
             self._pending.add(tokens)
 

@@ -21,7 +21,7 @@ from millrace_shard.device.transfers import as_words
 from millrace_shard.kernels.scores import Best, choose_greedy
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun
 from millrace_shard.model_runner.graph_capture import Capture, Captured, GraphSettings
-from millrace_shard.sampling.processors import tile_height
+from millrace_shard.sampling.sampling_rows import tile_height
 from millrace_shard.sampling.warpers import choose_plain
 
 KIND = "CUDA graphs of the choice of tokens"

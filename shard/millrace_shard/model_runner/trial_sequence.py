@@ -43,7 +43,6 @@ class TrialSequence:
     def compute(
         self, model: CausalModel, kernels: Kernels, cache: Sequence[LayerCache], batch: Batch
     ) -> None:
-        """Admit the sequence and compute its keys and values."""
         num_blocks = -(-self._num_tokens // batch.limits.block_size)
         ids = (np.arange(self._num_tokens, dtype=np.int64) * 7 + 1) % batch.limits.vocab_size
         blocks = batch.apply(

@@ -69,7 +69,6 @@ class ConfigReader:
 
     @property
     def model_type(self) -> str:
-        """The name of the family."""
         return str(self._fields.get("model_type"))
 
     def value(self, name: str) -> Any:  # noqa: ANN401
@@ -159,12 +158,10 @@ class ConfigReader:
                 raise UnsupportedModel(f"layer_types={kinds!r} is not for {self.model_type}")
 
     def fields_read(self) -> frozenset[str]:
-        """The names of all fields that have been asked for."""
         return frozenset(self._read)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a number, within the range of float32."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return -LARGEST_NUMBER <= value <= LARGEST_NUMBER
@@ -195,7 +192,7 @@ def read_rope(
     """The rotary embedding of layers of `layer_kind`, or of all layers if it is None.
 
     `theta_field` is the field outside the object that has the base; `extra` names parameters that the family reads by
-    itself; `may_be_partial` says whether its class in transformers can rotate a part of the channels.
+    itself; `may_be_partial` is whether its class in transformers can rotate a part of the channels.
     """
     fields = rope_parameters(config, layer_kind)
     max_positions = config.count("max_position_embeddings")
@@ -379,7 +376,7 @@ def _stretch(factor: float, mscale: float) -> float:
 
 
 _SHARED = ("dtype", "eos_token_id", "quantization_config", "torch_dtype")
-"""Fields that may stand in the outer object alone."""
+"""Fields that only the outer object may have."""
 _BIDIRECTIONAL = ("paligemma",)
 """Classes whose text models are bidirectional within a prompt."""
 
@@ -397,7 +394,7 @@ def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             f"model_type={raw['model_type']!r} is not supported: its tokens attend to later ones of a prompt"
         )
     outer = {name: raw[name] for name in _SHARED if raw.get(name) is not None}
-    # The outer class has the head, and says whether it is the embedding.
+    # The outer class has the head, and whether it is the embedding.
     own = {name: raw[name] for name in ("tie_word_embeddings",) if raw.get(name) is not None}
     return {**outer, **text, **own, "architectures": None}
 

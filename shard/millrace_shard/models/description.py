@@ -1,4 +1,4 @@
-"""What the folder of a model says about it, before any weight is read."""
+"""The description of a model by the files of its folder, before any weight is read."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ModelDescription:
     dtype: torch.dtype | None
     """Dtype of the weights; None if the config names none of float16, bfloat16 and float32."""
     eos_token_ids: tuple[int, ...]
-    """Those of generation_config.json, else of the config."""
+    """The ids in generation_config.json, else in the config."""
     spec: DecoderSpec | None = None
     config: PretrainedConfig | None = None
     kv_cache_scheme: object = None
-    """How the checkpoint says that its KV cache is quantised, unchecked."""
+    """The checkpoint's setting for a quantised KV cache, unchecked."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelDescription:
@@ -81,7 +81,7 @@ class ModelDescription:
         )
 
     def cache_dtype(self) -> torch.dtype | None:
-        """The dtype of the KV cache that the checkpoint asks for, if any. Raises UnsupportedModel for other schemes."""
+        """The dtype of the KV cache that the checkpoint requests, if any. Raises UnsupportedModel for other schemes."""
         return cache_dtype_of(self.kv_cache_scheme)
 
     def with_rope(self, override: RopeOverride | None) -> ModelDescription:
@@ -95,7 +95,7 @@ class ModelDescription:
         return self
 
     def info(self) -> ModelInfo:
-        """What the router needs to know."""
+        """The facts about the model that the router needs."""
         if self.spec is not None:
             windows = {layer.attention.window for layer in self.spec.layers}
             return ModelInfo(
@@ -180,7 +180,6 @@ def _longest_sequence(spec: DecoderSpec) -> int:
 
 
 def _is_embedding(folder: Path, text: Mapping[str, Any]) -> bool:
-    """Whether the files say that the model is for embeddings."""
     classes = text.get("architectures")
     is_base = isinstance(classes, list) and any(str(name).endswith("Model") for name in classes)
     return is_base or (folder / SENTENCE_TRANSFORMERS).is_file()

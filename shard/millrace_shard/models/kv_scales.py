@@ -29,7 +29,7 @@ class ScaleReader(Protocol):
 def read_kv_scales(weights: ScaleReader, attention: str) -> tuple[float, float]:
     """Scales of keys and values of the module `attention`; 1 if the checkpoint has none.
 
-    Raises WeightsError for a scale that is no positive finite number, and if only one of the two is there.
+    Raises WeightsError for a scale that is not a positive finite number, and if only one of the two is there.
     """
     key, value = (
         _first(weights, attention, names + SHARED_NAMES) for names in (KEY_NAMES, VALUE_NAMES)

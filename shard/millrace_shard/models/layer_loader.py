@@ -60,7 +60,6 @@ class LayerLoader:
         self._experts = ExpertsLoader(spec.hidden_size, weights, self._linears, group)
 
     def embedding(self) -> Tensor:
-        """The rank's rows of the embedding."""
         return self._vocabulary(self._spec.names.embedding)
 
     @property
@@ -112,7 +111,6 @@ class LayerLoader:
         return not is_used
 
     def last_norm(self) -> NormWeights:
-        """The norm before the head."""
         spec = self._spec
         return self._norm(spec.names.norm, spec.norm, spec.hidden_size)
 

@@ -142,7 +142,6 @@ class ExpertsLoader:
     def __init__(
         self, hidden_size: int, weights: Weights, linears: LinearLoader, group: ProcessGroup
     ) -> None:
-        """`linears` reads the linears of shared experts."""
         self._hidden = hidden_size
         self._weights = weights
         self._shared_linears = linears
@@ -236,7 +235,6 @@ class _StackedExperts:
         spec: ExpertsSpec,
         names: ExpertNames,
     ) -> None:
-        """`module` is the prefix of the tensors."""
         self._weights = weights
         self._gate_up, self._down = module + names.stacked_gate_up, module + names.stacked_down
         self._transposed = names.transposed
@@ -255,7 +253,6 @@ class _StackedExperts:
             self._biases = gate_up, down if group.rank == 0 else None
 
     def __call__(self, index: int) -> ExpertWeights:
-        """The rank's part of an expert."""
         gate_up_bias = down_bias = None
         if self._biases is not None:
             gate_up_bias = torch.cat([self._biases[0][index][rows] for rows in self._gates_and_ups])
@@ -291,14 +288,12 @@ class _StackedExperts:
         return self._matrix(name, outputs, inputs, index)[rows, columns]
 
     def _matrix(self, name: str, outputs: int, inputs: int, index: int) -> Tensor:
-        """One expert's weight [outputs, inputs]."""
         if not self._transposed:
             return self._weights.stacked(name, (self._count, outputs, inputs), index)
         return self._weights.stacked(name, (self._count, inputs, outputs), index).t()
 
     @property
     def _gates_and_ups(self) -> tuple[slice, slice]:
-        """The rank's rows of gates and of ups."""
         first, end = self._channels.start, self._channels.stop
         if self._transposed:
             return slice(2 * first, 2 * end, 2), slice(2 * first + 1, 2 * end, 2)

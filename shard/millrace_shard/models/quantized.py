@@ -1,4 +1,4 @@
-"""How a model's linears are quantised, found before its weights are read."""
+"""The quantisation of a model's linears, found before its weights are read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def named_linears(spec: DecoderSpec) -> list[NamedLinear]:
 
 
 def expert_linears(spec: DecoderSpec) -> list[NamedLinear]:
-    """Those of the first routed expert of each layer that has experts."""
+    """The linears of the first routed expert of each layer that has experts."""
     linears = list[NamedLinear]()
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.feed_forward, ExpertsSpec):
@@ -107,7 +107,7 @@ logger = logging.getLogger(__name__)
 def quantization_of(
     folder: Path, flag: str | None, spec: DecoderSpec, world_size: int
 ) -> Quantization | MadeAtLoad | None:
-    """The quantisation of the checkpoint, or the one that --quantize asks for; None for plain weights.
+    """The quantisation of the checkpoint, or the one that --quantize requests; None for plain weights.
 
     Raises UnsupportedModel, also for ranks that cannot share the groups of inputs.
     """

@@ -32,7 +32,7 @@ def rope_table(rope: RopeSpec, num_positions: int, *, long_context: bool = False
     """A table [num_positions, rotary_dim] float32 on CPU: cosines in the first half, sines in the second, both scaled.
 
     Two kinds depend on a length. transformers takes the longest one in the batch, so that the keys of a sequence depend
-    on the other sequences and on its prefill chunks. Here a row of the table depends on its position alone:
+    on the other sequences and on its prefill chunks. Here a row of the table depends only on its position:
 
     - dynamic: position p is rotated as in a sequence of p + 1 tokens. That equals `generate` for prompts within
       `max_position_embeddings`, even if the generation exceeds it.
@@ -181,7 +181,6 @@ class RopeTables:
     """Makes each table once."""
 
     def __init__(self, max_total_tokens: int | None, device: torch.device) -> None:
-        """`max_total_tokens` is the length of the longest sequence, if known."""
         self._max_total_tokens = max_total_tokens
         self._device = device
         self._tables: dict[RopeSpec, Tensor] = {}

@@ -186,7 +186,6 @@ class TokenCounts:
         """[slots], the tokens of each slot that are counted; 0 means that its counts are undefined."""
 
     def forget(self, slot: int) -> None:
-        """Another sequence takes over `slot`."""
         self._num_counted[slot] = 0
 
     def penalise(self, scores: Tensor, chosen: Ints, rows: SamplingRows) -> None:

@@ -9,7 +9,7 @@ therefore returns a few tokens more than requested; the host reads the whole row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,8 +24,8 @@ from millrace_shard.device import transfers
 from millrace_shard.device.transfers import download_on_side_stream, upload
 from millrace_shard.kernels.scores import RowMasks, SamplingKernels, aligned, choose_greedy
 from millrace_shard.sampling.penalties import Bias, BiasTable
-from millrace_shard.sampling.processors import Processors, tile_height
-from millrace_shard.sampling.sampling_rows import RowGroups, RowIndexes
+from millrace_shard.sampling.processors import Processors
+from millrace_shard.sampling.sampling_rows import RowGroups, RowIndexes, tiles
 from millrace_shard.sampling.sampling_rows import SamplingRows as SamplingRows
 from millrace_shard.sampling.thresholds import draw_from, find_threshold, uniforms
 from millrace_shard.sampling.warpers import (
@@ -171,7 +171,7 @@ class Sampler:
         size = logits.shape[1]
         parts = [
             (tile, _choose_best(self._select_rows(logits, tile)))
-            for tile in self._tiles(np.flatnonzero(groups.is_greedy), size)
+            for tile in tiles(np.flatnonzero(groups.is_greedy), self._device, size)
         ]
         is_left = ~groups.is_greedy
         if transfers.is_synchronous(self._device):
@@ -181,7 +181,7 @@ class Sampler:
                     is_left[parts[-1][0]] = False
         parts += [
             (tile, self._sample_whole(self._select_rows(logits, tile), rows.select(tile)))
-            for tile in self._tiles(np.flatnonzero(is_left), size)
+            for tile in tiles(np.flatnonzero(is_left), self._device, size)
         ]
         return _join(parts, self._index)
 
@@ -197,13 +197,13 @@ class Sampler:
         """Sample the complete ones of the `chosen` rows; returns these rows and their tokens."""
         warpers = CandidateWarpers(rows.parameters[chosen], self._device)
         has_top_k = bool(rows.parameters["top_k"][chosen[0]] > 0)
-        tiles = []
+        parts = []
         done = 0
-        for tile in self._tiles(chosen, logits.shape[1]):
+        for tile in tiles(chosen, self._device, logits.shape[1]):
             temperature = None if has_top_k else warpers.temperature[done : done + len(tile)]
-            tiles.append(find_candidates(self._select_rows(logits, tile), temperature))
+            parts.append(find_candidates(self._select_rows(logits, tile), temperature))
             done += len(tile)
-        candidates = join_candidates(tiles)
+        candidates = join_candidates(parts)
         scores, is_complete = warpers.apply(candidates)
         complete = np.flatnonzero(is_complete.numpy())
         complete_rows = chosen[complete]
@@ -235,9 +235,11 @@ class Sampler:
         p, size = rows.parameters, scores.shape[1]
         scores = aligned(scores)
         if len(chosen := np.flatnonzero(p["top_n_sigma"] > 0)):
-            keep = partial(_keep, keep_top_n_sigma, self._column(rows, "top_n_sigma", chosen))
+            keep = partial(
+                _keep, keep_top_n_sigma, rows.column("top_n_sigma", self._device, chosen)
+            )
             scores = self._change_rows(scores.clone(), chosen, keep)
-        scores = apply_temperature(scores, self._column(rows, "temperature"))
+        scores = apply_temperature(scores, rows.column("temperature", self._device))
         scores = self._warp(scores, rows)
         logprobs = scores.log_softmax(-1)
         drawn = np.flatnonzero(p["do_sample"])
@@ -261,20 +263,20 @@ class Sampler:
         """Scores [n, V], with dropped tokens at minus infinity."""
         p = rows.parameters
         if len(chosen := np.flatnonzero(p["top_k"] > 0)):
-            ks = self._column(rows, "top_k", chosen)
+            ks = rows.column("top_k", self._device, chosen)
             largest = int(p["top_k"].max())
             scores = self._change_rows(
                 scores, chosen, lambda some: keep_top_k(some, ks, largest, self._find_threshold)
             )
         for name, keep_part in shares(self._find_threshold or find_threshold):
             if len(chosen := np.flatnonzero(p[name] != NEUTRAL[name])):
-                keep = partial(_keep, keep_part, self._column(rows, name, chosen))
+                keep = partial(_keep, keep_part, rows.column(name, self._device, chosen))
                 scores = self._change_rows(scores, chosen, keep)
         if len(chosen := np.flatnonzero(p["xtc_probability"] > 0)):
             exclude = partial(
                 exclude_top_choices,
-                probability=self._column(rows, "xtc_probability", chosen),
-                threshold=self._column(rows, "xtc_threshold", chosen),
+                probability=rows.column("xtc_probability", self._device, chosen),
+                threshold=rows.column("xtc_threshold", self._device, chosen),
                 uniforms=self._uniforms(rows, chosen),
             )
             scores = self._change_rows(scores, chosen, exclude)
@@ -296,24 +298,11 @@ class Sampler:
             return logits[first : last + 1]
         return logits[self._index(rows)]
 
-    def _tiles(self, rows: Ints, size: int) -> Iterator[Ints]:
-        """Split `rows`, of `size` scores each, into parts that are processed together."""
-        height = tile_height(self._device, size)
-        return (rows[start : start + height] for start in range(0, len(rows), height))
-
     def _uniforms(self, rows: SamplingRows, chosen: Ints | None = None) -> Tensor:
         if rows.device is not None:
             return (rows.device if chosen is None else rows.device.select(chosen)).uniforms
         drawn = uniforms(rows.parameters["seed"], rows.positions)
         return upload(drawn if chosen is None else drawn[chosen], self._device)
-
-    def _column(self, rows: SamplingRows, name: str, chosen: Ints | None = None) -> Tensor:
-        """One parameter of the rows, or of those that are `chosen`, [n, 1] on the device."""
-        if rows.device is not None:
-            some = rows.device if chosen is None else rows.device.select(chosen)
-            return some.column(name)
-        values = rows.parameters[name]
-        return upload(values if chosen is None else values[chosen], self._device)[:, None]
 
 
 def _keep(keep: Callable[[Tensor, Tensor], Tensor], column: Tensor, scores: Tensor) -> Tensor:
@@ -321,7 +310,6 @@ def _keep(keep: Callable[[Tensor, Tensor], Tensor], column: Tensor, scores: Tens
 
 
 def _join(parts: list[tuple[Ints, Sampled]], index: RowIndexes) -> Sampled:
-    """Concatenate the tokens of `parts` in the order of the rows."""
     sampled = [part for _, part in parts]
     # Row numbers of top tokens within a part become row numbers of the step.
     tops = tuple(replace(top, rows=rows[top.rows]) for rows, part in parts for top in part.top)

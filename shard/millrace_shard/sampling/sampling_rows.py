@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,21 @@ from millrace_shard.device import transfers
 from millrace_shard.device.transfers import upload
 
 MOST_KEPT = 64
+TILE_ELEMENTS = 1 << 19
+"""Scores per tile on CPU, so that the result of a pass is still in the cache for the next pass."""
+DEVICE_TILE_ELEMENTS = 1 << 23
+"""Scores per tile elsewhere, which bounds scratch memory to some 40 bytes each whatever the batch is."""
+
+
+def tile_height(device: torch.device, width: int) -> int:
+    most = TILE_ELEMENTS if device.type == "cpu" else DEVICE_TILE_ELEMENTS
+    return max(1, most // width)
+
+
+def tiles(rows: Ints, device: torch.device, width: int) -> Iterator[Ints]:
+    """Split `rows`, of `width` elements each, into parts that are processed together."""
+    height = tile_height(device, width)
+    return (rows[start : start + height] for start in range(0, len(rows), height))
 
 
 class RowIndexes:
@@ -144,6 +160,13 @@ class SamplingRows:
             table_rows=self.table_rows[rows],
             device=None if self.device is None else self.device.select(rows),
         )
+
+    def column(self, name: str, target: torch.device, chosen: Ints | None = None) -> Tensor:
+        """One parameter of the rows, or of those that are `chosen`, [n, 1] on `target`."""
+        if self.device is not None:
+            return (self.device if chosen is None else self.device.select(chosen)).column(name)
+        values = self.parameters[name]
+        return upload(values if chosen is None else values[chosen], target)[:, None]
 
 
 def is_unfiltered(p: NDArray[np.void]) -> Mask:

@@ -106,7 +106,6 @@ def threshold_by_sorting(keys: Tensor, weights: Tensor, budget: Tensor) -> Tenso
 
 
 def threshold_of_sorted(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
-    """The threshold of keys that are in descending order."""
     num_kept = (weights.cumsum(-1) - weights < budget).sum(-1, keepdim=True)
     return keys.gather(1, (num_kept - 1).clamp_(min=0))
 

@@ -59,7 +59,6 @@ def top_bits(values: Tensor) -> Tensor:
 
 
 def _wrapped(values: Tensor) -> Tensor:
-    """The low 32 bits of int64 values, as int32."""
     half = _WORD >> 1
     return (((values + half) & (_WORD - 1)) - half).to(torch.int32)
 

@@ -62,7 +62,7 @@ class ClosingTokens:
         return sorted(allowed.tolist(), key=self._rank_of)
 
     def closes(self, id_: int) -> bool:
-        """Whether the token is closing brackets alone, which come first where few tokens are allowed."""
+        """Whether the token consists only of closing brackets, which come first where few tokens are allowed."""
         return not self.tokenizer.decode_bytes([id_]).strip(b"]}")
 
     def _rank_of(self, id_: int) -> tuple[int, int, int]:
@@ -174,7 +174,6 @@ class _Walk:
         return bool(ids) and self.walker.consume_tokens(ids)
 
     def _forced_text(self) -> str:
-        """The text that has to follow, up to a special token."""
         # On a copy: where special tokens have to follow, the call spoils the state of the matcher.
         forced = self.walker.deep_copy().compute_ff_bytes()
         return forced.partition(SPECIAL_MARK)[0].decode(errors="ignore")
@@ -238,7 +237,7 @@ class ClosingState:
 
 
 class Closing:
-    """Follows one text. What it does is a function of the tokens and of their limit alone.
+    """Follows one text. What it does depends only on the tokens and their limit.
 
     So a text that is computed again, or in other steps, is closed in the same place with the same tokens.
     """

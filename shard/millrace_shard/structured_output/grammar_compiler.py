@@ -120,7 +120,7 @@ class GrammarCompiler:
         return matcher.copy()
 
     def renewed(self, grammar: Grammar, stale: Lexer) -> Matcher | None:
-        """As `matcher`, with another lexer than `stale`; None if that takes longer than a step may wait.
+        """The same as `matcher`, with another lexer than `stale`; None if that takes longer than a step may wait.
 
         Raises GrammarInvalid.
         """
@@ -136,7 +136,6 @@ class GrammarCompiler:
         return self.matcher(grammar)
 
     def close(self) -> None:
-        """End the process and the threads."""
         self._process.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 

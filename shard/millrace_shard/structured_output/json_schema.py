@@ -159,7 +159,6 @@ class References:
                 waiting += [sub for _, sub in subschemas(part)]
 
     def _in_place(self, schema: object) -> Iterator[str]:
-        """References that apply to the same value as `schema`."""
         waiting = [schema]
         while waiting:
             part = waiting.pop()
@@ -265,7 +264,7 @@ FORMATS: dict[object, Sequence[Schema]] = {
 """The parts of formats that llguidance does not enforce."""
 IN_URIS = "%/:?@!$&'()*+,;=-._~"
 STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
-"""Users write names in references without escapes, such as `#/$defs/Page[é]`, which is no URI (RFC 3986)."""
+"""Users write names in references without escapes, such as `#/$defs/Page[é]`, which is not a URI (RFC 3986)."""
 LEAST_STEP, STEP = 2.0**-40, 2.0**-50
 """The distance from an excluded bound to the next allowed number, absolute and as a share of the bound."""
 
@@ -286,7 +285,7 @@ def read_schema(source: str) -> Schema:
         raise SchemaInvalid("the schema `false` allows nothing")
     if not isinstance(schema, dict):
         raise SchemaInvalid("a schema is an object or a boolean")
-    # Users may not set options of llguidance, and `x-guidance` is no keyword of JSON Schema.
+    # Users may not set options of llguidance, and `x-guidance` is not a keyword of JSON Schema.
     schema.pop("x-guidance", None)
     schema["x-guidance"] = SPACING | {"json_allowed_escapes": make_exact(schema)}
     return schema
@@ -318,7 +317,7 @@ def make_exact(schema: Schema) -> str:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _parts(schema: Schema) -> list[tuple[str, Schema]]:
@@ -390,7 +389,6 @@ def _move_bounds(parts: Sequence[Schema]) -> None:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a number that is not refused."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return -MAX_EXACT <= value <= MAX_EXACT

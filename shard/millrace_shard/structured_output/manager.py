@@ -77,7 +77,6 @@ class GrammarManager:
         self._sequences[slot] = GuidedSequence(grammar, compiled)
 
     def drop(self, slots: Ints) -> None:
-        """Remove the sequences in `slots`, with or without a grammar."""
         for slot in slots.tolist():
             self._sequences.pop(slot, None)
 
@@ -85,7 +84,6 @@ class GrammarManager:
         self._sequences.clear()
 
     def close(self) -> None:
-        """End the threads after their current work."""
         self._thread.shutdown()
         self._compiles.shutdown()
 
@@ -182,7 +180,6 @@ class StepMasks:
         return True
 
     def drop(self, slots: Ints) -> None:
-        """Remove the matchers of `slots`, some of which may have none."""
         guided = [slot for slot in slots.tolist() if self._new_tokens.pop(slot, None) is not None]
         if guided and self._grammars is not None:
             self._grammars.drop(np.array(guided, dtype=np.int64))

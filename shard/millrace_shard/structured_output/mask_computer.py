@@ -76,7 +76,6 @@ def bits_of(ids: Sequence[int], width: int) -> Bits:
 
 
 def allows(mask: Bits, token: int) -> bool:
-    """Whether `mask` allows `token`, which may lie outside of the vocabulary."""
     return 0 <= token < mask.size * 32 and bool(mask[token >> 5] >> (token & 31) & 1)
 
 
@@ -152,7 +151,7 @@ class MaskRow:
     num_ahead: int = 0
     """Tokens of this step that its matcher has consumed."""
     num_open: int | None = None
-    """How many of them came before the text was closed; None if it is not."""
+    """The part of `num_ahead` before the text was closed; None if it is not closed."""
     num_renewed: int = 0
 
 
@@ -174,7 +173,6 @@ class MaskComputer:
         self._ends = bits_of(ends, self._width)
 
     def compute(self, rows: list[MaskRow], num_masks: int) -> Bitmasks:
-        """The masks of `rows`, `num_masks` in all."""
         if len(self._lines) < num_masks:
             self._lines = MaskLines(num_masks, self._width)
         lines, bits = self._lines, self._lines.bits[:num_masks]
@@ -297,7 +295,6 @@ class MaskComputer:
         return True
 
     def _consume(self, row: MaskRow, token: int) -> bool:
-        """Whether the row's matcher has consumed `token`."""
         if row.matcher is None:
             return False
         return row.matcher.consume(token) or (

@@ -60,7 +60,7 @@ class Matcher:
         self.has_ended = False
         """Whether it has consumed an end-of-sequence id; later tokens do not count."""
         self.closing: Closing | None = None
-        """What closes its text within a limit of tokens, if it has one."""
+        """The closing of its text within a limit of tokens, if there is a limit."""
         self._eos_token_ids = eos_token_ids
         self._consumed: list[int] = []
 
@@ -133,7 +133,6 @@ class Matcher:
         return True
 
     def mark(self) -> Mark:
-        """The current state, for `return_to`."""
         closing = None if self.closing is None else self.closing.state
         return Mark(self.has_ended, len(self._consumed), closing)
 

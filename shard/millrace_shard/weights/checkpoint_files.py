@@ -93,7 +93,6 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def missing_small_files(folder: Path) -> list[str]:
-    """The names of files that a router needs and `folder` lacks."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     names = [path.name for path in folder.iterdir() if path.is_file()]
     if not any(_matches(name, TOKENIZER_SOURCES) for name in names):

@@ -85,7 +85,6 @@ def progress_line(there: int, total: int, *, new: int, seconds: float) -> str:
 
 
 def folder_bytes(folder: Path, pattern: str) -> int:
-    """Bytes of the files that match, unfinished ones included."""
     total = 0
     for path in folder.glob(pattern):
         try:

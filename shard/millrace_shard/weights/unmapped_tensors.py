@@ -43,11 +43,9 @@ class TensorUnmapper:
         """Addresses of counted tensors: a tied weight is read twice, and an unmapped tensor may be read again."""
 
     def is_unmapped(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is on the device and outside the mapped files."""
         return tensor.device.type == self.device.type and not self._mapped.contains(tensor)
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
-        """The dtype of `parameter` on the device."""
         if self._casts is not None and parameter.dtype == self._casts[0]:
             return self._casts[1]
         return parameter.dtype

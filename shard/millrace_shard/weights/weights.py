@@ -41,7 +41,6 @@ class Columns:
 
     @property
     def rows(self) -> int:
-        """Rows of the whole tensor."""
         return self.units * self.unit_size if self.total is None else self.total
 
     def of(self, suffix: str) -> Columns:
@@ -96,7 +95,6 @@ class Weights:
         return name in self.files
 
     def check_layers(self, count: int) -> None:
-        """Raise WeightsError if the files have layers after the first `count`."""
         self.files.check_layers(count)
 
     def close(self) -> None:
@@ -154,7 +152,6 @@ class Weights:
         return StoredWeight((self._linear(name, cut),), self.dtype, self._device, self._copy)
 
     def has_stacked_codes(self, name: str) -> bool:
-        """Whether the file has the experts `name` in MXFP4."""
         return f"{name}_blocks" in self.files
 
     def stacked_codes(
@@ -181,7 +178,6 @@ class Weights:
         return values[0]
 
     def stored(self, *parts: Tensor | QuantizedTensor) -> StoredWeight:
-        """A stored weight of what `stacked` and `stacked_codes` returned."""
         made_parts = tuple(
             self._made_of(part) if isinstance(part, Tensor) else part for part in parts
         )
@@ -203,7 +199,7 @@ class Weights:
         return out
 
     def has_codes(self, name: str) -> bool:
-        """Whether a safetensors file has the weight `name` quantised, in the way that its config says."""
+        """Whether a safetensors file has the weight `name` quantised, in the way that its config describes."""
         return self._reader is not None and self._reader.has_codes(name)
 
     def head(self, name: str, vocab_size: int, hidden_size: int) -> StoredWeight:
@@ -249,7 +245,6 @@ class Weights:
         self._count(self.files.stored_bytes(name))
 
     def _linear(self, name: str, cut: Cut) -> Tensor | QuantizedTensor:
-        """A rank's part of a weight [out, in]."""
         if (codes := self._read_codes(name, cut)) is not None:
             return codes
         self._check(name, (cut.outputs, cut.inputs))
@@ -315,7 +310,6 @@ class Weights:
 
 
 def checkpoint_bytes(folder: Path) -> int:
-    """The size of the weights in `folder`."""
     files = open_files(folder)
     try:
         return files.num_bytes()

@@ -327,7 +327,7 @@ def test_live_socket_stays(tmp_path: Path) -> None:
 def test_other_files_stay(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_text("precious")
-    with pytest.raises(ArgumentValidation, match="is no socket"):
+    with pytest.raises(ArgumentValidation, match="is not a socket"):
         clear_socket(path)
     assert path.read_text() == "precious"
 

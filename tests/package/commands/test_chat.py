@@ -42,7 +42,7 @@ async def test_history_and_clear() -> None:
         status, out, err = await run("chat", url, text=text)
     assert (status, out) == (0, "answer 1\nanswer 1\n")
     assert err.splitlines() == [
-        *("user: One?", "assistant: answer 1", "there is no command /what; /help shows them")
+        *("user: One?", "assistant: answer 1", "unknown command /what; /help lists the commands")
     ]
 
 

@@ -60,7 +60,7 @@ async def test_answers_of_other_servers_are_typed_errors(models: str) -> None:
     async with served_application(application) as url, Client(url) as client:
         with pytest.raises(RequestError, match="no list of models"):
             await client.first_model()
-        with pytest.raises(RequestError, match="an event is no object"):
+        with pytest.raises(RequestError, match="an event is not an object"):
             [event async for event in client.stream("/events", {})]
 
 

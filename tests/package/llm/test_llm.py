@@ -431,7 +431,7 @@ def test_embeddings_are_those_of_transformers(pooling_llm: LLM, folder: Path) ->
     )
 
 
-def test_scores_are_those_of_transformers(pooling_llm: LLM, folder: Path) -> None:
+def test_scores_match_transformers(pooling_llm: LLM, folder: Path) -> None:
     expected = scores(folder, TEXTS[0], TEXTS[1:])
     assert pooling_llm.score(TEXTS[0], TEXTS[1:]) == pytest.approx(expected, abs=1e-4)
     assert pooling_llm.score(TEXTS[:1], TEXTS[1]) == pytest.approx(expected[:1], abs=1e-4)

@@ -433,7 +433,7 @@ def test_the_key_comes_from_flag_or_environment(key: list[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--cases", "nonsense"], "there is no case nonsense"),
+        (["--cases", "nonsense"], "unknown case nonsense"),
         (["--cases", ""], "no case is named"),
         (["--requests", "0"], "at least 1"),
         (["--num-shard", "1"], "at least 2"),

@@ -305,10 +305,10 @@ def test_a_hub_that_is_not_there() -> None:
 
 def children() -> list[Path]:
     """Processes that this one started."""
-    found = []
+    processes = []
     for task in Path("/proc/self/task").iterdir():
-        found += [Path("/proc") / pid for pid in (task / "children").read_text().split()]
-    return found
+        processes += [Path("/proc") / pid for pid in (task / "children").read_text().split()]
+    return processes
 
 
 async def test_no_token_is_left_anywhere(

@@ -244,16 +244,16 @@ def test_files_of_two_versions_are_never_mixed(tmp_path: Path) -> None:
 
     thread = Thread(target=replace)
     thread.start()
-    found = set()
+    digests = set()
     try:
         for _ in range(2000):
             with suppress(FetchError):
-                found.add(read_folder(str(live), None, 1 << 24).digest())
+                digests.add(read_folder(str(live), None, 1 << 24).digest())
     finally:
         ended.set()
         thread.join()
-    assert found <= versions
-    assert found, "no folder was read"
+    assert digests <= versions
+    assert digests, "no folder was read"
 
 
 CASES: list[tuple[RouterError, int, str, str | None, str]] = [
@@ -282,15 +282,15 @@ async def test_each_dialect_says_the_error(
         stream.fail(error)
 
     async with serving(fail, template="a") as edge:
-        given, answer, response = await edge.post("/generate", {"inputs": "a"})
-        assert (given, answer) == (status, {"error": str(error), "error_type": error_type})
+        answered, answer, response = await edge.post("/generate", {"inputs": "a"})
+        assert (answered, answer) == (status, {"error": str(error), "error_type": error_type})
         assert response.headers.get("retry-after") == ("7" if status == 503 else None)
-        given, answer, response = await edge.post("/v1/chat/completions", CHAT)
-        assert (given, answer["error_type"]) == (status, error_type)
+        answered, answer, response = await edge.post("/v1/chat/completions", CHAT)
+        assert (answered, answer["error_type"]) == (status, error_type)
         assert (answer["error"]["message"], answer["error"]["code"]) == (str(error), code)
         assert ("retry-after" in response.headers) == (status == 503)
-        given, answer, response = await edge.post("/v1/messages", CHAT)
-        assert given == (400 if status == 422 else status)
+        answered, answer, response = await edge.post("/v1/messages", CHAT)
+        assert answered == (400 if status == 422 else status)
         assert answer["error"] == {"type": anthropic, "message": str(error)}
         assert ("retry-after" in response.headers) == (status == 503)
 

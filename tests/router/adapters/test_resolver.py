@@ -124,9 +124,9 @@ async def test_first_uses_at_the_same_time_fetch_once_and_survive_the_one_that_l
     await asyncio.wait([waiting[0]])
     assert fetcher.gate is not None
     fetcher.gate.set()
-    found = await asyncio.gather(*waiting[1:])
+    versions = await asyncio.gather(*waiting[1:])
     assert waiting[0].cancelled()
-    assert len({one.digest for one in found}) == len(fetcher.fetched) == 1
+    assert len({one.digest for one in versions}) == len(fetcher.fetched) == 1
     assert metrics.adapter_fetches.labels(outcome="fetched").value == 1
     assert metrics.adapter_fetched_bytes.value == 100
 

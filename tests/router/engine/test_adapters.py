@@ -64,8 +64,8 @@ def residency_of(batcher: Batcher) -> Residency:
 
 def is_empty(batcher: Batcher) -> bool:
     """Whether no request or sequence uses a place."""
-    places = list(residency_of(batcher))
-    return not any(p.num_users for p in places) and not batcher._adapters.num_waiting
+    slots = list(residency_of(batcher))
+    return not any(p.num_users for p in slots) and not batcher._adapters.num_waiting
 
 
 async def test_forty_adapters_share_eight_places() -> None:
@@ -344,4 +344,4 @@ async def test_a_slot_is_not_reused_while_a_step_that_names_it_is_in_flight() ->
                 await collect(stream)
         await until(lambda: is_empty(batcher))
     assert shard.violation is None
-    assert all(place.state is not SlotState.LOADING for place in residency_of(batcher))
+    assert all(one.state is not SlotState.LOADING for one in residency_of(batcher))

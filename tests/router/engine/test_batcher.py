@@ -1,51 +1,51 @@
 """The batcher over a fake shard that checks every step and whose tokens depend on the whole sequence."""
 
 from __future__ import annotations
-
 import asyncio
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-
 from millrace_router.engine.batcher import Batcher
-from millrace_router.errors import GenerationError, QueueExpired, ShuttingDown
+from millrace_router.errors import GenerationError
+from millrace_router.errors import QueueExpired
+from millrace_router.errors import ShuttingDown
 from millrace_router.request.entry import entry_of
-from millrace_router.request.request import (
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    Pooling,
-    SchedulingParameters,
-    ValidRequest,
-)
+from millrace_router.request.request import FinishReason
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.request import Pooling
+from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.fake_router import (
-    DirectShards,
-    collect,
-    end_of,
-    ids_of,
-    new_batcher,
-    next_token,
-    request,
-    running,
-)
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID, FakeShard, continuation, pooled_values
+from millrace_testing.router.fake_router import DirectShards
+from millrace_testing.router.fake_router import collect
+from millrace_testing.router.fake_router import end_of
+from millrace_testing.router.fake_router import ids_of
+from millrace_testing.router.fake_router import new_batcher
+from millrace_testing.router.fake_router import next_token
+from millrace_testing.router.fake_router import request
+from millrace_testing.router.fake_router import running
+from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.shards.fake_shard import continuation
+from millrace_testing.shards.fake_shard import pooled_values
 from millrace_testing.shards.hash_shard import HashShard
 from millrace_testing.shards.hash_tokens import expected_tokens
-from millrace_testing.shards.open_steps import (
-    AlwaysOpen,
-    NeverOpen,
-    admissions,
-    late_batcher,
-    turns,
-)
+from millrace_testing.shards.open_steps import AlwaysOpen
+from millrace_testing.shards.open_steps import NeverOpen
+from millrace_testing.shards.open_steps import admissions
+from millrace_testing.shards.open_steps import late_batcher
+from millrace_testing.shards.open_steps import turns
+from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID
+from millrace_testing.shards.hash_tokens import expected_prompt_candidates
+from millrace_testing.shards.hash_tokens import expected_prompt_logprobs
 
 requests = st.lists(
     st.tuples(
@@ -348,10 +348,10 @@ async def test_prompt_logprobs_arrive_whole_before_the_first_token() -> None:
         await next_token(stream)
         prompt = stream.prompt_logprobs
     assert prompt is not None
-    for i in range(1, 10):
-        assert list(prompt.candidates(i)) == [(i, -i), (i + 1, -i - 0.5)]
+    candidates = [list(prompt.candidates(i)) for i in range(1, 10)]
+    assert candidates == expected_prompt_candidates(range(10), 2)
     assert prompt.ids == tuple(range(10))
-    assert prompt.logprobs[1:] == tuple(-float(i) for i in range(1, 10))
+    assert list(prompt.logprobs[1:]) == expected_prompt_logprobs(range(10))
 
 
 async def test_stopping_ends_every_stream() -> None:
@@ -383,8 +383,8 @@ def speculating(num_right: Callable[[int], int] = int) -> tuple[FakeShard, Batch
 def samples(batcher: Batcher, name: str) -> dict[str, float]:
     """Values of a metric by the label `le`, or by the empty string without the label."""
     registry = batcher._metrics._metrics.registry
-    found = [sample for metric in registry.collect() for sample in metric.samples]
-    return {sample.labels.get("le", ""): sample.value for sample in found if sample.name == name}
+    series = [sample for metric in registry.collect() for sample in metric.samples]
+    return {sample.labels.get("le", ""): sample.value for sample in series if sample.name == name}
 
 
 async def test_tokens_of_one_step_are_events_of_their_own() -> None:

@@ -24,10 +24,12 @@ from millrace_proto.sampling import Sampling
 from millrace_router.journal import journal as journal_module
 from millrace_router.journal import rotation as folder_module
 from millrace_router.journal import writer as writer_module
-from millrace_router.journal.errors import JournalDamaged, JournalError, JournalUnusable
 from millrace_router.journal.frames import (
     HEAD_SIZE,
     MAGIC,
+    JournalDamaged,
+    JournalError,
+    JournalUnusable,
     Kind,
     Record,
     frame,
@@ -209,12 +211,12 @@ def test_the_oldest_epochs_make_room_for_a_long_one(tmp_path: Path) -> None:
 
 def gaps(path: Path) -> list[int]:
     """The numbers of dropped records that the files of a journal have."""
-    found = []
+    events = []
     for file in journal_files(path):
         with file.open("rb") as stream:
             records = [record for frame in read_frames(stream) for record in split(frame)]
-        found += [json.loads(each.payload) for each in records if each.kind == Kind.GAP]
-    return [each["dropped_records"] for each in found]
+        events += [json.loads(each.payload) for each in records if each.kind == Kind.GAP]
+    return [each["dropped_records"] for each in events]
 
 
 async def test_a_slow_disk_costs_records_and_nothing_else(
@@ -523,11 +525,11 @@ def test_without_tokens_the_rest_comes_back(
             each.ClearField("grammar")
     assert request.SerializeToString() == message.SerializeToString()
     reply = pb.StepResponse.FromString(redaction.answer(answer))
-    told = {field.name for field, _ in reply.ListFields()}
+    names = {field.name for field, _ in reply.ListFields()}
     kept_fields = {"epoch", "number", "slots", "counts", "top_counts", "failed_slots"}
     kept_fields |= {"prefill_top_counts"}
-    assert told <= kept_fields | {"computed_slots", "computed_positions"}
-    for name in told:
+    assert names <= kept_fields | {"computed_slots", "computed_positions"}
+    for name in names:
         assert getattr(reply, name) == getattr(answer, name)
 
 

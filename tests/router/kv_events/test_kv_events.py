@@ -76,11 +76,11 @@ def connected(publisher: EventPublisher, subscriber: Subscriber) -> int:
     for _ in range(SECONDS * 20):
         publisher.publish([0.0, [], 0])
         try:
-            found = subscriber.next()[1]
+            number = subscriber.next()[1]
         except zmq.Again:
             continue
         subscriber._sub.setsockopt(zmq.RCVTIMEO, SECONDS * 1000)
-        return found
+        return number
     pytest.fail("no message arrived")
 
 

@@ -232,24 +232,24 @@ def test_the_chunk_that_fits_is_the_largest_one(
 ) -> None:
     model = CostModel.fixed(costs(values))
     context, most = 100 * decodes, least + span
-    found = model.prefill_tokens_within(
+    num_tokens = model.prefill_tokens_within(
         seconds, decodes=decodes, context=context, start=start, least=least, most=most
     )
-    assert least <= found <= most
-    if found > least:
-        assert price(chunk(found, start, decodes, context), values) <= seconds * (1 + 1e-9)
-    if found < most:
-        assert price(chunk(found + 1, start, decodes, context), values) >= seconds * (1 - 1e-9)
+    assert least <= num_tokens <= most
+    if num_tokens > least:
+        assert price(chunk(num_tokens, start, decodes, context), values) <= seconds * (1 + 1e-9)
+    if num_tokens < most:
+        assert price(chunk(num_tokens + 1, start, decodes, context), values) >= seconds * (1 - 1e-9)
 
 
 def test_chunks_shrink_with_the_pace() -> None:
     model, rng = trained(1500), random.Random(3)
-    wanted = {"decodes": 8, "context": 2000, "start": 0, "least": 16, "most": 4096}
-    before = model.prefill_tokens_within(0.1, **wanted)
+    step = {"decodes": 8, "context": 2000, "start": 0, "least": 16, "most": 4096}
+    before = model.prefill_tokens_within(0.1, **step)
     for _ in range(300):
         load = some_load(rng)
         model.observe(load, 2 * price(load))
-    assert 16 < model.prefill_tokens_within(0.1, **wanted) < 0.7 * before
+    assert 16 < model.prefill_tokens_within(0.1, **step) < 0.7 * before
 
 
 def test_json_carries_the_costs_to_a_model_that_learns_nothing() -> None:
@@ -374,10 +374,10 @@ def test_until_then_an_extra_position_costs_what_a_row_does() -> None:
 
 def test_extra_positions_leave_less_for_prompts() -> None:
     model = CostModel.fixed(costs() | dict(zip(EXTRA_COEFFICIENTS, (0.01, 0.001), strict=True)))
-    wanted = {"decodes": 8, "context": 4000, "start": 0, "least": 16, "most": 4096}
+    step = {"decodes": 8, "context": 4000, "start": 0, "least": 16, "most": 4096}
     for number in (0, 10, 40):
-        found = model.prefill_tokens_within(0.1, extra_positions=number, **wanted)
-        for size, fits in ((found, True), (found + 1, False)):
+        num_tokens = model.prefill_tokens_within(0.1, extra_positions=number, **step)
+        for size, fits in ((num_tokens, True), (num_tokens + 1, False)):
             load = chunk(size, 0, 8, 4000)
             load.extra_positions = number
             assert ((model.seconds(load) or 0.0) <= 0.1) is fits, number

@@ -50,9 +50,9 @@ async def test_each_reason_of_an_outage_is_logged_once(monkeypatch: pytest.Monke
     with capture_logs() as lines:
         await manager.open(failed.append)
     await channel.close()
-    told = [line["error"] for line in lines if line["event"].startswith("cannot open a stream")]
+    logged = [line["error"] for line in lines if line["event"].startswith("cannot open a stream")]
     assert len(failed) == 6
-    assert told == ["rank 0 does not listen", "rank 1 does not listen"]
+    assert logged == ["rank 0 does not listen", "rank 1 does not listen"]
 
 
 class Launcher(LauncherChannel):
@@ -220,8 +220,8 @@ def test_only_so_many_are_remembered() -> None:
     status = ShardStatus(clock=clock)
     for number in range(NUM_REMEMBERED + 2):
         outage(status, clock, number, number + 0.5, "lost")
-    found = status.outages_between(0.0, 1000.0)
-    assert (len(found), found[0].began_at) == (NUM_REMEMBERED, 2.0)
+    outages = status.outages_between(0.0, 1000.0)
+    assert (len(outages), outages[0].began_at) == (NUM_REMEMBERED, 2.0)
 
 
 LOAD = StepLoad(decodes=1, context=10)

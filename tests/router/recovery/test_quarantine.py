@@ -48,11 +48,11 @@ def search(members: list[int], poison: set[int]) -> tuple[list[int], int]:
                 suspects.computed(member, 10 + member)
             continue
         num_failures += 1
-        found = suspects.fail(positions(running))
-        if found is not None:
-            assert running == [found], "found while other requests ran"
-            detected.append(found)
-            alive.remove(found)
+        culprit = suspects.fail(positions(running))
+        if culprit is not None:
+            assert running == [culprit], "found while other requests ran"
+            detected.append(culprit)
+            alive.remove(culprit)
 
 
 @settings(deadline=None)
@@ -155,10 +155,10 @@ class Crowd:
             self._running, self._admitted = list(self._tokens), list(self._tokens)
         if self._is_bad(set(self._running)):
             self.failures.update(self._running)
-            found = self._suspects.fail({m: self._tokens[m] + 1 for m in self._running})
-            if found is not None:
-                self.detected.append(found)
-                self._gone(found)
+            culprit = self._suspects.fail({m: self._tokens[m] + 1 for m in self._running})
+            if culprit is not None:
+                self.detected.append(culprit)
+                self._gone(culprit)
             self._regroup()
             return
         must_regroup = False

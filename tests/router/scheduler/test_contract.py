@@ -159,23 +159,23 @@ class Trie:
 
     def insert(self, tokens: list[int]) -> int:
         keys = self.keys(tokens)
-        found = self.cache.find(keys)
-        self.cache.pin(found)
+        blocks = self.cache.find(keys)
+        self.cache.pin(blocks)
         new = []
-        for key in keys[len(found) :]:
+        for key in keys[len(blocks) :]:
             block = self.cache.enter(key, self._next_block)
             assert block is not None
             new.append(block)
             self._next_block += 1
-        self.cache.unpin([*found, *new])
-        return len(found) * self.size
+        self.cache.unpin([*blocks, *new])
+        return len(blocks) * self.size
 
     def find(self, tokens: list[int]) -> int:
         """Tokens found; they count as used."""
-        found = self.cache.find(self.keys(tokens))
-        self.cache.pin(found)
-        self.cache.unpin(found)
-        return len(found) * self.size
+        blocks = self.cache.find(self.keys(tokens))
+        self.cache.pin(blocks)
+        self.cache.unpin(blocks)
+        return len(blocks) * self.size
 
 
 class TestTrie:

@@ -199,20 +199,20 @@ class Machine:
         """Tokens per second."""
         self.rows = [Acceptance() for _ in range(self.num_rows)]
         for number in range(num_steps):
-            known = [(row, 200 + number % 300) for row in self.rows]
+            rows = [(row, 200 + number % 300) for row in self.rows]
             lengths = [0] * self.num_rows
             if self.policy is not None:
-                lengths = list(self.policy.lengths(known, load_of(known)))
+                lengths = list(self.policy.lengths(rows, load_of(rows)))
             self.lengths.append(lengths)
-            self._step(number, known, lengths)
+            self._step(number, rows, lengths)
         return self.tokens / self.seconds
 
-    def _step(self, number: int, known: list[tuple[Acceptance, int]], lengths: list[int]) -> None:
-        load, num_right = load_of(known), 0
-        for place, ((row, context), length) in enumerate(zip(known, lengths, strict=True)):
+    def _step(self, number: int, rows: list[tuple[Acceptance, int]], lengths: list[int]) -> None:
+        load, num_right = load_of(rows), 0
+        for index, ((row, context), length) in enumerate(zip(rows, lengths, strict=True)):
             drafted = length if self.random.random() < self.supply else 0
             accepted = 0
-            while accepted < drafted and self.random.random() < self.is_right(place, number):
+            while accepted < drafted and self.random.random() < self.is_right(index, number):
                 accepted += 1
             self.tokens += 1 + accepted
             num_right += accepted

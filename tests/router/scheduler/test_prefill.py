@@ -130,9 +130,9 @@ def test_no_prompt_takes_more_than_twice_the_steps_that_it_takes_in_order_of_arr
 ) -> None:
     came = arrived(arrivals)
     fair = Prompts.new(shortest_first=False).run(arrivals)
-    found = Prompts.new().run(arrivals)
-    assert found.keys() == fair.keys()
-    for number, step in found.items():
+    steps = Prompts.new().run(arrivals)
+    assert steps.keys() == fair.keys()
+    for number, step in steps.items():
         assert step - came[number] + 1 <= 2 * (fair[number] - came[number] + 1) + 1
 
 

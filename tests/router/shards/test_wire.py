@@ -27,7 +27,7 @@ def test_each_token_has_its_slot_and_candidates(counts: list[int], *, with_top: 
     for slot, count in zip(slots, counts, strict=True):
         for _ in range(count):
             token_id = len(expected)
-            top = [(token_id + place, -float(place)) for place in range(token_id % 3)]
+            top = [(token_id + index, -float(index)) for index in range(token_id % 3)]
             answer.ids.append(token_id)
             answer.logprobs.append(-token_id / 2)
             if with_top:
@@ -47,8 +47,8 @@ def test_each_prompt_has_its_scores_and_candidates(rows: list[tuple[int, int]]) 
         answer.prefill_slots.append(slot)
         answer.prefill_counts.append(count)
         answer.prefill_top_counts.append(width)
-        logprobs = [-slot - place / 4 for place in range(count)]
-        ids = [100 * slot + place for place in range(count * width)]
+        logprobs = [-slot - index / 4 for index in range(count)]
+        ids = [100 * slot + index for index in range(count * width)]
         answer.prefill_logprobs.extend(logprobs)
         answer.prefill_top_ids.extend(ids)
         answer.prefill_top_logprobs.extend(-float(id_) for id_ in ids)

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as LibraryCounter
 from prometheus_client.parser import text_string_to_metric_families
 
-from millrace_router.telemetry.exposition import CONTENT_TYPE, render
+from millrace_router.telemetry.instruments import CONTENT_TYPE, render
 from millrace_router.telemetry.load_report import LoadReport
 from millrace_router.telemetry.metrics import DURATION_BUCKETS, MAX_NAMES, OTHER, Metrics
 from millrace_router.telemetry.recent import Recent, quantile
@@ -358,12 +358,12 @@ def test_percentiles_are_in_the_bucket_of_the_true_ones(share: float) -> None:
     for value in values:
         metrics.time_to_first_token_seconds.observe(value)
     clock.now += 10.0
-    found = recent.window().first_token_seconds(share)
-    assert found is not None
+    percentile = recent.window().first_token_seconds(share)
+    assert percentile is not None
     bounds = np.array([0.0, *DURATION_BUCKETS])
     expected = np.quantile(values, share, method="inverted_cdf")
     at = int(np.searchsorted(bounds, expected))
-    assert bounds[at - 1] <= found <= bounds[at]
+    assert bounds[at - 1] <= percentile <= bounds[at]
 
 
 def test_quantile_handles_empty_and_outermost_buckets() -> None:

@@ -92,9 +92,9 @@ def test_invalid_bytes_are_shown_and_hold_nothing_back(kind: str, raw: bytes) ->
     one = tokenizer(kind)
     text = IncrementalDetokenizer(one, one.encode("the"))
     shown = ""
-    for place, id_ in enumerate(byte_ids(one, raw), start=1):
+    for index, id_ in enumerate(byte_ids(one, raw), start=1):
         shown += text.step(id_)
-        so_far = raw[:place].decode(errors="replace")
+        so_far = raw[:index].decode(errors="replace")
         assert so_far.startswith(shown)
         # What is withheld is shorter than a character can be.
         assert len(so_far) - len(shown) <= 3

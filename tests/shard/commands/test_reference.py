@@ -51,7 +51,7 @@ def by_hand(model: PreTrainedModel, ids: list[int]) -> tuple[list[int], list[flo
     return sequence[len(ids) :], logprobs, others
 
 
-def test_answers_are_those_of_whole_forward_passes(
+def test_answers_match_whole_forward_passes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [prompt_of(5), prompt_of(40, seed=1)]

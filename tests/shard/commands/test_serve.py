@@ -1,7 +1,6 @@
 """The command line: a real process with a small random Llama."""
 
 from __future__ import annotations
-
 import ctypes
 import json
 import logging
@@ -11,42 +10,48 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
-
 import grpc
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
-
+from transformers import AutoConfig
+from transformers import LlamaConfig
+from transformers import LlamaForCausalLM
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.__main__ import main
 from millrace_shard.commands import download_weights
 from millrace_shard.commands.chosen_kernels import chosen_kernels
-from millrace_shard.commands.composition import load, with_folders
-from millrace_shard.commands.device_settings import (
-    choose_device,
-    choose_dtype,
-    graph_settings,
-    is_deterministic,
-)
-from millrace_shard.commands.serve import WITHOUT_EFFECT, notices, serve
+from millrace_shard.commands.composition import load
+from millrace_shard.commands.composition import with_folders
+from millrace_shard.commands.device_settings import choose_device
+from millrace_shard.commands.device_settings import choose_dtype
+from millrace_shard.commands.device_settings import graph_settings
+from millrace_shard.commands.device_settings import is_deterministic
+from millrace_shard.commands.serve import WITHOUT_EFFECT
+from millrace_shard.commands.serve import notices
+from millrace_shard.commands.serve import serve
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import RanksMissing
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
-from millrace_shard.errors import EngineEnded, UnsupportedModel
+from millrace_shard.errors import EngineEnded
+from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
 from millrace_shard.server.address import SocketTaken
 from millrace_shard.weights.hub import HubError
 from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models import fake_hub
-from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
-from millrace_testing.models.models import CPU, save_tiny
-from millrace_testing.shards.forked import Forked
+from millrace_testing.models.fake_hub import COMMIT
+from millrace_testing.models.fake_hub import REPO
+from millrace_testing.models.fake_hub import Hub
+from millrace_testing.models.models import CPU
+from millrace_testing.models.models import save_tiny
+from millrace_testing.shards.ranks import Forked
 
 SECONDS = 120.0
 PROMPT = [5, 9, 2, 44, 17, 3]
@@ -283,7 +288,7 @@ def test_int8_is_for_classes_of_transformers_too(tmp_path: Path) -> None:
     assert isinstance(load(config, torch.device("cpu")).kernels, Int8Kernels)
 
 
-def test_defaults_by_device(folder: Path) -> None:
+def test_defaults_depend_on_the_device(folder: Path) -> None:
     config = ShardConfig.from_args([str(folder), "--device=cpu"])
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert choose_device(config) == cpu
@@ -401,7 +406,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache", "restored_log")
-def test_flags_of_the_download(
+def test_tgis_download_flags_are_accepted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = "--extension .bin --logger-level INFO --json-output --trust-remote-code --merge-lora --auto-convert"

@@ -1,5 +1,4 @@
 from __future__ import annotations
-
 import logging
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
 import psutil
 import pytest
 import torch
@@ -17,26 +15,33 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedModel
-
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.device.one_shot import MAX_BYTES
-from millrace_shard.device.process_group import (
-    VARIABLES,
-    CollectiveError,
-    GroupError,
-    ProcessGroup,
-    as_collective_errors,
-    interface_to,
-    refuse_shared_gpus,
-    use_interface_to,
-)
+from millrace_shard.device.process_group import VARIABLES
+from millrace_shard.device.process_group import CollectiveError
+from millrace_shard.device.process_group import GroupError
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.device.process_group import as_collective_errors
+from millrace_shard.device.process_group import interface_to
+from millrace_shard.device.process_group import refuse_shared_gpus
+from millrace_shard.device.process_group import use_interface_to
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_testing.launcher.deployment import kept_port
-from millrace_testing.models.models import VOCAB, Run, greedy, logprobs, prompt_of, save_tiny
-from millrace_testing.shards.rank_processes import part_of, run_ranks, sums_by_rows
-from millrace_testing.shards.rank_samples import sample_on_a_rank
-from millrace_testing.shards.ranks import GlooMemory, Job, NoMemory, generate, work_of_a_rank
-
+from millrace_testing.models.models import VOCAB
+from millrace_testing.models.models import Run
+from millrace_testing.models.models import greedy
+from millrace_testing.models.models import logprobs
+from millrace_testing.models.models import prompt_of
+from millrace_testing.models.models import save_tiny
+from millrace_testing.shards.ranks import GlooMemory
+from millrace_testing.shards.ranks import Job
+from millrace_testing.shards.ranks import NoMemory
+from millrace_testing.shards.ranks import generate
+from millrace_testing.shards.ranks import work_of_a_rank
+from millrace_testing.shards.ranks import part_of
+from millrace_testing.shards.ranks import run_ranks
+from millrace_testing.shards.ranks import sample_on_a_rank
+from millrace_testing.shards.ranks import sums_by_rows
 
 def test_a_group_of_one_returns_what_it_is_given() -> None:
     group = ProcessGroup.single()
@@ -190,7 +195,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     return TwoRanks(jobs, references, run_ranks(folder, 2, work_of_a_rank, list(jobs.values())))
 
 
-def test_collectives_of_two_ranks(two_ranks: TwoRanks) -> None:
+def test_collectives_of_two_ranks_return_exact_results(two_ranks: TwoRanks) -> None:
     for results, _ in two_ranks.by_rank:
         assert results["sum"].tolist() == [[10, 12], [14, 16]]
         assert results["gathered"].tolist() == [[0, 2, 10, 12], [1, 3, 11, 13]]
@@ -228,7 +233,7 @@ def test_a_group_of_one_shares_nothing() -> None:
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_in_rank_order_no_memory_is_shared_and_a_message_says_so(
+def test_rank_order_shares_no_memory_and_logs_it(
     world_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = ProcessGroup(0, world_size, torch.device("cpu"))
@@ -385,7 +390,7 @@ def test_a_name_that_does_not_resolve_leads_nowhere() -> None:
     assert interface_to("nowhere.invalid") is None
 
 
-def test_what_the_environment_says_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     gloo, nccl = VARIABLES
     monkeypatch.setenv(gloo, "eth9")
     monkeypatch.setenv(nccl, "")

@@ -58,7 +58,7 @@ def test_greedy_tokens_follow_from_the_whole_context(driver: Driver) -> None:
     assert generate(driver, 3, 7) == greedy(PROMPT, 7)
 
 
-def test_logprobs_and_timings(driver: Driver) -> None:
+def test_a_step_reports_logprobs_and_timings(driver: Driver) -> None:
     result = driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
     expected = logits_for(PROMPT).log_softmax(-1).max()
     assert result.logprobs.tolist() == pytest.approx([float(expected)], abs=1e-6)
@@ -135,9 +135,7 @@ def test_a_step_is_answered_while_the_next_one_is_computed(*, overlap: bool) -> 
 
 
 @pytest.mark.parametrize("work", ["filter", "invalid", "warm-up", "end"])
-def test_a_step_is_answered_when_the_next_work_is_no_forward_pass(
-    work: str, driver: Driver
-) -> None:
+def test_a_step_is_answered_when_other_work_follows(work: str, driver: Driver) -> None:
     driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
     gate = Event()
 
@@ -465,7 +463,7 @@ def test_rows_that_are_not_finite_fail_alone_and_stay_failed(driver: Driver) -> 
     assert not len(fresh.failed_slots)
 
 
-def test_the_checksum_tells_different_tokens_apart(driver: Driver) -> None:
+def test_the_checksum_distinguishes_tokens(driver: Driver) -> None:
     first = driver.run(forward(driver.admit(0), chunks=[(0, 6)])).checksum
     driver.run(Filter(ints([0])))
     driver.free = list(range(1, 64))

@@ -1,39 +1,47 @@
 """An engine in which one step fails, wherever and however, serves the next epoch as a fresh one does."""
 
 from __future__ import annotations
-
 import gc
 import signal
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
-
 import grpc
 import pytest
 import torch
-
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.sequence_table import SequenceTable
 from millrace_shard.batch.step import FailureKind
-from millrace_shard.device.process_group import COLLECTIVE_TIMEOUT, CollectiveError, ProcessGroup
+from millrace_shard.device.process_group import COLLECTIVE_TIMEOUT
+from millrace_shard.device.process_group import CollectiveError
+from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.kv_capacity import CapacityError
 from millrace_shard.errors import EngineEnded
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.runner import StepRunner
 from millrace_shard.sampling.sampler import Sampler
-from millrace_testing.engines.engine_driver import PROMPT, WARMUP, Driver, forward, generate, tokens
+from millrace_testing.engines.engine_driver import PROMPT
+from millrace_testing.engines.engine_driver import WARMUP
+from millrace_testing.engines.engine_driver import Driver
+from millrace_testing.engines.engine_driver import forward
+from millrace_testing.engines.engine_driver import generate
+from millrace_testing.engines.engine_driver import tokens
 from millrace_testing.engines.fake_engine import greedy
 from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models.models import save_tiny
-from millrace_testing.shards.forked import Forked
-from millrace_testing.shards.poison_shard import Poison, poisoned_main
+from millrace_testing.shards.poison_shard import Poison
+from millrace_testing.shards.poison_shard import poisoned_main
+from millrace_testing.shards.ranks import Forked
 
 OTHER = [7, 1, 1, 60, 80, 33, 21, 2, 2, 90]
 STAGES: dict[str, tuple[Any, str]] = {
@@ -273,7 +281,7 @@ def lose_the_device(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return asked
 
 
-def test_progress_tells_a_hang_from_a_warm_up_and_from_rest(
+def test_progress_distinguishes_a_hang_from_a_warm_up_and_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a clock that is turned by hand."""
@@ -456,7 +464,7 @@ def test_a_shard_that_is_frozen_answers_nothing(folder: Path, tmp_path: Path) ->
         call.cancel()
 
 
-def test_a_rank_whose_peer_dies_in_a_step_says_so_and_ends(folder: Path, tmp_path: Path) -> None:
+def test_a_rank_whose_peer_dies_in_a_step_reports_it_and_ends(folder: Path, tmp_path: Path) -> None:
     """By itself: what it waits for in a collective will never come."""
     settings = {"POISON": "17,23,42", "POISON_HOW": "kill"}
     with two_ranks(folder, tmp_path, **settings) as ((process, stub), (peer, peer_stub)):

@@ -74,7 +74,7 @@ class WithSwappedHeadNorms(PlainKernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
+def test_the_agreement_check_rejects_wrong_kernels(dtype: torch.dtype) -> None:
     oracle = PlainKernels(deterministic=False)
     same = PlainKernels(deterministic=True, block_size=64)
     assert (

@@ -108,7 +108,7 @@ def test_kernels_that_do_not_agree_are_not(
     ],
     ids=["host", "device"],
 )
-def test_running_out_of_memory_says_nothing_of_the_kernels(
+def test_running_out_of_memory_does_not_condemn_the_kernels(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, error: RuntimeError
 ) -> None:
     pretend(monkeypatch, error)

@@ -86,7 +86,7 @@ def test_a_row_has_the_same_bits_alone(name: str) -> None:
         assert torch.equal(own[0], shares[row])
 
 
-def test_groups_are_those_of_transformers() -> None:
+def test_groups_match_transformers() -> None:
     config = AutoConfig.for_model(
         "glm4_moe",
         hidden_size=16,

@@ -161,7 +161,7 @@ def test_a_row_without_its_forced_tokens_lets_the_step_use_the_graph(
     assert recorder.replays() == {2: 1}
 
 
-def test_a_prompt_of_one_token_is_no_decode(setup: Setup, recorder: Recorder) -> None:
+def test_a_prompt_of_one_token_is_not_a_decode(setup: Setup, recorder: Recorder) -> None:
     by_graph, eager = steppers(setup, recorder)
     results = [s.run(s.admission(0, [7], prefill_logprobs=True)) for s in (by_graph, eager)]
     assert results[0].ids.tolist() == results[1].ids.tolist()
@@ -257,7 +257,7 @@ def test_what_cannot_be_captured_runs_eagerly(
         assert ours.ids.tolist() == theirs.ids.tolist()
 
 
-def test_a_lost_group_is_no_problem_of_graphs(setup: Setup) -> None:
+def test_a_lost_group_is_not_blamed_on_graphs(setup: Setup) -> None:
     recorder = Recorder(fail_warm_up=raising_second(CollectiveError("rank 1 is gone")))
     with pytest.raises(CollectiveError, match="rank 1 is gone"):
         steppers(setup, recorder)

@@ -204,7 +204,7 @@ def sync_is_an_error() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", SAMPLING)
 @pytest.mark.parametrize("by_graph", [False, True])
-def test_cuda_says_so_too(gpu: torch.device, kind: str, by_graph: bool, tmp_path: Path) -> None:
+def test_cuda_reports_it_too(gpu: torch.device, kind: str, by_graph: bool, tmp_path: Path) -> None:
     cuda = import_module("millrace_shard.kernels.cuda.operators")
     kernels = cuda.CudaKernels(deterministic=False)
     model = tiny_llama(tmp_path, kernels, torch.float32, gpu)

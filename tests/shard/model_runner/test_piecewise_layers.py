@@ -131,7 +131,7 @@ def test_stale_pieces_are_not_used_and_leave_other_graphs(
     assert recorder.replays() == {}
 
 
-def test_pieces_without_memory_are_those_of_large_steps(
+def test_pieces_without_memory_match_large_steps(
     setup: tuple[CausalModel, Kernels], caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(number: int) -> None:

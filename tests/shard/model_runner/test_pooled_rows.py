@@ -79,7 +79,7 @@ def _beside(step: Forward, runner: Stepper, number: int) -> Forward:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *SUPPORTED])
-def test_states_and_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_states_and_logits_match_transformers(name: str, tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, name)
     ids = torch.tensor([PROMPT])
     with torch.inference_mode():

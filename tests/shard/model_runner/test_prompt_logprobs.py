@@ -106,7 +106,7 @@ def _beside(step: Forward, runner: Stepper, number: int) -> Forward:
 )
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{len(cuts)}-chunks")
-def test_scores_are_those_of_transformers(
+def test_scores_match_transformers(
     cuts: list[int], kernels: str, dtype: torch.dtype, tolerance: float, tmp_path: Path
 ) -> None:
     runner, expected = stepper(tmp_path, kernels=kernels, dtype=dtype)

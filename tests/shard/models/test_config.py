@@ -168,13 +168,15 @@ def assert_same(raw: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs(name: str, tmp_path: Path) -> None:
+def test_published_configs_are_read_as_transformers_reads_them(name: str, tmp_path: Path) -> None:
     assert_same(PUBLISHED[name], tmp_path)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("rope", [{}, {"rope_parameters": LLAMA_3_ROPE}])
-def test_what_transformers_saves(model_type: str, rope: dict[str, Any], tmp_path: Path) -> None:
+def test_configs_that_transformers_saves_are_read(
+    model_type: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
     if rope and model_type in OTHER_ROPES:
         pytest.skip("another kind of parameters")
     # Some classes change the object.
@@ -262,7 +264,7 @@ def save(folder: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_of_the_text_model(name: str, tmp_path: Path) -> None:
+def test_text_models_of_multimodal_ones_match_transformers(name: str, tmp_path: Path) -> None:
     reference = save(tmp_path, name)
     kernels = PlainKernels(deterministic=False)
     model = load_model(

@@ -48,7 +48,7 @@ def spec(model_type: str = "llama", **overrides: Any) -> DecoderSpec:
     return FAMILIES[model_type].read(config.to_dict())
 
 
-def test_llama() -> None:
+def test_llama_configs_are_read_in_full() -> None:
     norm = NormSpec(eps=1e-3)
     layer = LayerSpec(
         attention=AttentionSpec(
@@ -98,7 +98,9 @@ def test_a_page_reads_every_field_of_its_class_and_has_its_defaults(model_type: 
         ("qwen3", {"attention_bias": True}, (True, True, False)),
     ],
 )
-def test_biases(model_type: str, overrides: dict[str, Any], biases: tuple[bool, ...]) -> None:
+def test_biases_follow_the_config(
+    model_type: str, overrides: dict[str, Any], biases: tuple[bool, ...]
+) -> None:
     layer = spec(model_type, **overrides).layers[0]
     attention = layer.attention
     assert (attention.qkv_bias, attention.out_bias, layer.feed_forward.bias) == biases
@@ -122,7 +124,7 @@ def test_biases(model_type: str, overrides: dict[str, Any], biases: tuple[bool, 
         ),
     ],
 )
-def test_windows(
+def test_windows_follow_the_config(
     model_type: str, overrides: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     found = spec(model_type, **overrides)
@@ -191,7 +193,7 @@ def test_other_names_of_fields() -> None:
         FAMILIES["qwen3_moe"].read(raw | {"num_local_experts": 8, "num_experts": 9})
 
 
-def test_layers_with_and_without_experts() -> None:
+def test_layers_have_experts_where_the_config_puts_them() -> None:
     def sparse(model_type: str, **overrides: Any) -> list[bool]:
         layers = spec(model_type, num_hidden_layers=5, **overrides).layers
         return [isinstance(layer.feed_forward, ExpertsSpec) for layer in layers]

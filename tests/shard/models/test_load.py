@@ -55,7 +55,7 @@ def load(
     )
 
 
-def test_info(tmp_path: Path) -> None:
+def test_info_follows_the_config(tmp_path: Path) -> None:
     save_tiny(tmp_path, "mistral", sliding_window=9)
     model = load(tmp_path)
     assert model.info.model_type == "mistral"
@@ -89,7 +89,7 @@ def test_end_of_sequence_ids(
     assert load(tmp_path).info.eos_token_ids == expected
 
 
-def test_an_end_of_sequence_that_is_no_id_is_refused(tmp_path: Path) -> None:
+def test_an_end_of_sequence_that_is_not_an_id_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     edit_json(tmp_path / "generation_config.json", eos_token_id="</s>")
     with pytest.raises(ModelError, match="eos_token_id='</s>'"):
@@ -177,7 +177,7 @@ def test_older_names_of_rope_settings(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
 
 
-def test_the_dtype_asked_for_is_that_of_the_computation(tmp_path: Path) -> None:
+def test_the_requested_dtype_is_computed_in(tmp_path: Path) -> None:
     for model_type in ("llama", "gpt2"):
         reference = save_tiny(tmp_path / model_type, model_type)
         kernels = PlainKernels(deterministic=False)
@@ -190,7 +190,7 @@ def test_the_dtype_asked_for_is_that_of_the_computation(tmp_path: Path) -> None:
         assert 1e-4 < difference < 0.5
 
 
-def test_a_folder_without_config(tmp_path: Path) -> None:
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json in"):
         load(tmp_path)
 
@@ -312,7 +312,7 @@ def test_biases_that_one_rank_adds_are_read_by_all(rank: int, tmp_path: Path) ->
     load_model(tmp_path, dtype=torch.float32, kernels=kernels, group=group, device=CPU)
 
 
-def test_other_tensors_of_layers_are_told_of(
+def test_other_tensors_of_layers_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny(tmp_path, "glm4_moe", use_qk_norm=True)
@@ -363,7 +363,7 @@ QUANTIZED_HEADS = {
 
 
 @pytest.mark.parametrize("method", QUANTIZED_HEADS)
-def test_a_quantised_head_beside_a_tied_embedding_is_told_of(
+def test_a_quantised_head_with_a_tied_embedding_is_reported(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """transformers uses one in int8 and fails on the others; it is asked for a head of the same numbers."""

@@ -1,24 +1,24 @@
 """Models with quantised linears, against transformers' models with the numbers that the codes stand for."""
 
 from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-
 from millrace_shard.commands import chosen_kernels
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.kernels.base import Kernels, Linear
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.base import Linear
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized import CodeFormat, QuantizedTensor
+from millrace_shard.kernels.quantized import CodeFormat
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import load_model
 from millrace_shard.models.quantized import code_formats
@@ -26,18 +26,17 @@ from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_shard.weights.quantized.made_at_load import METHODS
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.gguf_files import TinyGguf
-from millrace_testing.models.models import (
-    CPU,
-    Driver,
-    Run,
-    edit_json,
-    logprobs,
-    prompt_of,
-    save_tiny,
-)
-from millrace_testing.quantized.checkpoints import save_mixed, save_quantized
+from millrace_testing.models.models import CPU
+from millrace_testing.models.models import Driver
+from millrace_testing.models.models import Run
+from millrace_testing.models.models import edit_json
+from millrace_testing.models.models import logprobs
+from millrace_testing.models.models import prompt_of
+from millrace_testing.models.models import save_tiny
+from millrace_testing.quantized.checkpoints import save_mixed
+from millrace_testing.quantized.checkpoints import save_quantized
 from millrace_testing.quantized.linears import FORMATS
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.shards.ranks import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (5, 40)]
 NUM_TOKENS = 3
@@ -77,7 +76,7 @@ def assert_same(reference: PreTrainedModel, runs: list[Run]) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
     assert_same(save_quantized(tmp_path, "llama", name), generate(tmp_path))
 
 
@@ -107,13 +106,13 @@ def test_compiled_kernels_compute_the_same_weights(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3_text"])
-def test_other_families(family: str, tmp_path: Path) -> None:
+def test_quantised_models_of_other_families_match_transformers(family: str, tmp_path: Path) -> None:
     assert_same(save_quantized(tmp_path, family, "gptq"), generate(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "pack-quantized", "fp8-block", "nf4"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
-def test_experts_one_by_one(family: str, name: str, tmp_path: Path) -> None:
+def test_quantised_experts_match_transformers(family: str, name: str, tmp_path: Path) -> None:
     reference = save_quantized(tmp_path, family, name, moe_intermediate_size=64)
     assert_same(reference, generate(tmp_path))
 
@@ -148,7 +147,7 @@ def test_groups_of_modules_have_their_own_formats(tmp_path: Path) -> None:
     assert_same(save_mixed(tmp_path, "llama", formats, config), generate(tmp_path))
 
 
-def test_overrides_of_gptq(tmp_path: Path) -> None:
+def test_overrides_of_gptq_match_transformers(tmp_path: Path) -> None:
     config = {
         **FORMATS["gptq"].config,
         "dynamic": {"-:.*self_attn.*": {}, r"+:.*\.down_proj": {"bits": 8}},
@@ -254,7 +253,7 @@ def found(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_checkpoints(name: str, tmp_path: Path) -> None:
+def test_formats_of_checkpoints_match_the_loaded_weights(name: str, tmp_path: Path) -> None:
     save_quantized(tmp_path, "llama", name, num_hidden_layers=1)
     formats = found(tmp_path)
     assert formats
@@ -270,7 +269,7 @@ def test_ranks_have_groups_of_their_own(rank: int, tmp_path: Path) -> None:
     assert formats == loaded(tmp_path, group=ProcessGroup(rank, 2, CPU))
 
 
-def test_modules_of_other_formats(tmp_path: Path) -> None:
+def test_formats_of_single_modules_match_the_loaded_weights(tmp_path: Path) -> None:
     parts = {"q_proj": FORMATS["pack-quantized"], "down_proj": FORMATS["int-quantized"], "": None}
     groups = {
         f"group_{number}": {
@@ -288,7 +287,7 @@ def test_modules_of_other_formats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q4_K", "Q6_K"])
-def test_gguf_files(kind: str, tmp_path: Path) -> None:
+def test_formats_of_gguf_files_match_the_loaded_weights(kind: str, tmp_path: Path) -> None:
     made = TinyGguf("llama", kind, num_hidden_layers=1)
     folder = prepare_gguf(made.write(tmp_path / "m.gguf"), tmp_path, tokenizer=None)
     assert len(found(folder)) == (kind != "F16")

@@ -20,7 +20,7 @@ from millrace_proto.sampling import Sampling
 from millrace_shard.batch.sequence import PARAMETERS
 from millrace_shard.batch.sequence import Sequence as Admitted
 from millrace_shard.kernels.scores import RowMasks
-from millrace_shard.sampling import processors
+from millrace_shard.sampling import sampling_rows
 from millrace_shard.sampling import warpers as warpers_module
 from millrace_shard.sampling.sampler import TIE_ROOM, Sampler, SamplingRows, TopTokens
 from millrace_shard.sampling.warpers import (
@@ -291,7 +291,7 @@ def peak(kind: Sampling, num_rows: int, *, masked: bool) -> int:
 def test_scratch_memory_does_not_grow_with_the_batch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processors, "DEVICE_TILE_ELEMENTS", TILE)
+    monkeypatch.setattr(sampling_rows, "DEVICE_TILE_ELEMENTS", TILE)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     few, many = (peak(KINDS[name], rows, masked=name == "mask") for rows in (64, 512))
     assert 4 * TILE // 8 < few < 100 * TILE

@@ -187,9 +187,7 @@ def test_biases_are_forgotten_with_their_sequences() -> None:
     vocab=st.integers(1, 300),
     gamma=st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.99, 1.0]),
 )
-def test_green_ids_are_those_of_the_definition(
-    previous: list[int], vocab: int, gamma: float
-) -> None:
+def test_green_ids_match_the_definition(previous: list[int], vocab: int, gamma: float) -> None:
     found = Watermark(gamma=gamma).green(torch.tensor(previous), vocab)
     expected = [[is_green(before, id_, gamma) for id_ in range(vocab)] for before in previous]
     assert found.tolist() == expected

@@ -252,7 +252,7 @@ def test_rows_that_are_not_finite_fail_and_leave_the_others_alone(way: str, bad:
             assert {owner for owner, *_ in top_of(found)} <= {0, 1}
 
 
-def test_impossible_tokens_in_finite_logits_are_no_failure() -> None:
+def test_impossible_tokens_in_finite_logits_do_not_fail() -> None:
     row = Row(
         logits=[-math.inf, 2.0, -math.inf, 1.0], prompt=[1], generated=[], parameters=KINDS[0]
     )

@@ -54,7 +54,7 @@ def device_rows(p: np.ndarray, slots: Ints, positions: Ints) -> DeviceRows:
     )
 
 
-def test_columns_are_those_of_the_slots() -> None:
+def test_columns_match_the_slots() -> None:
     random = np.random.default_rng(0)
     p = some_parameters(random, 5)
     for name in (*PENALTIES, "min_p"):

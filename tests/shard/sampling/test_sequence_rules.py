@@ -46,7 +46,7 @@ def processed(row: Row) -> list[float]:
 
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(passages, texts)
-def test_bad_words_are_those_of_transformers(words: list[list[int]], generated: list[int]) -> None:
+def test_bad_words_match_transformers(words: list[list[int]], generated: list[int]) -> None:
     """Which looks at the prompt, too: it gets the generated tokens alone."""
     rules = SequenceRules(bad_words=tuple(map(tuple, words)))
     row = row_with(rules, generated)

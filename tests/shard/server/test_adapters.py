@@ -178,7 +178,7 @@ def test_info_lists_the_modules_in_order_of_execution(shard: Shard) -> None:
         assert module.bytes_per_slice >= 16 * 4 * (module.inputs + module.outputs + 1)
 
 
-def test_rows_with_and_without_adapters_in_one_step(warm: Shard) -> None:
+def test_rows_with_and_without_adapters_share_a_step(warm: Shard) -> None:
     assert warm.load(1, warm.digests[0]) == ""
     assert warm.load(3, warm.digests[1]) == ""
     assert_tokens(

@@ -53,12 +53,12 @@ def find(model_id: str, found: HubSettings, draft_model: str | None = None) -> C
     return Checkpoints.find(model_id, draft_model=draft_model, revision=None, settings=found)
 
 
-def test_a_model_alone(tmp_path: Path) -> None:
+def test_a_model_without_a_draft_is_found(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", MODEL)
     assert find(str(folder), settings(tmp_path)) == Checkpoints(folder)
 
 
-def test_a_model_with_a_draft_from_the_hub(tmp_path: Path) -> None:
+def test_a_draft_is_downloaded_from_the_hub(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", MODEL)
     with fake_hub.serve(Hub(MODEL)) as hub:
         found = find(str(folder), settings(tmp_path, hub), REPO)

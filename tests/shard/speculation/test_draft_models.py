@@ -291,7 +291,7 @@ def test_a_draft_model_of_other_tokens_is_refused(setup: Setup, tmp_path: Path) 
     ("draft", "speculate", "most"),
     [(False, 3, 3), (True, None, 4), (True, 7, 7), (True, 0, None), (False, None, None)],
 )
-def test_the_number_of_drafts(
+def test_the_number_of_drafts_follows_the_flag_and_the_draft_model(
     setup: Setup, draft: bool, speculate: int | None, most: int | None
 ) -> None:
     folder = setup.folder if draft else None

@@ -399,7 +399,7 @@ def test_a_listed_name_does_not_come_again_in_escapes(described: dict[str, Any],
 
 
 @pytest.mark.parametrize("control", ["\x00", "\x1f", "\x7f"])
-def test_control_characters_that_are_asked_for_can_be_written(control: str) -> None:
+def test_requested_control_characters_can_be_written(control: str) -> None:
     written = f'"a\\u{ord(control):04x}"'
     assert accepts({"const": f"a{control}"}, written)
     assert not accepts({"type": "string"}, written)
@@ -560,7 +560,7 @@ def writings(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.skipif(SUITE is None, reason="run by make test-all SUITE=fuzz")
-def test_the_official_suite() -> None:
+def test_the_official_suite_is_enforced_or_refused() -> None:
     wrong, missing, refused, checked = [], [], [], 0
     for name, described, tests in suite_groups():
         try:
@@ -627,7 +627,7 @@ def test_arguments_of_tools_are(
     assert not consumes_all(BYTES.matcher(grammar), f'{{"a":{bad}}}')
 
 
-def test_what_cannot_be_kept_is_refused_unless_lenience_is_asked_for() -> None:
+def test_unenforceable_schemas_are_refused_unless_lenient() -> None:
     endless = {"$ref": "#"}
     with pytest.raises(GrammarInvalid, match="refers to itself"):
         BYTES.matcher(lark(f"start: %json {json.dumps(endless)}"))
@@ -652,7 +652,7 @@ def test_what_is_asked_of_the_library_is_an_object(of: str) -> None:
 
 
 @pytest.mark.parametrize("broken", ["{", '{"type": }', "{'a': 1}"])
-def test_what_is_no_json_is_refused(broken: str) -> None:
+def test_texts_that_are_not_json_are_refused(broken: str) -> None:
     with pytest.raises(GrammarInvalid):
         BYTES.matcher(lark(f"start: %json {broken}"))
 

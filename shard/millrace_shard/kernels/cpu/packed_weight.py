@@ -112,7 +112,7 @@ def _pack(parts: list[QuantizedTensor], *, integer: bool, gated: bool) -> Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """What the operator's choice of code depends on."""
+    """The properties of a weight that the operator's choice of code depends on."""
 
     inputs: int
     group_size: int
@@ -183,7 +183,7 @@ def packed(
     gated: bool = False,
     warn: Callable[[str], object] = logger.warning,
 ) -> tuple[Tensor, Tensor]:
-    """Packed weight and bias: codes stay codes, and are multiplied as `packed_codes` says.
+    """Packed weight and bias: codes stay codes, and are multiplied as in `packed_codes`.
 
     The weight is packed directly from the mapped file if it needs no conversion. `warn` gets the reason if codes have
     to be dequantised.

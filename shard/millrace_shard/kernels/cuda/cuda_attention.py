@@ -1,4 +1,4 @@
-"""Launches ragged paged attention, without transfers or waits, and with grids from shapes alone, for CUDA graphs."""
+"""Launches ragged paged attention without transfers or waits; grids depend only on shapes, for CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches a layer's experts, without transfers or waits, and with grids from shapes alone, for CUDA graphs."""
+"""Launches a layer's experts without transfers or waits; grids depend only on shapes, for CUDA graphs."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ of the layer (`linear_tilings`). With few rows each part has its own program and
 with many rows one program computes and adds them all.
 
 Products are `weight @ x.T`, so that the outputs are the long side of the tensor cores' instruction, and the number of
-rows changes its short side alone.
+rows changes only its short side.
 """
 
 from __future__ import annotations

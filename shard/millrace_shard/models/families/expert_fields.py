@@ -16,7 +16,6 @@ OF_TRAINING = ("output_router_logits", "router_aux_loss_coef")
 
 
 def experts_per_token(config: ConfigReader, count: int) -> int:
-    """The number of chosen experts among `count`."""
     top_k = config.count("num_experts_per_tok")
     if top_k > count:
         raise UnsupportedModel(f"num_experts_per_tok={top_k} of {count} experts")
@@ -24,7 +23,6 @@ def experts_per_token(config: ConfigReader, count: int) -> int:
 
 
 def softmax_rule(config: ConfigReader, count: int, *, renormalise: bool) -> RoutingRule:
-    """The rule of a softmax over `count` experts."""
     return RoutingRule(
         top_k=experts_per_token(config, count), scoring=Scoring.SOFTMAX, renormalise=renormalise
     )

@@ -41,7 +41,7 @@ def tokens_of(vocab_size: int, seed: int = 0) -> Tensor:
 
 @torch.inference_mode()
 def eager_logits(model: PreTrainedModel) -> Tensor:
-    """Logits [NUM_TOKENS, vocab] float32 by the class's own code alone, which must not have been changed yet.
+    """Logits [NUM_TOKENS, vocab] float32 by only the class's own code, which must not have been changed yet.
 
     Raises UnsupportedModel if that code fails.
     """

@@ -20,7 +20,7 @@ from millrace_shard.weights.unmapped_tensors import TensorUnmapper
 
 
 class Style(Enum):
-    """What the ranks have of a module or parameter; the values are transformers' names."""
+    """The parts of a module or parameter that ranks have; the values are transformers' names."""
 
     REPLICATED = "replicate"
     """Each rank has the whole."""
@@ -76,11 +76,9 @@ class TensorParallelPlan:
 
     @staticmethod
     def whole() -> TensorParallelPlan:
-        """The plan of a single rank."""
         return TensorParallelPlan({})
 
     def style(self, name: str) -> Style:
-        """The style of the module or parameter `name`."""
         return self.styles.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), Style.REPLICATED)
 
     @property
@@ -102,7 +100,7 @@ INPUTS = frozenset((Style.ROWWISE, Style.ROWWISE_SPLIT))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShare:
-    """What one rank has of a linear [outputs, inputs]."""
+    """The part of a linear [outputs, inputs] that one rank has."""
 
     style: Style
     outputs: tuple[Span, ...]
@@ -136,7 +134,6 @@ class LinearShare:
 
     @property
     def is_summed(self) -> bool:
-        """Whether the results of the ranks are summed."""
         return self.style in INPUTS
 
     def weights(self, weight: Tensor) -> tuple[Tensor, ...]:
@@ -246,7 +243,6 @@ def _split_experts(
 
 
 def _copied(own: Tensor, unmapper: TensorUnmapper) -> Tensor:
-    """A copy of `own` on the device."""
     out = torch.empty(own.shape, dtype=unmapper.dtype_of(own), device=unmapper.device)
     unmapper.copy(out, own)
     return out
@@ -259,7 +255,7 @@ _Matrix = tuple[Style, int, int]
 
 
 def plan_for(config: PretrainedConfig, ranks: int) -> TensorParallelPlan:
-    """How `ranks` share the class of `config`. Raises UnsupportedModel, naming the possible numbers of ranks."""
+    """The split of the class of `config` over `ranks`. Raises UnsupportedModel with the possible numbers."""
     if ranks == 1:
         return TensorParallelPlan.whole()
     kind = class_of(config)

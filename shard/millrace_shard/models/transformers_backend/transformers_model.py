@@ -64,7 +64,6 @@ class Activation(nn.Module):
         self._function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the function to `x` of any shape."""
         return elementwise(self._function, x)
 
 

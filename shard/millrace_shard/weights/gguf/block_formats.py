@@ -60,7 +60,6 @@ class BlockFormat:
         return values.flatten(1)
 
     def table(self) -> Tensor:
-        """What each code stands for, float32."""
         return torch.arange(1 << self.bits, dtype=torch.float32) - self.zero
 
 

@@ -73,7 +73,6 @@ def _scaling(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> dict[s
 
 
 def _llama3(factors: Tensor, theta: float, head_dim: int) -> dict[str, Any]:
-    """The parameters of kind llama3 from which `factors` follow."""
     if factors.shape != (head_dim // 2,):
         raise WeightsError(
             f"tensor {ROPE_FACTORS} has shape {list(factors.shape)}, and heads have {head_dim} channels"
@@ -157,7 +156,6 @@ def _sizes(header: GgufHeader, metadata: Metadata, arch: str) -> dict[str, Any]:
 
 
 def _family(header: GgufHeader, metadata: Metadata, arch: str) -> dict[str, Any]:
-    """`model_type` and the fields that only some families have."""
     head_dim = _head_dim(metadata, arch)
     if arch == "qwen2":
         return {"model_type": arch, "use_sliding_window": False}

@@ -92,7 +92,6 @@ def _check_finite(file: BufferedReader, tensor: StoredTensor, values: Tensor) ->
 
 
 def _read(file: BufferedReader, tensor: StoredTensor, start: int, end: int) -> Tensor:
-    """The bytes of the rows from `start` to `end`."""
     stored = torch.empty((end - start) * tensor.row_bytes, dtype=torch.uint8)
     try:
         file.seek(tensor.offset + start * tensor.row_bytes)
@@ -123,7 +122,6 @@ class GgufFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open `folder`/model.gguf."""
         self._path = folder / MODEL
         self._header = GgufHeader.read(self._path)
         self._file = self._path.open("rb")
@@ -142,15 +140,12 @@ class GgufFiles:
         return name in self
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
         return self._tensor(name).shape
 
     def format(self, name: str) -> BlockFormat:
-        """The format of a tensor's blocks."""
         return self._tensor(name).format
 
     def stored_bytes(self, name: str) -> int:
-        """The bytes of the whole tensor in the file."""
         return self._tensor(name).num_bytes
 
     def read(self, name: str, *, dim: int, span: tuple[int, int]) -> Tensor:

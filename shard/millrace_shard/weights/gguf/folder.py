@@ -73,7 +73,6 @@ def prepare_gguf(path: Path, cache_root: Path, *, tokenizer: Path | None) -> Pat
 
 
 def _digest(header: GgufHeader, tokenizer: Path | None) -> str:
-    """A digest of everything that the folder depends on."""
     with header.path.open("rb") as file:
         start = file.read(header.num_bytes)
     state = [str(FORMAT_VERSION), str(header.path.resolve()), str(header.size)]
@@ -170,7 +169,7 @@ def _rope_factors(header: GgufHeader) -> Tensor | None:
     if tensor is None:
         return None
     if len(tensor.shape) != 1 or tensor.format.dtype != torch.float32:
-        raise WeightsError(f"tensor {ROPE_FACTORS} is no vector of float32")
+        raise WeightsError(f"tensor {ROPE_FACTORS} is not a vector of float32")
     with header.path.open("rb") as file:
         return read_part(file, tensor, (0, 1), (0, tensor.shape[0]))[0]
 

@@ -52,7 +52,6 @@ class Reader:
         self._name = name
 
     def take(self, num_bytes: int) -> bytes:
-        """The next `num_bytes` bytes."""
         end = self.offset + num_bytes
         if end > len(self._data):
             raise WeightsError(
@@ -63,11 +62,9 @@ class Reader:
         return data
 
     def u32(self) -> int:
-        """The next number of 4 bytes."""
         return int(struct.unpack("<I", self.take(4))[0])
 
     def u64(self) -> int:
-        """The next number of 8 bytes."""
         return int(struct.unpack("<Q", self.take(8))[0])
 
     def string(self) -> str:
@@ -132,7 +129,6 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape[:-1]) * self.row_bytes
 
 
@@ -235,7 +231,7 @@ def _alignment(path: Path, metadata: Mapping[str, Value]) -> int:
         or alignment & (alignment - 1)
     ):
         raise WeightsError(
-            f"general.alignment of {path.name} is {alignment!r}, which is no power of two up to {LARGEST_ALIGNMENT}"
+            f"general.alignment of {path.name} is {alignment!r}, which is not a power of two up to {LARGEST_ALIGNMENT}"
         )
     return alignment
 

@@ -26,7 +26,6 @@ class Metadata:
         return key in self._values
 
     def unread(self, prefix: str) -> list[str]:
-        """The keys below `prefix` that no method has read."""
         return sorted(
             key for key in self._values if key.startswith(prefix) and key not in self._asked
         )

@@ -79,7 +79,6 @@ def check_tensors(header: GgufHeader, config: Mapping[str, Any]) -> None:
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The stored tensors of a model by name."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (vocabulary, hidden),

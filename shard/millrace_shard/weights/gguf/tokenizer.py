@@ -79,7 +79,6 @@ class Vocabulary:
         return cls(tokens=tokens, kinds=kinds, ids=ids, named=_named(metadata, len(tokens)))
 
     def of_kind(self, *kinds: TokenKind) -> list[int]:
-        """The ids of all tokens of these kinds."""
         return [id_ for id_, kind in enumerate(self.kinds) if kind in kinds]
 
     def end_ids(self) -> list[int]:
@@ -89,7 +88,6 @@ class Vocabulary:
         return list(dict.fromkeys(named + [id_ for id_ in control if self.tokens[id_] in ENDS]))
 
     def text(self, name: str) -> str | None:
-        """The token that the file names `name`."""
         return self.tokens[self.named[name]] if name in self.named else None
 
 
@@ -376,7 +374,7 @@ def _added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
 
 
 def _ends(metadata: Metadata, vocabulary: Vocabulary, *, starts: bool) -> dict[str, Any] | None:
-    """The post-processor, which adds the bos and eos tokens that the file asks for."""
+    """The post-processor, which adds the bos and eos tokens that the file requests."""
     flags = {
         "bos": metadata.flag(f"{PREFIX}add_bos_token"),
         "eos": metadata.flag(f"{PREFIX}add_eos_token"),

@@ -152,7 +152,9 @@ def compressed_tensors(settings: Settings) -> Quantization:
     summaries = dict.fromkeys(group.summary for group in groups)
     notes = []
     if any(isinstance(g, dict) and g.get("input_activations") for g in config_groups.values()):
-        notes.append("weights are exact; activations are not quantised as input_activations says")
+        notes.append(
+            "weights are exact; activations are not quantised as input_activations requests"
+        )
     return Quantization(
         method=METHOD,
         summary=f"{METHOD}, {'; '.join(summaries)}",
@@ -192,7 +194,6 @@ def _group(name: str, raw: object, whole: str) -> Group:
 
 
 def _usual_format(raw: Mapping[str, Any]) -> str:
-    """The format that the library chooses where the config names none."""
     weights = raw["weights"]
     if weights.get("type") == "float":
         return FLOAT if weights.get("num_bits") == 8 else NVFP4
@@ -206,7 +207,7 @@ def _check_patterns(targets: Sequence[str]) -> None:
                 re.compile(target[3:])
             except re.error as error:
                 raise UnsupportedModel(
-                    f"{METHOD}: {target!r} is no regular expression: {error}"
+                    f"{METHOD}: {target!r} is not a regular expression: {error}"
                 ) from error
 
 

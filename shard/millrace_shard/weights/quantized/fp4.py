@@ -63,7 +63,6 @@ class Nvfp4Linear:
 
 
 def mx_scales(tensors: ModuleTensors, suffix: str, exponents: Tensor) -> Tensor:
-    """The scales float32 of exponents uint8."""
     scales = powers_of_two(exponents)
     if not scales.isfinite().all():
         raise tensors.error(suffix, "has the exponent 255, which is not a number")
@@ -88,10 +87,10 @@ def _linear(
 
 
 def check_width(tensors: ModuleTensors, inputs: int, size: int) -> None:
-    """Raise UnsupportedModel for inputs that are no whole groups."""
+    """Raise UnsupportedModel for inputs that do not fill whole groups."""
     if inputs % size:
         raise UnsupportedModel(
-            f"{tensors.module} has {inputs} inputs, which are no groups of {size}"
+            f"{tensors.module} has {inputs} inputs, which do not fill groups of {size}"
         )
 
 

@@ -26,7 +26,7 @@ EXACT = "weights are exact; activations are not quantised"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Linear:
-    """`weight` [out, in], and a scale by which it is multiplied, whatever its name says."""
+    """`weight` [out, in], and a scale by which it is multiplied, whatever its name."""
 
     block: Block | None = None
     """None: one scale for the tensor, or one for each output."""
@@ -82,12 +82,10 @@ def fp8(settings: Settings) -> Quantization:
 
 
 def fbgemm_fp8(settings: Settings) -> Quantization:  # noqa: ARG001
-    """A checkpoint of quant_method fbgemm_fp8."""
     return _quantization("fbgemm_fp8", "fbgemm_fp8, one scale an output", Fp8Linear())
 
 
 def modelopt_fp8() -> Quantization:
-    """A checkpoint of quant_method modelopt, whose algorithm is FP8."""
     return _quantization("modelopt", "modelopt FP8, one scale a tensor", Fp8Linear())
 
 

@@ -36,7 +36,7 @@ def input_order(tensors: ModuleTensors, suffix: str, cut: Cut, group_size: int) 
         raise tensors.error(suffix, f"has groups of other sizes than {group_size}")
     if not cut.has_all_inputs:
         raise tensors.error(
-            suffix, "scatters the inputs of a group, so one shard alone can serve this model"
+            suffix, "scatters the inputs of a group, so only one shard can serve this model"
         )
     return order
 

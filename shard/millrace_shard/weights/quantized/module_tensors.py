@@ -29,7 +29,6 @@ class Cut:
 
     @property
     def has_all_inputs(self) -> bool:
-        """Whether no input is left out."""
         return self.columns == (0, self.inputs)
 
 

@@ -1,4 +1,4 @@
-"""How the linears of a checkpoint are quantised."""
+"""The quantisation of a checkpoint's linears."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Quantization:
     """The method of a checkpoint."""
 
     method: str
-    """As TGI's `--quantize` names it where it does, else as `quant_method`."""
+    """The name of TGI's `--quantize` if it has one, else of `quant_method`."""
     summary: str
     """The method and its settings, for the log."""
     format_of: FormatOf
     notes: tuple[str, ...] = ()
-    """What differs from the settings of the checkpoint, for the log."""
+    """Differences from the settings of the checkpoint, for the log."""
 
     def check_groups(self, modules: Sequence[tuple[str, int]]) -> None:
         """Raise UnsupportedModel unless kernels take the groups of each (module, inputs)."""

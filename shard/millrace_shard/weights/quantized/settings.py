@@ -81,5 +81,4 @@ class Settings:
 
 
 def is_group(value: object) -> TypeGuard[int]:
-    """Whether `value` is a number of elements that share a scale."""
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_GROUP

@@ -38,7 +38,6 @@ def float8_values() -> Tensor:
 
 
 def float4_values() -> Tensor:
-    """The table of e2m1."""
     positive = torch.tensor(FLOAT4)
     return torch.cat((positive, -positive))
 

@@ -42,7 +42,7 @@ from millrace_shard.kernels.lora.adapter_table import (
 )
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")

@@ -1,37 +1,39 @@
 """The compiled operators with empty inputs, odd strides, large sizes, and inputs that they must refuse."""
 
 from __future__ import annotations
-
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Layer, LayerCache, Linear
-from millrace_shard.kernels.build import BuildError, load_operators
+from millrace_shard.kernels.base import Layer
+from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.base import Linear
+from millrace_shard.kernels.build import BuildError
+from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu import tile_blocks
-from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear, with_int8
+from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear
+from millrace_shard.kernels.cpu.int8_linear import with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.layer_weights import (
-    AttentionWeights,
-    HeadNorms,
-    LinearWeights,
-    MlpWeights,
-    NormWeights,
-    Rotation,
-)
+from millrace_shard.kernels.layer_weights import AttentionWeights
+from millrace_shard.kernels.layer_weights import HeadNorms
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.layer_weights import MlpWeights
+from millrace_shard.kernels.layer_weights import NormWeights
+from millrace_shard.kernels.layer_weights import Rotation
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.tile_units import TILE_UNITS, need_brgemm, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS
+from millrace_testing.engines.kernels import need_brgemm
+from millrace_testing.engines.kernels import tiles_by
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -132,7 +134,7 @@ def cache_of(
     return cache
 
 
-def test_halves_of_a_layer_without_rows(kernels: CpuKernels) -> None:
+def test_halves_of_a_layer_accept_no_rows(kernels: CpuKernels) -> None:
     nothing = torch.empty(0, HIDDEN, dtype=BF16)
     cache = cache_of(kernels, HEADS, DIM)
     batch = replace(
@@ -153,7 +155,7 @@ def test_halves_of_a_layer_without_rows(kernels: CpuKernels) -> None:
 
 
 @pytest.mark.parametrize("dim", [768, 800, 1024])
-def test_heads_of_any_size(kernels: CpuKernels, dim: int) -> None:
+def test_attention_is_exact_for_heads_of_any_size(kernels: CpuKernels, dim: int) -> None:
     # Above 768 the tiles of a row of queries are further apart than they are long.
     group, plain = 71, PlainKernels(deterministic=True, block_size=64)
     queries, keys, values = (

@@ -1,24 +1,25 @@
 """Products with codes against float64 products of the exact values, and against themselves with other rows."""
 
 from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
-
 from millrace_shard.kernels.cpu import packed_weight
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.cpu.packed_weight import has_integer_products, packed_codes
+from millrace_shard.kernels.cpu.packed_weight import has_integer_products
+from millrace_shard.kernels.cpu.packed_weight import packed_codes
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.layer_weights import LinearWeights
-from millrace_shard.kernels.quantized import PlainQuantizedLinear, QuantizedTensor, rounded_rows
+from millrace_shard.kernels.quantized import PlainQuantizedLinear
+from millrace_shard.kernels.quantized import QuantizedTensor
+from millrace_shard.kernels.quantized import rounded_rows
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS
+from millrace_testing.engines.kernels import tiles_by
 
 BF16 = torch.bfloat16
 OUTPUTS = 70
@@ -121,7 +122,7 @@ def check_rows(linear: PanelLinear, x: Tensor, whole: Tensor) -> None:
 
 @pytest.mark.parametrize(("inputs", "group"), [*SIZES, *LONG_SIZES])
 @pytest.mark.parametrize("table", ["int4", "int8"])
-def test_products_are_those_of_the_exact_codes(table: str, inputs: int, group: int) -> None:
+def test_products_match_the_exact_codes(table: str, inputs: int, group: int) -> None:
     weight, x = random_weight(table, inputs, group), torch.randn(ROWS, inputs).to(BF16)
     assert packed_codes([weight], integer=False) is not None
     linear = linear_of(weight)
@@ -133,7 +134,7 @@ def test_products_are_those_of_the_exact_codes(table: str, inputs: int, group: i
 @pytest.mark.parametrize(("inputs", "group"), [(576, 16), (704, 96), (704, WHOLE)])
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("table", ["uint4", "nf4", "e2m1", "uint8", "e4m3"])
-def test_any_table_with_offsets_and_in_any_order(
+def test_products_are_exact_for_any_table_offsets_and_input_order(
     table: str, inputs: int, group: int, order: bool
 ) -> None:
     weight = random_weight(table, inputs, group, offsets=table.startswith("uint"), order=order)
@@ -155,7 +156,7 @@ def test_bits_of_int8_are_multiplied_as_ascending_codes_are(integer: bool) -> No
 
 @pytest.mark.parametrize(("inputs", "group"), [*SIZES[1:], *LONG_SIZES])
 @pytest.mark.parametrize("table", ["int4", "e2m1", "int8"])
-def test_integer_products_are_those_of_rounded_rows(table: str, inputs: int, group: int) -> None:
+def test_integer_products_match_rounded_rows(table: str, inputs: int, group: int) -> None:
     weight, x = random_weight(table, inputs, group), torch.randn(ROWS, inputs).to(BF16)
     linear = linear_of(weight, integer=True)
     whole = linear(x)
@@ -164,7 +165,7 @@ def test_integer_products_are_those_of_rounded_rows(table: str, inputs: int, gro
 
 
 @pytest.mark.parametrize("table", ["uint4", "uint8"])
-def test_integer_products_with_offsets_in_another_order(table: str) -> None:
+def test_integer_products_are_exact_with_offsets_in_another_order(table: str) -> None:
     weight = random_weight(table, 704, 32, offsets=True, order=True)
     x = torch.randn(ROWS, 704).to(BF16)
     linear = linear_of(weight, integer=True)
@@ -177,7 +178,7 @@ NUM_RANDOM = int(os.environ.get("RANDOM_FORMS", "30"))
 
 
 @pytest.mark.parametrize("integer", [False, True])
-def test_weights_of_any_form(integer: bool) -> None:
+def test_products_are_exact_for_weights_of_any_form(integer: bool) -> None:
     """Inputs, outputs and rows that are no multiples of tiles, scales and rows that are 0 or tiny."""
     rng = random.Random(4)
     for number in range(NUM_RANDOM):
@@ -201,7 +202,7 @@ def test_weights_of_any_form(integer: bool) -> None:
         assert torch.equal(linear(x[own]), y[own]), number
 
 
-def test_values_that_are_no_integers_are_multiplied_exactly() -> None:
+def test_values_that_are_not_integers_are_multiplied_exactly() -> None:
     weight, x = random_weight("nf4", 576, 64), torch.randn(9, 576).to(BF16)
     assert torch.equal(linear_of(weight, integer=True)(x), linear_of(weight)(x))
 
@@ -274,7 +275,7 @@ def test_a_row_that_is_not_finite_spoils_itself_alone() -> None:
         assert linear(x[:0]).shape == (0, OUTPUTS)
 
 
-def test_a_bias_and_a_head() -> None:
+def test_biases_are_added_and_heads_return_float32() -> None:
     weight, x = random_weight("int8", 96, WHOLE), torch.randn(3, 96).to(BF16)
     bias = torch.randn(OUTPUTS).to(BF16)
     plain = linear_of(weight)(x)

@@ -1,42 +1,39 @@
 """Halves of a layer by tiles against float64, and against themselves: alone, in batches, in chunks and threaded."""
 
 from __future__ import annotations
-
 import math
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Layer, LayerCache
+from millrace_shard.kernels.base import Layer
+from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.cpu.tile_blocks import (
-    PanelLinear,
-    TiledAttention,
-    TiledLayers,
-    TiledMlp,
-)
+from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
+from millrace_shard.kernels.cpu.tile_blocks import TiledAttention
+from millrace_shard.kernels.cpu.tile_blocks import TiledLayers
+from millrace_shard.kernels.cpu.tile_blocks import TiledMlp
 from millrace_shard.kernels.layer_blocks import ComposedLayers
-from millrace_shard.kernels.layer_weights import (
-    AttentionWeights,
-    HeadNorms,
-    LinearWeights,
-    MlpWeights,
-    NormWeights,
-    Rotation,
-)
+from millrace_shard.kernels.layer_weights import AttentionWeights
+from millrace_shard.kernels.layer_weights import HeadNorms
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.layer_weights import MlpWeights
+from millrace_shard.kernels.layer_weights import NormWeights
+from millrace_shard.kernels.layer_weights import Rotation
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS
+from millrace_testing.engines.kernels import tiles_by
 
 BF16 = torch.bfloat16
 EPS = 1e-5
@@ -202,7 +199,7 @@ def tables_of(num_queries: Sequence[int], num_context: Sequence[int]) -> RaggedB
 
 @pytest.mark.parametrize("with_x", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_is_what_its_definition_says(shape: Shape, with_x: bool) -> None:
+def test_attention_matches_its_definition(shape: Shape, with_x: bool) -> None:
     weights = shape.weights()
     residual = torch.randn(sum(CONTEXTS), shape.hidden).to(BF16)
     x = torch.randn_like(residual) if with_x else None
@@ -401,7 +398,7 @@ def test_parts_are_packed_as_the_whole(out: int, inputs: int, cuts: tuple[int, .
         [torch.zeros(64, 32, dtype=BF16).T],
     ],
 )
-def test_parts_that_are_no_weight_are_refused(parts: list[Tensor]) -> None:
+def test_parts_that_are_not_a_weight_are_refused(parts: list[Tensor]) -> None:
     with pytest.raises(RuntimeError, match="Expected"):
         torch.ops.millrace.pack_panels(parts, False)
 

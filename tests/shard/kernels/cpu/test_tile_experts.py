@@ -1,27 +1,27 @@
 """The operator of experts against its definition in float64, and a row's bits among other rows."""
 
 from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
-
 from millrace_shard.kernels.agreement import Random
 from millrace_shard.kernels.base import Experts
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
-from millrace_shard.kernels.expert_weights import ExpertsWeights, RoutingRule, Scoring
-from millrace_shard.kernels.experts_agreement import RULES, experts_weights
+from millrace_shard.kernels.expert_weights import ExpertsWeights
+from millrace_shard.kernels.expert_weights import RoutingRule
+from millrace_shard.kernels.expert_weights import Scoring
+from millrace_shard.kernels.experts_agreement import RULES
+from millrace_shard.kernels.experts_agreement import experts_weights
 from millrace_shard.kernels.layer_blocks import ComposedExperts
 from millrace_shard.kernels.layer_weights import Activation
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.quantized.defined_experts import defined_experts
+from millrace_testing.quantized.code_formats import defined_experts
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -57,9 +57,7 @@ def rows_of(count: int, shape: str, seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.scoring.value)
-def test_experts_are_what_their_definition_says(
-    kernels: CpuKernels, rule: RoutingRule, shape: str
-) -> None:
+def test_experts_match_their_definition(kernels: CpuKernels, rule: RoutingRule, shape: str) -> None:
     made = kernels.experts(weights_of(rule, shape))
     assert isinstance(made, TiledExperts)
     for count in (1, 5, 200):
@@ -109,7 +107,7 @@ def test_a_row_that_is_not_finite_fails_alone(kernels: CpuKernels) -> None:
         assert torch.equal(after[kept], before[kept])
 
 
-def test_no_rows(kernels: CpuKernels) -> None:
+def test_experts_accept_no_rows(kernels: CpuKernels) -> None:
     assert kernels.experts(weights_of(RULES[0], "in-tiles"))(rows_of(0, "in-tiles")).shape == (
         0,
         64,

@@ -66,7 +66,7 @@ def distance(out: Tensor, expected: Tensor) -> float:
     ],
     ids=lambda each: "-".join(map(str, each)) if isinstance(each, tuple) else str(each)[6:],
 )
-def test_attention_is_what_its_definition_says(
+def test_attention_matches_its_definition(
     heads: tuple[int, int, int], dtype: torch.dtype, deterministic: bool
 ) -> None:
     paged = pages(heads, dtype, deterministic=deterministic)
@@ -75,7 +75,7 @@ def test_attention_is_what_its_definition_says(
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "fixed"])
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (20, 5.0), (None, 2.0)])
-def test_windows_and_caps_are_what_their_definitions_say(
+def test_windows_and_caps_match_their_definitions(
     window: int | None, softcap: float | None, deterministic: bool
 ) -> None:
     paged = pages(deterministic=deterministic)

@@ -41,7 +41,7 @@ def rows_of(count: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.scoring.value)
-def test_experts_are_those_of_plain_torch(rule: RoutingRule, dtype: torch.dtype) -> None:
+def test_experts_match_plain_torch(rule: RoutingRule, dtype: torch.dtype) -> None:
     made, plain = experts_of(rule, dtype), experts_of(rule, dtype, composed=True)
     assert isinstance(made, GroupedExperts)
     assert isinstance(plain, ComposedExperts)

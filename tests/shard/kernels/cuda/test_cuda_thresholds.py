@@ -90,7 +90,7 @@ def test_equal_keys_are_kept_or_dropped_together() -> None:
 
 
 @pytest.mark.parametrize("share", [2.0**-38, 0.5, 0.75, 0.751, 1.0])
-def test_rows_of_two_tokens_and_of_one(share: float) -> None:
+def test_rows_of_one_or_two_tokens_have_exact_thresholds(share: float) -> None:
     keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-0.0, 0.0]], device=DEVICE)
     shares = torch.tensor([[0.75, 0.25], [0.25, 0.75], [0.5, 0.5]], device=DEVICE)
     kept = check_equal(keys, shares, column([share] * 3))

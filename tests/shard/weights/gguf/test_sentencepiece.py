@@ -117,7 +117,7 @@ def random_text(chooser: random.Random) -> str:
 
 
 @pytest.mark.parametrize("prefixed", [True, False, None])
-def test_ids_are_those_of_the_definition(prefixed: bool | None, tmp_path: Path) -> None:
+def test_ids_match_the_definition(prefixed: bool | None, tmp_path: Path) -> None:
     metadata = metadata_of(add_space_prefix=prefixed)
     found = ours(tmp_path, metadata)
     chooser = random.Random(0)
@@ -129,7 +129,7 @@ def test_ids_are_those_of_the_definition(prefixed: bool | None, tmp_path: Path) 
         assert found.decode(expected) == text
 
 
-def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
+def test_ids_match_transformers(tmp_path: Path) -> None:
     """transformers reads a vocabulary of Phi-3's with the prefix that sentencepiece adds to every text."""
     found = ours(tmp_path, metadata_of())
     expected = theirs(tmp_path, "phi3")

@@ -117,7 +117,7 @@ def theirs(folder: Path) -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS.keys() - PIECES))
-def test_ids_are_those_of_a_tokenizer_by_hand(pre: str, tmp_path: Path) -> None:
+def test_ids_match_a_tokenizer_by_hand(pre: str, tmp_path: Path) -> None:
     expected = by_hand(pre)
     found = ours(tmp_path, metadata_of(expected, pre))
     for text in TEXTS:
@@ -128,7 +128,7 @@ def test_ids_are_those_of_a_tokenizer_by_hand(pre: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pre", PIECES)
-def test_words_of_other_patterns(pre: str, tmp_path: Path) -> None:
+def test_words_are_split_as_each_pattern_requires(pre: str, tmp_path: Path) -> None:
     found = ours(tmp_path, metadata_of(by_hand("gpt-2"), pre))
     expected = PIECES[pre].split("|")
     assert found.pre_tokenizer is not None
@@ -138,7 +138,7 @@ def test_words_of_other_patterns(pre: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", *PATTERNS])
-def test_ids_are_those_of_transformers(pre: str, tmp_path: Path) -> None:
+def test_ids_match_transformers(pre: str, tmp_path: Path) -> None:
     """transformers' reading leaves out the normal form, so that it gets the text in this form."""
     found = ours(tmp_path, metadata_of(by_hand(pre), pre))
     expected = theirs(tmp_path)
@@ -159,7 +159,7 @@ def test_the_normal_form_is_what_transformers_leaves_out(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "tekken", "smaug-bpe", "qwen2"])
-def test_words_that_no_merges_build(pre: str, tmp_path: Path) -> None:
+def test_words_that_no_merges_build_are_single_tokens(pre: str, tmp_path: Path) -> None:
     """The models' tokenizer.json has `ignore_merges` for Llama 3 and Tekken; transformers' reading leaves it out."""
     expected = by_hand(pre)
     metadata = metadata_of(expected, pre)
@@ -197,7 +197,7 @@ def test_ends_of_a_prompt(
         assert theirs(tmp_path).encode("hello") == found.encode("hello").ids
 
 
-def test_special_tokens_and_templates(tmp_path: Path) -> None:
+def test_special_tokens_and_templates_are_kept(tmp_path: Path) -> None:
     metadata = metadata_of(by_hand("gpt-2"), "gpt-2")
     metadata |= {
         "tokenizer.chat_template": "default {{ messages }}",
@@ -281,7 +281,7 @@ def prepare(file: Path, folder: Path, change: Callable[[Words], Words] = dict) -
     return prepare_gguf(file, folder / "cache", tokenizer=source(file, folder, change))
 
 
-def test_the_tokenizer_and_its_end_are_those_of_the_folder(
+def test_the_tokenizer_and_its_end_match_the_folder(
     file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -302,7 +302,7 @@ def test_another_vocabulary_is_refused(file: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*"))
 
 
-def test_some_other_tokens_are_told_of(
+def test_some_other_tokens_are_reported(
     file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -332,7 +332,7 @@ def read(*, vocab_size: int = 8, **values: Any) -> Vocabulary:
     return Vocabulary.read(Metadata(found, "m.gguf"), vocab_size=vocab_size)
 
 
-def test_tokens_and_ids() -> None:
+def test_tokens_are_found_by_id_kind_and_name() -> None:
     kinds = np.array([TokenKind.CONTROL, TokenKind.NORMAL, TokenKind.NORMAL], np.int32)
     found = read(tokens=["<s>", "a", "b"], token_type=kinds, bos_token_id=0)
     assert found.ids == {"<s>": 0, "a": 1, "b": 2}

@@ -72,13 +72,13 @@ def test_scattered_inputs_count_though_the_config_denies_them(
         group["weights"].pop(order)
     write(tmp_path, tensors, config)
     assert torch.equal(read(tmp_path, part()).dequantized(), expected)
-    with pytest.raises(WeightsError, match="one shard alone can serve this model"):
+    with pytest.raises(WeightsError, match="only one shard can serve this model"):
         read(tmp_path, part(columns=(0, 96)))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [(0, 36), (36, 72), (20, 28), (67, 72)])
-def test_outputs_of_a_rank(tmp_path: Path, name: str, rows: Span) -> None:
+def test_the_outputs_of_a_rank_are_cut_exactly(tmp_path: Path, name: str, rows: Span) -> None:
     tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
     write(tmp_path, tensors, FORMATS[name].config)
     found = read(tmp_path, part(rows=rows))
@@ -87,7 +87,7 @@ def test_outputs_of_a_rank(tmp_path: Path, name: str, rows: Span) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in SCATTERED])
 @pytest.mark.parametrize("columns", [(0, 96), (96, 192), (64, 128), (48, 80), (176, 192)])
-def test_inputs_of_a_rank(tmp_path: Path, name: str, columns: Span) -> None:
+def test_the_inputs_of_a_rank_are_cut_exactly(tmp_path: Path, name: str, columns: Span) -> None:
     tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
     write(tmp_path, tensors, FORMATS[name].config)
     found = read(tmp_path, part(columns=columns))
@@ -134,7 +134,7 @@ def test_there_are_fixtures() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+def test_weights_match_the_library(tmp_path: Path, name: str) -> None:
     path = FIXTURES / f"{name}.safetensors"
     tensors = load_file(path)
     expected = tensors.pop("expected")
@@ -182,9 +182,7 @@ def open_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> Weights:
     return Weights(folder, dtype=torch.float32, device=cpu, group=ProcessGroup.single())
 
 
-def test_experts_are_those_of_transformers(
-    tmp_path: Path, tensors: dict[str, torch.Tensor]
-) -> None:
+def test_experts_match_transformers(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     expected = convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32).transpose(1, 2)
     weights = open_weights(tmp_path, tensors)
     for rows, columns in ((slice(0, 8), (0, 96)), (slice(1, 6, 2), (48, 96))):

@@ -78,7 +78,7 @@ def test_scales_of_int4_have_the_least_squared_error_for_their_codes() -> None:
     assert error < 0.9 * (plain - groups).square().sum()
 
 
-def test_tables_are_those_of_bitsandbytes() -> None:
+def test_tables_match_bitsandbytes() -> None:
     """Against the table in its fixtures, which its own library has read."""
     fixtures = Path(__file__).parent / "fixtures"
     for name, table in (("nf4", torch.tensor(NF4)), ("fp4", fp4_values())):
@@ -99,7 +99,7 @@ def test_zeros_stay_zeros(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_transposed_experts(method: str) -> None:
+def test_transposed_experts_have_the_same_codes(method: str) -> None:
     """Files of gpt-oss have them; torch warns of numbers that are not contiguous in a search."""
     quantize = METHODS[method].linear
     transposed = weight(192, 32).t()

@@ -1,30 +1,36 @@
 """Checkpoints that are refused, in one line that names method, field, tensor and file."""
 
 from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch import Tensor
-
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
+from millrace_shard.errors import ModelError
+from millrace_shard.errors import UnsupportedModel
+from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
-from millrace_shard.weights.quantized.quantization_config import SUPPORTED, read_quantization
-from millrace_testing.models.models import CONFIGS, CPU, edit_json, save_tiny
+from millrace_shard.weights.quantized.quantization_config import SUPPORTED
+from millrace_shard.weights.quantized.quantization_config import read_quantization
+from millrace_testing.models.models import CONFIGS
+from millrace_testing.models.models import CPU
+from millrace_testing.models.models import edit_json
+from millrace_testing.models.models import save_tiny
 from millrace_testing.quantized.checkpoints import save_quantized
 from millrace_testing.quantized.linears import FORMATS
-from millrace_testing.quantized.mxfp4 import save_mxfp4
+from millrace_testing.quantized.checkpoints import save_mxfp4
 
 GPTQ = FORMATS["gptq"].config
 PACKED = FORMATS["pack-quantized"].config
@@ -148,7 +154,7 @@ def test_a_flag_for_checkpoints_needs_one(tmp_path: Path) -> None:
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "modelopt"),
     ],
 )
-def test_other_places_of_the_settings(
+def test_settings_are_found_in_other_files(
     file: str, raw: dict[str, Any], method: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -391,7 +397,7 @@ def test_ranks_cannot_share_groups_of_experts(tmp_path: Path) -> None:
     assert "do not fit the 72 inputs" in refusal(tmp_path, UnsupportedModel)
 
 
-def test_experts_in_mxfp4(tmp_path: Path) -> None:
+def test_damaged_mxfp4_experts_are_refused(tmp_path: Path) -> None:
     save_mxfp4(tmp_path, num_hidden_layers=2)
     path = tmp_path / "model.safetensors"
     whole = load_file(path)
@@ -442,7 +448,7 @@ CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "fields", "message"), CONFIG_ERRORS)
-def test_what_a_config_tells_is_refused_before_weights_are_read(
+def test_unsupported_configs_are_refused_before_weights_are_read(
     family: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     config = {**CONFIGS[family], "model_type": family, **fields}
