@@ -1,59 +1,52 @@
 """The schedule of faults and the population of requests: all that a seed decides."""
 
 from __future__ import annotations
+
 import json
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
+
 import orjson
 import psutil
 import pytest
-from bench.faults.adapters import CHANGING
-from bench.faults.adapters import MAX_LORAS
-from bench.faults.adapters import SHELVED
-from bench.faults.adapters import STEADY
+from bench.faults.adapters import CHANGING, MAX_LORAS, SHELVED, STEADY
 from bench.faults.chaos.__main__ import parse_arguments
-from bench.faults.chaos.allowed_errors import AllowedError
-from bench.faults.chaos.allowed_errors import AllowedErrors
-from bench.faults.chaos.answers import Answer
-from bench.faults.chaos.answers import EventReader
-from bench.faults.chaos.answers import difference
-from bench.faults.chaos.answers import flaws
-from bench.faults.chaos.answers import nearest
-from bench.faults.chaos.answers import prefix_difference
-from bench.faults.chaos.answers import stable
-from bench.faults.chaos.audit import MAX_SHOWN
-from bench.faults.chaos.audit import MEMORY_GROWTH
-from bench.faults.chaos.audit import SLACK_FDS
-from bench.faults.chaos.audit import SLACK_THREADS
-from bench.faults.chaos.audit import Ledger
-from bench.faults.chaos.audit import Reading
-from bench.faults.chaos.audit import leaks
-from bench.faults.chaos.audit import not_idle
-from bench.faults.chaos.audit import read
-from bench.faults.chaos.audit import refusal_flaws
-from bench.faults.chaos.campaign import USUAL
-from bench.faults.chaos.campaign import Kind
-from bench.faults.chaos.campaign import campaign
+from bench.faults.chaos.allowed_errors import AllowedError, AllowedErrors
+from bench.faults.chaos.answers import (
+    Answer,
+    EventReader,
+    difference,
+    flaws,
+    nearest,
+    prefix_difference,
+    stable,
+)
+from bench.faults.chaos.audit import (
+    MAX_SHOWN,
+    MEMORY_GROWTH,
+    SLACK_FDS,
+    SLACK_THREADS,
+    Ledger,
+    Reading,
+    leaks,
+    not_idle,
+    read,
+    refusal_flaws,
+)
+from bench.faults.chaos.campaign import USUAL, Kind, campaign
 from bench.faults.chaos.injection import most_restarts
-from bench.faults.chaos.malformed import MALFORMED
-from bench.faults.chaos.malformed import OVERSIZED
-from bench.faults.chaos.pauses import PARTS
-from bench.faults.chaos.pauses import Arrivals
-from bench.faults.chaos.pauses import all_moving_at
-from bench.faults.chaos.pauses import parts
-from bench.faults.chaos.pauses import pause_end
-from bench.faults.chaos.population import Request
-from bench.faults.chaos.population import greedy_streams
-from bench.faults.chaos.population import mixed_streams
-from bench.faults.chaos.population import population
+from bench.faults.chaos.malformed import MALFORMED, OVERSIZED
+from bench.faults.chaos.pauses import PARTS, Arrivals, all_moving_at, parts, pause_end
+from bench.faults.chaos.population import Request, greedy_streams, mixed_streams, population
 from bench.faults.chaos.scenes import SCENES
-from bench.faults.deployment import Line
-from bench.faults.deployment import parse_lines
+from bench.faults.deployment import Line, parse_lines
 from bench.faults.members import Members
+
 from millrace_router.adapters.fetcher import MAX_AT_ONCE
 from millrace_shard.structured_output.grammar_compiler import NUM_COMPILES
+
 
 @pytest.mark.parametrize("num_faults", [1, 5, 14, 15, 100, 333])
 def test_a_campaign_has_as_many_faults_as_asked_for(num_faults: int) -> None:

@@ -1,35 +1,34 @@
 """Starting our server for a benchmark: what becomes of one that cannot start."""
 
 from __future__ import annotations
+
 import json
 from collections.abc import Iterable
-from datetime import UTC
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
+
 import pytest
 import torch
-from bench.harness.checkpoints import END_TOKEN
-from bench.harness.checkpoints import Shape
-from bench.harness.checkpoints import build_tokenizer
-from bench.harness.checkpoints import ensure_checkpoint
-from bench.harness.checkpoints import write_checkpoint
-from bench.harness.quiet import Quiet
-from bench.harness.quiet import wait_until_quiet
+from bench.harness.checkpoints import (
+    END_TOKEN,
+    Shape,
+    build_tokenizer,
+    ensure_checkpoint,
+    write_checkpoint,
+)
+from bench.harness.quiet import Quiet, wait_until_quiet
 from bench.harness.record import Record
-from bench.harness.repeats import Repeated
-from bench.harness.repeats import Sample
-from bench.harness.repeats import ratio_text
-from bench.harness.scrape import grown
-from bench.harness.scrape import parse
-from bench.harness.server import ServerError
-from bench.harness.server import serving
+from bench.harness.repeats import Repeated, Sample, ratio_text
+from bench.harness.scrape import grown, parse
+from bench.harness.server import ServerError, serving
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from millrace.load.levels import prompt
 from millrace_router.telemetry.instruments import render
 from millrace_router.telemetry.metrics import Metrics
+
 
 def test_a_launcher_that_ends_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
     log = tmp_path / "out" / "launcher.log"

@@ -1,30 +1,31 @@
 """HAProxy and Envoy before two servers: bytes, and the choice of the server."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 import re
-from collections.abc import Mapping
-from pathlib import Path
-import pytest
-from tests.ecosystem.operating.proxies import BALANCERS
-from tests.ecosystem.operating.proxies import Front
-from tests.ecosystem.operating.proxies import Proxy
-from tests.ecosystem.operating.proxies import fronting
-from tests.ecosystem.operating.proxies import prefixed
-from tests.router.api.test_openapi import BODIES
-from tests.router.api.test_openapi import STREAM
-from tests.router.api.test_openapi import STREAMS
-from millrace_router.api.openapi.document import OPERATIONS
-from millrace_testing.router.edge import echo
-from millrace_testing.router.edge import finished
-from millrace_testing.router.edge import token_event
 import signal
 import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+
 import aiohttp
-from tests.ecosystem.operating.proxies import wait_for_port
-from millrace_testing.launcher.ports import kept_port
+import pytest
+from tests.ecosystem.operating.proxies import (
+    BALANCERS,
+    Front,
+    Proxy,
+    fronting,
+    prefixed,
+    wait_for_port,
+)
+from tests.router.api.test_openapi import BODIES, STREAM, STREAMS
+
+from millrace_router.api.openapi.document import OPERATIONS
+from millrace_testing.launcher.deployment import kept_port
+from millrace_testing.router.edge import echo, finished, token_event
 
 pytestmark = pytest.mark.ecosystem
 

@@ -1,28 +1,24 @@
 """A real Prometheus scrapes a running server, with our configuration and our dashboard's queries."""
 
 from __future__ import annotations
+
 import json
 import re
 import shutil
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
 import pytest
-from bench.harness.server import RunningServer
-from tests.ecosystem.operating.prometheus import CONFIG
-from tests.ecosystem.operating.prometheus import DASHBOARD
-from tests.ecosystem.operating.prometheus import ROOT
-from tests.ecosystem.operating.prometheus import Prometheus
-from tests.ecosystem.operating.prometheus import poll
-from tests.ecosystem.operating.prometheus import scraping
-from millrace_testing.contract.contract import SERIES
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
 import yaml
+from bench.harness.server import RunningServer
+from tests.ecosystem.operating.prometheus import CONFIG, DASHBOARD, ROOT, Prometheus, poll, scraping
+
+from millrace_testing.contract.contract import SERIES
 
 pytestmark = pytest.mark.ecosystem
 

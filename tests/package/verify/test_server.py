@@ -27,8 +27,8 @@ from millrace.verify.suite import (
     unrelated_questions,
 )
 from millrace_launcher.settings.commands import Programs
+from millrace_testing.launcher import fake_launcher
 from millrace_testing.launcher.verify import BLOCK, FakeServer, fake_server, tokens_of
-from millrace_testing.router import fake_router as fake_launcher
 
 
 def check(

@@ -1,34 +1,23 @@
 """Tools of a chat: which are offered, how calls are reported, in one piece and streamed, and what is refused."""
 
 from __future__ import annotations
+
 import json
 import re
 from typing import Any
+
 import pytest
-from millrace_router.api.chat.choice import ChatDelta
-from millrace_router.api.chat.choice import ChoiceText
-from millrace_router.api.openai.render import ChatRenderer
-from millrace_router.api.openai.render import ResponseMeta
-from millrace_router.request.request import FinishReason
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
-from millrace_router.request.token_stream import Finished
-from millrace_router.request.token_stream import Token
-from millrace_router.request.token_stream import TokenEvent
+
+from millrace_router.api.chat.choice import ChatDelta, ChoiceText
+from millrace_router.api.openai.render import ChatRenderer, ResponseMeta
+from millrace_router.request.request import FinishReason, Grammar, GrammarKind
+from millrace_router.request.token_stream import Finished, Token, TokenEvent
 from millrace_router.tool_calls.formats.registry import format_of
-from millrace_router.tool_calls.tool import CallDelta
-from millrace_router.tool_calls.tool import Tool
-from millrace_router.tool_calls.tool import ToolChoice
-from millrace_testing.engines.grammars import EOS
-from millrace_testing.engines.grammars import Words
-from millrace_testing.engines.grammars import lark
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import serving
-from millrace_testing.router.streams import CHAT
-from millrace_testing.router.streams import added_up
-from millrace_testing.text.texts import Generations
-from millrace_testing.text.texts import tokenizer
+from millrace_router.tool_calls.tool import CallDelta, Tool, ToolChoice
+from millrace_testing.engines.grammars import EOS, Words, lark
+from millrace_testing.router.edge import Edge, limits_with, serving
+from millrace_testing.router.streams import CHAT, added_up
+from millrace_testing.text.texts import Generations, tokenizer
 
 TEMPLATE = (
     "{% if tools %}<tool_call> {{ tools | map(attribute='function.name') | join(',') }} {% endif %}"

@@ -1,31 +1,24 @@
 """Several choices of one request: seeds, order, usage, and the computation of the shared prompt."""
 
 from __future__ import annotations
+
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import sha256
 from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from millrace_router.errors import QueueFull
-from millrace_router.request.request import ValidRequest
-from millrace_router.request.request import seed_of_sample
+from millrace_router.request.request import ValidRequest, seed_of_sample
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import finished
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
-from millrace_testing.router.fake_router import DirectShards
-from millrace_testing.router.fake_router import collect
-from millrace_testing.router.fake_router import new_batcher
-from millrace_testing.router.fake_router import running
+from millrace_testing.router.edge import Edge, finished, limits_with, play, serving, token_event
+from millrace_testing.router.fake_router import DirectShards, collect, new_batcher, running
 from millrace_testing.shards.fake_shard import FakeShard
 
 URLS = ("/v1/chat/completions", "/v1/completions")

@@ -1,40 +1,41 @@
 """Text completions: prompts in all their forms, the echo, log probabilities, scores without a generation, streams."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 import math
 from typing import Any
+
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from millrace_router.api.chat.choice import ChoiceText
-from millrace_router.api.openai.completion_text import CompletionLogprobs
-from millrace_router.api.openai.completion_text import CompletionText
-from millrace_router.api.openai.completion_text import Echo
-from millrace_router.api.openai.completion_text import Style
-from millrace_router.api.openai.completion_text import echo_of
+from millrace_router.api.openai.completion_text import (
+    CompletionLogprobs,
+    CompletionText,
+    Echo,
+    Style,
+    echo_of,
+)
 from millrace_router.api.openai.render import prompt_logprobs_json
 from millrace_router.errors import GenerationError
 from millrace_router.request.limits import TGI
-from millrace_router.request.request import FinishReason
-from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import PromptLogprobs
-from millrace_router.request.token_stream import Token
-from millrace_router.request.token_stream import TokenEvent
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.request import FinishReason, ValidRequest
+from millrace_router.request.token_stream import PromptLogprobs, Token, TokenEvent, TokenStream
 from millrace_router.text.detokenizer import IncrementalDetokenizer
-from millrace_testing.router.edge import LIMITS
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import echo
-from millrace_testing.router.edge import finished
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
-from millrace_testing.router.edge import word_tokenizer
-from millrace_testing.text.texts import KINDS
-from millrace_testing.text.texts import tokenizer
+from millrace_testing.router.edge import (
+    LIMITS,
+    Edge,
+    echo,
+    finished,
+    limits_with,
+    serving,
+    token_event,
+    word_tokenizer,
+)
+from millrace_testing.text.texts import KINDS, tokenizer
 
 URL = "/v1/completions"
 HELLO, WORLD, WOERLD = 2, 3, 4

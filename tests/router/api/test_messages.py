@@ -1,41 +1,34 @@
 """Anthropic's messages on a real socket: shapes, events in order, stop reasons, tools, errors, the key."""
 
 from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
 import pytest
-from millrace_router.api.anthropic.request import CountTokensRequest
-from millrace_router.api.anthropic.request import MessagesRequest
-from millrace_router.api.anthropic.to_chat import NAMES
-from millrace_router.api.anthropic.to_chat import chat_of
+
+from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
+from millrace_router.api.anthropic.to_chat import NAMES, chat_of
 from millrace_router.api.chat.chat import Chat
-from millrace_router.errors import BodyShapeError
-from millrace_router.errors import GenerationError
-from millrace_router.errors import RouterError
-from millrace_router.errors import ShardsGone
-from millrace_router.errors import ValidationError
+from millrace_router.errors import (
+    BodyShapeError,
+    GenerationError,
+    RouterError,
+    ShardsGone,
+    ValidationError,
+)
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.limits import MILLRACE
-from millrace_router.request.request import GrammarKind
-from millrace_router.request.request import ValidRequest
+from millrace_router.request.request import GrammarKind, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.bodies import to_model
-from millrace_router.tool_calls.tool import Tool
-from millrace_router.tool_calls.tool import ToolChoice
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import fail
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
+from millrace_router.tool_calls.tool import Tool, ToolChoice
+from millrace_testing.router.edge import Edge, fail, limits_with, play, serving, token_event
 from millrace_testing.router.idempotent import KEY
-from millrace_testing.router.streams import message_events_in
-from millrace_testing.router.streams import message_of
-from millrace_testing.text.texts import Generations
-from millrace_testing.text.texts import Plan
-from millrace_testing.text.texts import tokenizer
+from millrace_testing.router.streams import message_events_in, message_of
+from millrace_testing.text.texts import Generations, Plan, tokenizer
 from millrace_testing.text.thoughts import tagged
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }} {{ turn.content }} {% endfor %}bot"

@@ -1,39 +1,31 @@
 """OpenAI's routes on a real socket: shapes, stop strings, usage, errors."""
 
 from __future__ import annotations
+
 import json
 from functools import partial
 from typing import Any
+
 import orjson
 import pytest
-from hypothesis import example
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
-from millrace_router.api.chat.choice import ChatDelta
-from millrace_router.api.chat.choice import ChoiceText
+
+from millrace_router.api.chat.choice import ChatDelta, ChoiceText
 from millrace_router.api.chat.stream import ChunkTemplate
 from millrace_router.api.openai.completion_stream import CompletionChunks
 from millrace_router.api.openai.completion_text import CompletionDelta
-from millrace_router.api.openai.render import ChatRenderer
-from millrace_router.api.openai.render import ResponseMeta
-from millrace_router.api.tgi.answers import plain_frame
-from millrace_router.api.tgi.answers import stream_json
+from millrace_router.api.openai.render import ChatRenderer, ResponseMeta
+from millrace_router.api.tgi.answers import plain_frame, stream_json
 from millrace_router.engine.generation import Usage
 from millrace_router.request.entry import Entry
 from millrace_router.request.limits import dialect_of
 from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import Token
-from millrace_router.request.token_stream import TokenEvent
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.token_stream import Token, TokenEvent, TokenStream
 from millrace_router.server.sse import event
-from millrace_testing.router.edge import LIMITS
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import serving
-from millrace_testing.text.texts import Generations
-from millrace_testing.text.texts import Plan
-from millrace_testing.text.texts import tokenizer
+from millrace_testing.router.edge import LIMITS, limits_with, serving
+from millrace_testing.text.texts import Generations, Plan, tokenizer
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }} {{ turn.content }} {% endfor %}bot"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=200)

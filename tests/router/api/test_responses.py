@@ -1,34 +1,28 @@
 """OpenAI's responses on a real socket: shapes, events in order, tools, formats, errors."""
 
 from __future__ import annotations
+
 from functools import partial
 from typing import Any
+
 import pytest
 from pydantic import TypeAdapter
-from millrace_router.api.responses.protocol import ResponseEventJson
-from millrace_router.api.responses.protocol import ResponseJson
+
+from millrace_router.api.responses.protocol import ResponseEventJson, ResponseJson
 from millrace_router.api.responses.request import ResponsesRequest
-from millrace_router.errors import GenerationError
-from millrace_router.errors import QueueExpired
-from millrace_router.errors import RouterError
-from millrace_router.errors import ShardsGone
-from millrace_router.request.request import GrammarKind
-from millrace_router.request.request import ValidRequest
+from millrace_router.errors import GenerationError, QueueExpired, RouterError, ShardsGone
+from millrace_router.request.request import GrammarKind, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import fail
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
+from millrace_testing.router.edge import Edge, fail, limits_with, play, serving, token_event
 from millrace_testing.router.idempotent import KEY
-from millrace_testing.router.streams import RESPONSES
-from millrace_testing.router.streams import events_of
-from millrace_testing.router.streams import response_events_in
-from millrace_testing.router.streams import response_of
-from millrace_testing.router.streams import without_ids
-from millrace_testing.text.texts import Generations
-from millrace_testing.text.texts import tokenizer
+from millrace_testing.router.streams import (
+    RESPONSES,
+    events_of,
+    response_events_in,
+    response_of,
+    without_ids,
+)
+from millrace_testing.text.texts import Generations, tokenizer
 from millrace_testing.text.thoughts import tagged
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }} {{ turn.content }} {% endfor %}bot"

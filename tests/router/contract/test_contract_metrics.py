@@ -1,26 +1,19 @@
 """Section 7: every series of TGI's, by name, type, labels and buckets, and what requests add to them."""
 
 from __future__ import annotations
+
 import re
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from millrace_router.telemetry.instruments import Family
+
+from millrace_router.telemetry.instruments import Family, render
 from millrace_router.telemetry.metrics import Metrics
-from millrace_testing.contract.contract import ABSENT
-from millrace_testing.contract.contract import COLUMNS
-from millrace_testing.contract.contract import Held
-from millrace_testing.contract.contract import Reply
-from millrace_testing.contract.contract import Rule
-from millrace_testing.contract.contract import exactly
-from millrace_testing.contract.contract import fits
+from millrace_testing.contract.contract import ABSENT, COLUMNS, Held, Reply, Rule, exactly, fits
 from millrace_testing.router.edge import limits_with
-from millrace_router.telemetry.instruments import render
 
 MAX_INPUT, MAX_TOTAL = 700, 900
 DURATIONS = tuple(0.0001 * 1.5**power for power in range(1, 36))

@@ -1,34 +1,34 @@
 """Streams that end badly: errors after the status, and clients that stop reading."""
 
 from __future__ import annotations
+
 import asyncio
 import io
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
+
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from millrace_router.api.tgi import routes
 from millrace_router.errors import QueueExpired
 from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import TokenEvent
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.token_stream import TokenEvent, TokenStream
 from millrace_router.server import sse
-from millrace_router.server.stream_writer import MAX_BUFFERED_BYTES
-from millrace_router.server.stream_writer import MAX_UNREAD_BYTES
-from millrace_router.server.stream_writer import StreamWriter
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import finished
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import logging_to
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
+from millrace_router.server.stream_writer import MAX_BUFFERED_BYTES, MAX_UNREAD_BYTES, StreamWriter
+from millrace_testing.router.edge import (
+    Edge,
+    finished,
+    limits_with,
+    logging_to,
+    serving,
+    token_event,
+)
 from millrace_testing.router.fake_router import new_batcher
-from millrace_testing.router.sse import FakeTransport
-from millrace_testing.router.sse import unchunked
+from millrace_testing.router.sse import FakeTransport, unchunked
 from millrace_testing.shards.hash_shard import HashShard
 from millrace_testing.shards.held_shards import HeldShards
 

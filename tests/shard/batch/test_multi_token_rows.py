@@ -1,25 +1,22 @@
 """Decodes of several positions yield the bits of single decodes, for all positions and proposers."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from millrace_proto.sampling import Sampling
 from millrace_shard.arrays import Ints
 from millrace_shard.batch import step_tokens
-from millrace_shard.batch.step import Forward
-from millrace_shard.batch.step import StepResult
+from millrace_shard.batch.step import Forward, StepResult
 from millrace_shard.device import transfers
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.stopwatch import Stopwatch
@@ -28,29 +25,21 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.loading import NgramProposer
-from millrace_shard.speculation.loading import Speculation
-from millrace_shard.speculation.loading import lookup
-from millrace_testing.engines.engine_driver import PROMPT
-from millrace_testing.engines.engine_driver import Driver
-from millrace_testing.engines.engine_driver import forward
+from millrace_shard.speculation.loading import NgramProposer, Speculation, lookup
+from millrace_testing.engines.engine_driver import PROMPT, Driver, forward
 from millrace_testing.engines.fake_engine import greedy as fake_greedy
 from millrace_testing.engines.fake_engine import logits_for
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.engines.multi_token import FakeGrammars
-from millrace_testing.engines.multi_token import Generation
-from millrace_testing.engines.multi_token import PlannedProposer
-from millrace_testing.engines.multi_token import Want
-from millrace_testing.engines.multi_token import Yielded
-from millrace_testing.engines.multi_token import any_of
-from millrace_testing.engines.steps import MAX_TOKENS
-from millrace_testing.engines.steps import Stepper
-from millrace_testing.engines.steps import beside
-from millrace_testing.engines.steps import ints
-from millrace_testing.engines.steps import tiny_llama
-from millrace_testing.models.models import greedy
-from millrace_testing.models.models import prompt_of
-from millrace_testing.models.models import save_tiny
+from millrace_testing.engines.multi_token import (
+    FakeGrammars,
+    Generation,
+    PlannedProposer,
+    Want,
+    Yielded,
+    any_of,
+)
+from millrace_testing.engines.steps import MAX_TOKENS, Stepper, beside, ints, tiny_llama
+from millrace_testing.models.models import greedy, prompt_of, save_tiny
 
 MOST = 5
 NUM_TOKENS = 24

@@ -1,6 +1,7 @@
 """The command line: a real process with a small random Llama."""
 
 from __future__ import annotations
+
 import ctypes
 import json
 import logging
@@ -10,47 +11,41 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
 import grpc
 import pytest
 import torch
-from transformers import AutoConfig
-from transformers import LlamaConfig
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.__main__ import main
 from millrace_shard.commands import download_weights
 from millrace_shard.commands.chosen_kernels import chosen_kernels
-from millrace_shard.commands.composition import load
-from millrace_shard.commands.composition import with_folders
-from millrace_shard.commands.device_settings import choose_device
-from millrace_shard.commands.device_settings import choose_dtype
-from millrace_shard.commands.device_settings import graph_settings
-from millrace_shard.commands.device_settings import is_deterministic
-from millrace_shard.commands.serve import WITHOUT_EFFECT
-from millrace_shard.commands.serve import notices
-from millrace_shard.commands.serve import serve
+from millrace_shard.commands.composition import load, with_folders
+from millrace_shard.commands.device_settings import (
+    choose_device,
+    choose_dtype,
+    graph_settings,
+    is_deterministic,
+)
+from millrace_shard.commands.serve import WITHOUT_EFFECT, notices, serve
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import RanksMissing
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
-from millrace_shard.errors import EngineEnded
-from millrace_shard.errors import UnsupportedModel
+from millrace_shard.errors import EngineEnded, UnsupportedModel
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
 from millrace_shard.server.address import SocketTaken
 from millrace_shard.weights.hub import HubError
 from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models import fake_hub
-from millrace_testing.models.fake_hub import COMMIT
-from millrace_testing.models.fake_hub import REPO
-from millrace_testing.models.fake_hub import Hub
-from millrace_testing.models.models import CPU
-from millrace_testing.models.models import save_tiny
+from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
+from millrace_testing.models.models import CPU, save_tiny
 from millrace_testing.shards.ranks import Forked
 
 SECONDS = 120.0

@@ -1,46 +1,38 @@
 """An engine in which one step fails, wherever and however, serves the next epoch as a fresh one does."""
 
 from __future__ import annotations
+
 import gc
 import signal
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from contextlib import ExitStack
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
+
 import grpc
 import pytest
 import torch
+
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.sequence_table import SequenceTable
 from millrace_shard.batch.step import FailureKind
-from millrace_shard.device.process_group import COLLECTIVE_TIMEOUT
-from millrace_shard.device.process_group import CollectiveError
-from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.device.process_group import COLLECTIVE_TIMEOUT, CollectiveError, ProcessGroup
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.kv_capacity import CapacityError
 from millrace_shard.errors import EngineEnded
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.runner import StepRunner
 from millrace_shard.sampling.sampler import Sampler
-from millrace_testing.engines.engine_driver import PROMPT
-from millrace_testing.engines.engine_driver import WARMUP
-from millrace_testing.engines.engine_driver import Driver
-from millrace_testing.engines.engine_driver import forward
-from millrace_testing.engines.engine_driver import generate
-from millrace_testing.engines.engine_driver import tokens
+from millrace_testing.engines.engine_driver import PROMPT, WARMUP, Driver, forward, generate, tokens
 from millrace_testing.engines.fake_engine import greedy
 from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models.models import save_tiny
-from millrace_testing.shards.poison_shard import Poison
-from millrace_testing.shards.poison_shard import poisoned_main
+from millrace_testing.shards.poison_shard import Poison, poisoned_main
 from millrace_testing.shards.ranks import Forked
 
 OTHER = [7, 1, 1, 60, 80, 33, 21, 2, 2, 90]

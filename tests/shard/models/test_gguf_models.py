@@ -1,22 +1,20 @@
 """Models in GGUF files, against transformers' models with the same weights."""
 
 from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
+
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 from millrace_shard.weights.gguf.config import CLASSES
 from millrace_shard.weights.gguf.folder import prepare_gguf
-from millrace_testing.models.gguf_files import BLOCK_TYPES
-from millrace_testing.models.gguf_files import TinyGguf
-from millrace_testing.models.gguf_files import read_config
-from millrace_testing.models.models import Driver
-from millrace_testing.models.models import Run
-from millrace_testing.models.models import logprobs
-from millrace_testing.models.models import prompt_of
+from millrace_testing.models.gguf_files import BLOCK_TYPES, TinyGguf, read_config
+from millrace_testing.models.models import Driver, Run, logprobs, prompt_of
 from millrace_testing.shards.ranks import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (5, 40)]

@@ -1,29 +1,25 @@
 """Models over KV in int8 and fp8: bits that depend only on the tokens, and logits close to plain KV's."""
 
 from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
-from safetensors.torch import load_file
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
 from millrace_shard.commands.device_settings import choose_cache_dtype
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.loaded_model import LoadedModel
-from millrace_shard.errors import UnsupportedModel
-from millrace_shard.errors import WeightsError
+from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import load_model
-from millrace_testing.engines.kernels import KERNELS
-from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.models.models import Driver
-from millrace_testing.models.models import Run
-from millrace_testing.models.models import edit_json
-from millrace_testing.models.models import prompt_of
-from millrace_testing.models.models import save_tiny
+from millrace_testing.engines.kernels import KERNELS, make_kernels
+from millrace_testing.models.models import Driver, Run, edit_json, prompt_of, save_tiny
 from millrace_testing.shards.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -1,24 +1,24 @@
 """Models with quantised linears, against transformers' models with the numbers that the codes stand for."""
 
 from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
-from safetensors.torch import load_file
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+
 from millrace_shard.commands import chosen_kernels
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.base import Linear
+from millrace_shard.kernels.base import Kernels, Linear
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized import CodeFormat
-from millrace_shard.kernels.quantized import QuantizedTensor
+from millrace_shard.kernels.quantized import CodeFormat, QuantizedTensor
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import load_model
 from millrace_shard.models.quantized import code_formats
@@ -26,15 +26,16 @@ from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_shard.weights.quantized.made_at_load import METHODS
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.gguf_files import TinyGguf
-from millrace_testing.models.models import CPU
-from millrace_testing.models.models import Driver
-from millrace_testing.models.models import Run
-from millrace_testing.models.models import edit_json
-from millrace_testing.models.models import logprobs
-from millrace_testing.models.models import prompt_of
-from millrace_testing.models.models import save_tiny
-from millrace_testing.quantized.checkpoints import save_mixed
-from millrace_testing.quantized.checkpoints import save_quantized
+from millrace_testing.models.models import (
+    CPU,
+    Driver,
+    Run,
+    edit_json,
+    logprobs,
+    prompt_of,
+    save_tiny,
+)
+from millrace_testing.quantized.checkpoints import save_mixed, save_quantized
 from millrace_testing.quantized.linears import FORMATS
 from millrace_testing.shards.ranks import run_ranks
 

@@ -1,19 +1,21 @@
 """Access to a shard at a TCP address: a real server, and clients with all kinds of certificates."""
 
 from __future__ import annotations
+
 import os
 import socket
 import stat
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
 import grpc
 import pytest
 import torch
 import trustme
+
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.__main__ import main
@@ -22,20 +24,17 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
-from millrace_shard.server.address import CredentialsError
-from millrace_shard.server.address import SocketFile
-from millrace_shard.server.address import SocketTaken
-from millrace_shard.server.address import for_this_user_only
-from millrace_shard.server.address import is_local
-from millrace_shard.server.address import server_credentials
-from millrace_shard.server.service import ShardService
-from millrace_shard.server.service import new_server
-from millrace_testing.engines.fake_engine import BLOCK_SIZE
-from millrace_testing.engines.fake_engine import VOCAB_SIZE
-from millrace_testing.engines.fake_engine import FakeModel
-from millrace_testing.engines.fake_engine import fake_kernels
-from millrace_testing.launcher.deployment import Certificate
-from millrace_testing.launcher.deployment import certificate
+from millrace_shard.server.address import (
+    CredentialsError,
+    SocketFile,
+    SocketTaken,
+    for_this_user_only,
+    is_local,
+    server_credentials,
+)
+from millrace_shard.server.service import ShardService, new_server
+from millrace_testing.engines.fake_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel, fake_kernels
+from millrace_testing.launcher.deployment import Certificate, certificate
 from millrace_testing.shards.ranks import Forked
 
 SECONDS = 60.0

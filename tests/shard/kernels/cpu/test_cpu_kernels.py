@@ -1,31 +1,33 @@
 """The compiled operators against float64 and against themselves: a row alone, in batches, in chunks and threaded."""
 
 from __future__ import annotations
+
 import math
 import os
 import shutil
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partialmethod
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from millrace_shard.kernels.agreement import CPU
-from millrace_shard.kernels.agreement import ragged_batch
+
+from millrace_shard.kernels.agreement import CPU, ragged_batch
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_testing.engines.kernels import CACHE_DTYPES
-from millrace_testing.engines.kernels import SCALES
-from millrace_testing.engines.kernels import TILE_UNITS
-from millrace_testing.engines.kernels import as_kept
-from millrace_testing.engines.kernels import need_brgemm
-from millrace_testing.engines.kernels import tiles_by
+from millrace_testing.engines.kernels import (
+    CACHE_DTYPES,
+    SCALES,
+    TILE_UNITS,
+    as_kept,
+    need_brgemm,
+    tiles_by,
+)
 from millrace_testing.models.models import poison
 
 BF16, FP32 = torch.bfloat16, torch.float32

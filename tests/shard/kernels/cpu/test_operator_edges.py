@@ -1,39 +1,37 @@
 """The compiled operators with empty inputs, odd strides, large sizes, and inputs that they must refuse."""
 
 from __future__ import annotations
+
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Layer
-from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.base import Linear
-from millrace_shard.kernels.build import BuildError
-from millrace_shard.kernels.build import load_operators
+from millrace_shard.kernels.base import Layer, LayerCache, Linear
+from millrace_shard.kernels.build import BuildError, load_operators
 from millrace_shard.kernels.cpu import tile_blocks
-from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear
-from millrace_shard.kernels.cpu.int8_linear import with_int8
+from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.layer_weights import AttentionWeights
-from millrace_shard.kernels.layer_weights import HeadNorms
-from millrace_shard.kernels.layer_weights import LinearWeights
-from millrace_shard.kernels.layer_weights import MlpWeights
-from millrace_shard.kernels.layer_weights import NormWeights
-from millrace_shard.kernels.layer_weights import Rotation
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    HeadNorms,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.kernels import TILE_UNITS
-from millrace_testing.engines.kernels import need_brgemm
-from millrace_testing.engines.kernels import tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, need_brgemm, tiles_by
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")

@@ -1,30 +1,26 @@
 """The operator of experts over codes against float64 products of the codes, and a row's bits among other rows."""
 
 from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
+
 from millrace_shard.kernels.agreement import Random
 from millrace_shard.kernels.base import Experts
 from millrace_shard.kernels.cpu import tile_experts
-from millrace_shard.kernels.cpu.int8_linear import int8_weight
-from millrace_shard.kernels.cpu.int8_linear import with_int8
+from millrace_shard.kernels.cpu.int8_linear import int8_weight, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
-from millrace_shard.kernels.expert_weights import ExpertsWeights
-from millrace_shard.kernels.expert_weights import ExpertWeights
-from millrace_shard.kernels.expert_weights import RoutingRule
-from millrace_shard.kernels.experts_agreement import RULES
-from millrace_shard.kernels.experts_agreement import experts_weights
+from millrace_shard.kernels.expert_weights import ExpertsWeights, ExpertWeights, RoutingRule
+from millrace_shard.kernels.experts_agreement import RULES, experts_weights
 from millrace_shard.kernels.layer_blocks import ComposedExperts
 from millrace_shard.kernels.layer_weights import LinearWeights
-from millrace_shard.kernels.quantized import CodeFormat
-from millrace_shard.kernels.quantized import PlainQuantizedLinear
-from millrace_shard.kernels.quantized import QuantizedTensor
-from millrace_testing.engines.kernels import TILE_UNITS
-from millrace_testing.engines.kernels import tiles_by
+from millrace_shard.kernels.quantized import CodeFormat, PlainQuantizedLinear, QuantizedTensor
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 from millrace_testing.quantized.code_formats import defined_experts
 
 BF16 = torch.bfloat16

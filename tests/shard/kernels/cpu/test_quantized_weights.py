@@ -1,25 +1,24 @@
 """Products with codes against float64 products of the exact values, and against themselves with other rows."""
 
 from __future__ import annotations
+
 import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
+
 from millrace_shard.kernels.cpu import packed_weight
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.cpu.packed_weight import has_integer_products
-from millrace_shard.kernels.cpu.packed_weight import packed_codes
+from millrace_shard.kernels.cpu.packed_weight import has_integer_products, packed_codes
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.layer_weights import LinearWeights
-from millrace_shard.kernels.quantized import PlainQuantizedLinear
-from millrace_shard.kernels.quantized import QuantizedTensor
-from millrace_shard.kernels.quantized import rounded_rows
+from millrace_shard.kernels.quantized import PlainQuantizedLinear, QuantizedTensor, rounded_rows
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.kernels import TILE_UNITS
-from millrace_testing.engines.kernels import tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 OUTPUTS = 70

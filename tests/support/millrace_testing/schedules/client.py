@@ -1,22 +1,21 @@
 """Clients of a scheduler under test: each reads its own stream and compares every event with the oracle."""
 
 from __future__ import annotations
+
 import math
-from dataclasses import dataclass
-from dataclasses import field
-from millrace_router.errors import NonFiniteOutput
-from millrace_router.errors import Quarantined
-from millrace_router.request.request import FinishReason
-from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import Finished
-from millrace_router.request.token_stream import PromptLogprobs
-from millrace_router.request.token_stream import TokenEvent
-from millrace_router.request.token_stream import TokenStream
-from millrace_testing.shards.hash_tokens import POISON_TOKEN_ID
-from millrace_testing.shards.hash_tokens import expected_prompt_candidates
-from millrace_testing.shards.hash_tokens import expected_prompt_logprobs
-from millrace_testing.shards.hash_tokens import expected_tokens
-from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID
+from dataclasses import dataclass, field
+
+from millrace_router.errors import NonFiniteOutput, Quarantined
+from millrace_router.request.request import FinishReason, ValidRequest
+from millrace_router.request.token_stream import Finished, PromptLogprobs, TokenEvent, TokenStream
+from millrace_testing.shards.hash_tokens import (
+    EOS_TOKEN_ID,
+    POISON_TOKEN_ID,
+    expected_prompt_candidates,
+    expected_prompt_logprobs,
+    expected_tokens,
+)
+
 
 def expected_end(request: ValidRequest, *, eos_every: int) -> tuple[list[int], FinishReason]:
     """All tokens of a request, and the reason of their end."""

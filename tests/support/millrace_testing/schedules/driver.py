@@ -1,32 +1,28 @@
 """Planner, queue, entries and a hash shard, stepped by hand: a batcher without an event loop."""
 
 from __future__ import annotations
+
 import math
 from collections import deque
 from dataclasses import dataclass
+
 from millrace_proto import generate_pb2 as pb
 from millrace_router.adapters.admission import AdapterAdmission
 from millrace_router.adapters.residency import Residency
-from millrace_router.adapters.slots import AdapterSlot
-from millrace_router.adapters.slots import SlotState
+from millrace_router.adapters.slots import AdapterSlot, SlotState
 from millrace_router.errors import NonFiniteOutput
 from millrace_router.prediction.cost import CostModel
-from millrace_router.request.entry import Entry
-from millrace_router.request.entry import entry_of
+from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.request import ValidRequest
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.draft_length import DraftPolicy
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue import RequestQueue
-from millrace_router.scheduler.queue import WaitingQueue
-from millrace_router.scheduler.step_plan import Budgets
-from millrace_router.scheduler.step_plan import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 from millrace_router.scheduler.tenants import TenantQueue
 from millrace_router.shards.step_result import result_from_pb
-from millrace_router.shards.wire import open_to_pb
-from millrace_router.shards.wire import plan_to_pb
+from millrace_router.shards.wire import open_to_pb, plan_to_pb
 from millrace_testing.adapters.fake_adapters import MODULE
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.schedules.client import Client
