@@ -1,10 +1,12 @@
 """Assembles the batcher and its parts from the flags."""
 
 from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+
 from millrace_router.adapters.admission import AdapterAdmission
 from millrace_router.adapters.residency import Residency
 from millrace_router.config import RouterConfig
@@ -19,22 +21,24 @@ from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.epochs import EpochManager
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.quarantine import Quarantine
-from millrace_router.recovery.recovery_policy import PlannerFactory
-from millrace_router.recovery.recovery_policy import RecoveryPolicy
+from millrace_router.recovery.recovery_policy import PlannerFactory, RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.entry import Entry
 from millrace_router.request.request import ValidRequest
 from millrace_router.scheduler.draft_length import AdaptiveDraftLength
-from millrace_router.scheduler.factory import forecaster_from
-from millrace_router.scheduler.factory import late_planning_from
-from millrace_router.scheduler.factory import planner_from
-from millrace_router.scheduler.factory import queue_from
+from millrace_router.scheduler.factory import (
+    forecaster_from,
+    late_planning_from,
+    planner_from,
+    queue_from,
+)
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.start.shards import RouterDeployment
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:

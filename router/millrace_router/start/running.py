@@ -1,13 +1,14 @@
 """Starts the router, except for its HTTP port: model files, shards, engine, services."""
 
 from __future__ import annotations
+
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
 import structlog
-from millrace_router.access.keys import ApiKeys
-from millrace_router.access.keys import KeyFileError
+
+from millrace_router.access.keys import ApiKeys, KeyFileError
 from millrace_router.adapters.resolver import Resolver
 from millrace_router.config import RouterConfig
 from millrace_router.engine.calibration import calibrate
@@ -15,47 +16,41 @@ from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
 from millrace_router.journal.frames import JournalError
 from millrace_router.journal.journal import Journal
-from millrace_router.pooling.model import GENERATES
-from millrace_router.pooling.model import PoolingModel
+from millrace_router.pooling.model import GENERATES, PoolingModel
 from millrace_router.prediction.cost import CostModel
 from millrace_router.reasoning.formats import reasoning_of_model
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.server.services import Services
-from millrace_router.shards.channels import TlsError
-from millrace_router.shards.channels import is_exposed
-from millrace_router.shards.channels import tls_from
+from millrace_router.shards.channels import TlsError, is_exposed, tls_from
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.start.adapters import OpenAdapters
-from millrace_router.start.adapters import open_adapters
-from millrace_router.start.engine import Engine
-from millrace_router.start.engine import new_engine
-from millrace_router.start.files import open_files
-from millrace_router.start.files import tool_format
-from millrace_router.start.files import with_model_folder
+from millrace_router.start.adapters import OpenAdapters, open_adapters
+from millrace_router.start.engine import Engine, new_engine
+from millrace_router.start.files import open_files, tool_format, with_model_folder
 from millrace_router.start.journal import record_steps
-from millrace_router.start.shards import StartupError
-from millrace_router.start.shards import batch_size
-from millrace_router.start.shards import check_arguments
-from millrace_router.start.shards import check_head
-from millrace_router.start.shards import warm_up
-from millrace_router.start.traces import KvEvents
-from millrace_router.start.traces import check_kv_events
-from millrace_router.start.traces import check_traces
-from millrace_router.start.traces import open_kv_events
-from millrace_router.start.traces import open_traces
+from millrace_router.start.shards import (
+    RouterDeployment,
+    StartupError,
+    batch_size,
+    check_arguments,
+    check_head,
+    warm_up,
+)
+from millrace_router.start.traces import (
+    KvEvents,
+    check_kv_events,
+    check_traces,
+    open_kv_events,
+    open_traces,
+)
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.telemetry.request_log import RequestFile
-from millrace_router.telemetry.request_log import RequestLog
+from millrace_router.telemetry.request_log import RequestFile, RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.model_files import ModelFilesError
-from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.text.tokenizer import TokenizerError
+from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.validation.grammar_admission import GrammarAdmission
-from millrace_router.validation.sampling_defaults import NO_DEFAULTS
-from millrace_router.validation.sampling_defaults import SamplingDefaults
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from millrace_router.validation.validator import Validator
-from millrace_router.start.shards import RouterDeployment
 
 log = structlog.get_logger(__name__)
 

@@ -1,10 +1,13 @@
 """Loads a model from a folder, by our own decoder or by the transformers backend."""
 
 from __future__ import annotations
+
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+
 import torch
+
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels
@@ -13,23 +16,18 @@ from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.families.registry import FAMILIES
-from millrace_shard.models.interface import CausalModel
-from millrace_shard.models.interface import ModelInfo
+from millrace_shard.models.interface import CausalModel, ModelInfo
 from millrace_shard.models.layer_loader import LayerLoader
 from millrace_shard.models.quantized import quantization_of
-from millrace_shard.models.rope import RopeOverride
-from millrace_shard.models.rope import RopeTables
-from millrace_shard.models.spec import DecoderSpec
-from millrace_shard.models.spec import ExpertsSpec
-from millrace_shard.models.spec import LayerSpec
-from millrace_shard.models.spec import NormSpec
+from millrace_shard.models.rope import RopeOverride, RopeTables
+from millrace_shard.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, NormSpec
 from millrace_shard.models.split import check_split
-from millrace_shard.models.unread_tensors import check_biases
-from millrace_shard.models.unread_tensors import check_unread
+from millrace_shard.models.unread_tensors import check_biases, check_unread
 from millrace_shard.weights.gguf.files import MODEL
 from millrace_shard.weights.quantized.made_at_load import MadeAtLoad
 from millrace_shard.weights.quantized.quantization import Quantization
 from millrace_shard.weights.weights import Weights
+
 
 def uses_plain_torch(spec: DecoderSpec) -> bool:
     """Whether norms, rotations or activations are composed in plain torch.

@@ -25,7 +25,8 @@ from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.telemetry.metrics import Metrics
 from millrace_testing.router.fake_router import DirectShards, new_batcher, request, tiny_tokenizer
-from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard
+from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.shards.hash_tokens import VOCAB_SIZE
 
 COST = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))
 

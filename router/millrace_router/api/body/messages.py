@@ -1,27 +1,19 @@
 """The turns of a conversation in the form of OpenAI and TGI, its tools, and the choice among them."""
 
 from __future__ import annotations
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Annotated
-from typing import Any
-from typing import Literal
-from pydantic import AliasChoices
-from pydantic import Discriminator
-from pydantic import Field
-from pydantic import Tag
-from pydantic import model_validator
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
-from millrace_router.api.body.fields import Items
-from millrace_router.api.body.fields import RequestModel
-from millrace_router.errors import ToolError
-from millrace_router.errors import ValidationError
+
+from millrace_router.api.body.fields import Items, RequestModel
+from millrace_router.errors import ToolError, ValidationError
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Dialect
-from millrace_router.text.template_messages import THOUGHT
-from millrace_router.text.template_messages import Message
-from millrace_router.tool_calls.tool import Tool
-from millrace_router.tool_calls.tool import ToolChoice
+from millrace_router.text.template_messages import THOUGHT, Message
+from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 EXCLUSIVE = "Grammar and tools are mutually exclusive"
 MAX_NAME_CHARS = 100

@@ -1,21 +1,20 @@
 """A chat as a stream of chunks."""
 
 from __future__ import annotations
+
 import orjson
-from millrace_router.api.chat.choice import ChoiceText
-from millrace_router.api.chat.choice import reader
+
+from millrace_router.api.chat.choice import ChoiceText, reader
 from millrace_router.api.chat.start import ChatRun
-from millrace_router.api.chat.stream import ChoiceStream
-from millrace_router.api.chat.stream import ChunkTemplate
-from millrace_router.api.chat.stream import OpenChoices
+from millrace_router.api.chat.stream import ChoiceStream, ChunkTemplate, OpenChoices
 from millrace_router.api.openai.protocol import ChatCompletionChunkJson
-from millrace_router.api.openai.render import ChatRenderer
-from millrace_router.api.openai.render import chat_renderer
+from millrace_router.api.openai.render import ChatRenderer, chat_renderer
 from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.engine.generation import Generation
 from millrace_router.request.token_stream import TokenEvent
 from millrace_router.server.sse import DONE
 from millrace_router.server.sse import event as framed
+
 
 class ChatStream(ChoiceStream):
     """Frames the chunks of one choice."""

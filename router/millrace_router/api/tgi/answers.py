@@ -1,18 +1,18 @@
 """Answers of TGI's own routes, as plain dictionaries for the JSON writer."""
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Sequence
+
+from collections.abc import Iterable, Sequence
 from typing import NotRequired
+
 import orjson
 from typing_extensions import TypedDict
+
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
-from millrace_router.request.token_stream import Finished
-from millrace_router.request.token_stream import PromptLogprobs
-from millrace_router.request.token_stream import Token
-from millrace_router.request.token_stream import TokenEvent
+from millrace_router.request.token_stream import Finished, PromptLogprobs, Token, TokenEvent
 from millrace_router.server.sse import event as framed
+
 
 class PrefillTokenJson(TypedDict):
     """A prompt token; the first one of a prompt has no log probability."""

@@ -1,22 +1,18 @@
 """Routes for operators: health, description, metrics, quarantined requests; and the figures of `/status`."""
 
 from __future__ import annotations
+
 from http import HTTPStatus
+
 from aiohttp import web
 from typing_extensions import TypedDict
-from millrace_router.api.tgi.info import InfoJson
-from millrace_router.api.tgi.info import QuarantineJson
-from millrace_router.api.tgi.info import VersionJson
-from millrace_router.api.tgi.info import info_json
-from millrace_router.errors import RouterError
-from millrace_router.errors import ShuttingDown
-from millrace_router.errors import Unhealthy
+
+from millrace_router.api.tgi.info import InfoJson, QuarantineJson, VersionJson, info_json
+from millrace_router.errors import RouterError, ShuttingDown, Unhealthy
 from millrace_router.server.bodies import json_response
 from millrace_router.server.operation import Operation
-from millrace_router.server.services import SERVICES
-from millrace_router.server.services import Services
-from millrace_router.telemetry.instruments import CONTENT_TYPE
-from millrace_router.telemetry.instruments import render
+from millrace_router.server.services import SERVICES, Services
+from millrace_router.telemetry.instruments import CONTENT_TYPE, render
 from millrace_router.telemetry.recent import Recent
 from millrace_router.version import VERSION
 
