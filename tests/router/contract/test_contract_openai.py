@@ -1,26 +1,19 @@
 """Sections 3.7 and 3.8: OpenAI's routes, where OpenAI's contract wins unless TGI is to be followed strictly."""
 
 from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable
 from typing import Any
+
 import pytest
+
 from millrace_router.errors import GenerationError
-from millrace_router.request.request import FinishReason
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import ValidRequest
+from millrace_router.request.request import FinishReason, Grammar, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.contract.contract import ABSENT
-from millrace_testing.contract.contract import COLUMNS
-from millrace_testing.contract.contract import Held
-from millrace_testing.contract.contract import Reply
-from millrace_testing.contract.contract import Rule
-from millrace_testing.contract.contract import Script
-from millrace_testing.contract.contract import exactly
-from millrace_testing.router.edge import fail
-from millrace_testing.router.edge import finished
-from millrace_testing.router.edge import token_event
+from millrace_testing.contract.contract import ABSENT, COLUMNS, Held, Reply, Rule, Script, exactly
+from millrace_testing.router.edge import fail, finished, token_event
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"

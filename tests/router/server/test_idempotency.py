@@ -1,6 +1,7 @@
 """Idempotent runs: which requests share one, its lifetime, and its memory. No sockets, and no real time."""
 
 from __future__ import annotations
+
 import asyncio
 import gc
 import io
@@ -9,47 +10,52 @@ import re
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
 import pytest
-from millrace_router.errors import GenerationError
-from millrace_router.errors import ShuttingDown
-from millrace_router.errors import ValidationError
+
+from millrace_router.errors import GenerationError, ShuttingDown, ValidationError
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import recording
-from millrace_router.server.idempotency import Run
-from millrace_router.server.idempotency import Runs
-from millrace_router.server.idempotency import WholeAnswer
-from millrace_router.server.idempotency import digest_of
-from millrace_router.server.idempotency import last_event_of
-from millrace_router.server.idempotency import scope_of
+from millrace_router.server.idempotency import (
+    Run,
+    Runs,
+    WholeAnswer,
+    digest_of,
+    last_event_of,
+    scope_of,
+)
 from millrace_router.server.idempotent_route import RUNS
-from millrace_router.server.recording import Recording
-from millrace_router.server.recording import SseOptions
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import FakeTimers
-from millrace_testing.router.edge import finished
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import logging_to
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
-from millrace_testing.router.idempotent import ASKED
-from millrace_testing.router.idempotent import CHAT
-from millrace_testing.router.idempotent import GRACE
-from millrace_testing.router.idempotent import KEY
-from millrace_testing.router.idempotent import NUM_TOKENS
-from millrace_testing.router.idempotent import advance
-from millrace_testing.router.idempotent import all_ended
-from millrace_testing.router.idempotent import begin
-from millrace_testing.router.idempotent import index_of
-from millrace_testing.router.idempotent import is_closed
-from millrace_testing.router.idempotent import keyed_edge
-from millrace_testing.router.idempotent import num_runs
-from millrace_testing.router.idempotent import prompts_of
-from millrace_testing.router.idempotent import read_events
-from millrace_testing.router.idempotent import readers
-from millrace_testing.router.idempotent import streaming
-from millrace_testing.router.idempotent import until
+from millrace_router.server.recording import Recording, SseOptions
+from millrace_testing.router.edge import (
+    Edge,
+    FakeTimers,
+    finished,
+    limits_with,
+    logging_to,
+    play,
+    serving,
+    token_event,
+)
+from millrace_testing.router.idempotent import (
+    ASKED,
+    CHAT,
+    GRACE,
+    KEY,
+    NUM_TOKENS,
+    advance,
+    all_ended,
+    begin,
+    index_of,
+    is_closed,
+    keyed_edge,
+    num_runs,
+    prompts_of,
+    read_events,
+    readers,
+    streaming,
+    until,
+)
 
 OPTIONS = SseOptions(
     headers={}, keep_alive_seconds=60.0, may_expire=bool, on_error=lambda _: b"error\n\n"

@@ -1,66 +1,56 @@
 """The router's HTTP edge on a real socket, over a batcher with the test's generations."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from contextlib import asynccontextmanager
-from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-from typing import BinaryIO
-from typing import cast
+from typing import Any, BinaryIO, cast
+
 import aiohttp
 import structlog
 from aiohttp import web
-from tokenizers import AddedToken
-from tokenizers import models
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
+
 from millrace_router.access.keys import ApiKeys
 from millrace_router.adapters.resolver import Resolver
 from millrace_router.app import create_runner
 from millrace_router.config import RouterConfig
 from millrace_router.engine.batcher import Batcher
 from millrace_router.errors import GenerationError
-from millrace_router.pooling.model import GENERATES
-from millrace_router.pooling.model import LogitScore
-from millrace_router.pooling.model import PoolingModel
-from millrace_router.pooling.model import SentenceTransformersFiles
+from millrace_router.pooling.model import (
+    GENERATES,
+    LogitScore,
+    PoolingModel,
+    SentenceTransformersFiles,
+)
 from millrace_router.pooling.prompts import ScoreTemplate
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Estimate
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.shard_status import ShardStatus
-from millrace_router.request.limits import Limits
-from millrace_router.request.limits import dialect_of
-from millrace_router.request.request import FinishReason
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import Task
-from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import Finished
-from millrace_router.request.token_stream import PromptLogprobs
-from millrace_router.request.token_stream import Token
-from millrace_router.request.token_stream import TokenEvent
-from millrace_router.request.token_stream import TokenStream
-from millrace_router.request.token_stream import end_without_token
+from millrace_router.request.limits import Limits, dialect_of
+from millrace_router.request.request import FinishReason, Grammar, Task, ValidRequest
+from millrace_router.request.token_stream import (
+    Finished,
+    PromptLogprobs,
+    Token,
+    TokenEvent,
+    TokenStream,
+    end_without_token,
+)
 from millrace_router.server.services import Services
-from millrace_router.server.traces import RequestTraces
-from millrace_router.server.traces import SpanSink
+from millrace_router.server.traces import RequestTraces, SpanSink
 from millrace_router.shards.group import ShardGroup
-from millrace_router.shards.wire import Capacity
-from millrace_router.shards.wire import ShardInfo
+from millrace_router.shards.wire import Capacity, ShardInfo
 from millrace_router.start.engine import Engine
-from millrace_router.start.running import metrics_of
-from millrace_router.start.running import services_of
+from millrace_router.start.running import metrics_of, services_of
 from millrace_router.start.shards import RouterDeployment
 from millrace_router.telemetry import logs
 from millrace_router.telemetry.metrics import Metrics
@@ -68,8 +58,7 @@ from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.validation.grammar_admission import GrammarAdmission
-from millrace_router.validation.sampling_defaults import NO_DEFAULTS
-from millrace_router.validation.sampling_defaults import SamplingDefaults
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 WORDS = ("hello", "world", "wörld", "日本", "a", "b")
 GRACE_SECONDS = 300.0

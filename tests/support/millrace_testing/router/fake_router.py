@@ -1,18 +1,17 @@
 """Parts for router tests: a tiny real tokenizer, and a batcher on a fake shard without sockets."""
 
 from __future__ import annotations
+
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import cast
-from tokenizers import AddedToken
-from tokenizers import decoders
-from tokenizers import models
-from tokenizers import pre_tokenizers
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
+
 from millrace_proto import generate_pb2 as pb
 from millrace_router.adapters.admission import AdapterAdmission
 from millrace_router.adapters.residency import Residency
@@ -31,36 +30,29 @@ from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import Finished
-from millrace_router.request.token_stream import TokenEvent
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.token_stream import Finished, TokenEvent, TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue import RequestQueue
-from millrace_router.scheduler.queue import WaitingQueue
-from millrace_router.scheduler.step_plan import Budgets
-from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.shards.errors import AdapterNotLoaded
-from millrace_router.shards.errors import ShardBusy
-from millrace_router.shards.errors import ShardError
-from millrace_router.shards.errors import ShardLost
-from millrace_router.shards.errors import StepFailed
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets, StepPlan
+from millrace_router.shards.errors import (
+    AdapterNotLoaded,
+    ShardBusy,
+    ShardError,
+    ShardLost,
+    StepFailed,
+)
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.shards.step_result import StepResult
-from millrace_router.shards.step_result import result_from_pb
-from millrace_router.shards.wire import open_to_pb
-from millrace_router.shards.wire import plan_to_pb
+from millrace_router.shards.step_result import StepResult, result_from_pb
+from millrace_router.shards.wire import open_to_pb, plan_to_pb
 from millrace_router.start.engine import entries_of
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_testing.adapters.fake_adapters import MODULE
-from millrace_testing.adapters.fake_adapters import AdapterLoadError
-from millrace_testing.adapters.fake_adapters import FakeAdapters
+from millrace_testing.adapters.fake_adapters import MODULE, AdapterLoadError, FakeAdapters
 from millrace_testing.shards.fake_shard import FakeShard
 from millrace_testing.shards.hash_shard import HashShard
-from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID
-from millrace_testing.shards.hash_tokens import VOCAB_SIZE
+from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID, VOCAB_SIZE
 
 EOS_TOKEN_IDS = frozenset({EOS_TOKEN_ID})
 
