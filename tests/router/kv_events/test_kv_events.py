@@ -1,4 +1,4 @@
-"""Events over real sockets: a reference subscriber, a gap, a late subscriber, and none that listens."""
+"""Events over real sockets and their recorder: a reference subscriber, a gap, and a late subscriber."""
 
 from __future__ import annotations
 

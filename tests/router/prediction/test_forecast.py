@@ -1,4 +1,4 @@
-"""Forecasts for batches whose results can be calculated."""
+"""Forecasts for batches whose results can be calculated, and under load."""
 
 from __future__ import annotations
 

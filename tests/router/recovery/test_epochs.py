@@ -1,4 +1,4 @@
-"""Attempts to open an epoch while the shards are away."""
+"""Epochs while shards are away: attempts, restarts, interrupts, hangs, and the status that routes see."""
 
 from __future__ import annotations
 

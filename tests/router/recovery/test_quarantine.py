@@ -1,4 +1,4 @@
-"""The records of quarantined requests, the refusal of equal requests, and the route that shows the records."""
+"""The poison search, the quarantine that it fills, and the route that shows the records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns of a step's answer, whatever the counts."""
+"""The messages of the shards: columns of a step's answer, and parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of /metrics."""
+"""The text of /metrics, recent values, and the report of the load."""
 
 from __future__ import annotations
 

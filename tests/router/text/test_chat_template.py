@@ -1,4 +1,4 @@
-"""Chat templates: common forms, available functions, and errors."""
+"""Chat templates: common forms, the templates of published models, available functions, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incremental text against the decode of the whole."""
+"""Incremental text against the decode of the whole, for each kind of decoder, and stop strings."""
 
 from __future__ import annotations
 
