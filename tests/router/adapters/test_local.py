@@ -145,7 +145,9 @@ def device(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [Path.unlink, pipe, folder, device])
 @pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
-def test_what_is_no_file_is_missing(root: Path, file: str, change: Callable[[Path], None]) -> None:
+def test_folders_in_place_of_files_count_as_missing(
+    root: Path, file: str, change: Callable[[Path], None]
+) -> None:
     change(root / "team" / "good" / file)
     for answer in (
         fetch(root, "team/good"),
@@ -275,7 +277,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tok
 @pytest.mark.parametrize(
     ("error", "status", "error_type", "code", "anthropic"), CASES, ids=lambda case: str(case)[:20]
 )
-async def test_each_dialect_says_the_error(
+async def test_each_dialect_reports_the_error(
     error: RouterError, status: int, error_type: str, code: str | None, anthropic: str
 ) -> None:
     def fail(_: ValidRequest, stream: TokenStream) -> None:

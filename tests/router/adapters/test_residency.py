@@ -83,7 +83,7 @@ def test_a_busy_place_is_closed_after_its_cycle_and_expelled_after_another() -> 
     assert residency.advance(4.1).unloads == [old]
 
 
-def test_a_closed_place_opens_again_when_nobody_waits_for_its_room() -> None:
+def test_a_closed_slot_opens_again_when_no_request_waits_for_its_room() -> None:
     residency = Residency(max_adapters=2, num_pages=9, cycle_seconds=2.0)
     old, young = resident(residency, "a", 0.0), resident(residency, "b", 0.5)
     residency.request(version_of("c"), 1)

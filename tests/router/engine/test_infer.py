@@ -1,44 +1,42 @@
 """Permits, endings and clients that leave, over real sockets where sockets matter."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any
-
 import pytest
-
-from millrace_router.engine.infer import Infer, Permits
-from millrace_router.errors import (
-    GenerationError,
-    IncompleteGeneration,
-    Overloaded,
-    QueueExpired,
-    ShuttingDown,
-    ValidationError,
-)
+from millrace_router.engine.infer import Infer
+from millrace_router.engine.infer import Permits
+from millrace_router.errors import GenerationError
+from millrace_router.errors import IncompleteGeneration
+from millrace_router.errors import Overloaded
+from millrace_router.errors import QueueExpired
+from millrace_router.errors import ShuttingDown
+from millrace_router.errors import ValidationError
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import SchedulingParameters
-from millrace_router.request.token_stream import TokenEvent, read_tokens
+from millrace_router.request.token_stream import TokenEvent
+from millrace_router.request.token_stream import read_tokens
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.validator import Validator
-from millrace_testing.router.edge import (
-    Edge,
-    FakeBatcher,
-    echo,
-    fail,
-    finished,
-    grammars_of,
-    limits_with,
-    play,
-    services_over,
-    serving,
-    token_event,
-)
-from millrace_testing.router.fake_router import DirectShards, new_batcher, running, tiny_tokenizer
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import FakeBatcher
+from millrace_testing.router.edge import echo
+from millrace_testing.router.edge import fail
+from millrace_testing.router.edge import finished
+from millrace_testing.router.edge import grammars_of
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import services_over
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
+from millrace_testing.router.fake_router import DirectShards
+from millrace_testing.router.fake_router import new_batcher
+from millrace_testing.router.fake_router import running
+from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.shards.hash_shard import HashShard
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
@@ -145,7 +143,7 @@ async def test_the_samples_of_best_of_compute_one_prompt() -> None:
     assert sorted(cached) == [0, 8], "all but the last, partial block is found computed"
 
 
-async def test_how_long_a_request_took_to_be_queued_is_told_once() -> None:
+async def test_the_time_until_a_request_is_queued_is_reported_once() -> None:
     batcher, reported = FakeBatcher(), list[float]()
     infer = new_infer(batcher)
     infer._on_entry = reported.append
@@ -326,7 +324,7 @@ async def leave_after(edge: Edge, path: str, *, tokens: int) -> None:
     await edge.services.infer.permits.all_free()
 
 
-async def test_overload_says_when_to_come_back() -> None:
+async def test_overload_predicts_when_to_retry() -> None:
     async with serving(None, limits=limits_with(max_concurrent_requests=1)) as edge:
         first = asyncio.create_task(edge.post("/generate", ASKED))
         await edge.batcher.arrived.wait()

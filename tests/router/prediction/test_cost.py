@@ -209,7 +209,7 @@ def test_more_of_anything_is_never_cheaper(
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_step_without_a_duration_says_nothing(seconds: float) -> None:
+def test_steps_without_a_duration_are_ignored(seconds: float) -> None:
     model = trained(100)
     before = model.to_json()
     for _ in range(100):
@@ -338,7 +338,7 @@ def test_a_few_steps_suffice_where_extra_positions_cost_many_rows() -> None:
     assert (model.seconds(load) or 0.0) > 2.5 * price(load)
 
 
-def test_one_step_that_was_held_up_says_little() -> None:
+def test_one_delayed_step_counts_little() -> None:
     model = trained(1500)
     load = StepLoad(decodes=4, context=2000, extra_positions=8)
     before = model.seconds(load) or 0.0
@@ -519,7 +519,7 @@ def test_steps_with_and_without_adapters_are_predicted(share: float) -> None:
             assert model.seconds(load) == pytest.approx(truth.seconds(load), rel=0.12)
 
 
-def test_a_model_without_adapters_says_nothing_of_them() -> None:
+def test_models_without_adapters_have_no_adapter_coefficients() -> None:
     assert set(learned(share=0.0).to_json()) & {"adapter_byte", "adapter_slice"} == set()
     again = CostModel.from_json(learned(share=0.5).to_json())
     load = StepLoad(decodes=8, context=800, adapter_bytes=40_000_000, adapter_slices=1680)

@@ -1,25 +1,27 @@
 """Forecasts for batches whose results can be calculated, and under load."""
 
 from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import mean, median
-
+from statistics import mean
+from statistics import median
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-
 from millrace.simulate.deployment import Deployment
 from millrace.simulate.pipeline import Flight
 from millrace.simulate.simulated_request import Arrival
-from millrace_router.prediction.cost import COEFFICIENTS, CostModel
+from millrace_router.prediction.cost import COEFFICIENTS
+from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.prediction.traffic import AnswerLengths
-from millrace_testing.router.watched_engine import COSTS, WatchedEngine, watched
+from millrace_testing.router.watched_engine import COSTS
+from millrace_testing.router.watched_engine import WatchedEngine
+from millrace_testing.router.watched_engine import watched
 
 COST = dict(zip(COEFFICIENTS, COSTS, strict=True))
 BLOCK = 16
@@ -400,7 +402,7 @@ def test_first_token_is_predicted_with_and_without_a_queue(pipeline: dict[str, o
 
 @PIPELINES
 @pytest.mark.parametrize("order", ["shortest", "arrival"])
-def test_the_first_token_of_short_prompts_beside_long_ones_is_predicted(
+def test_the_first_token_of_short_prompts_among_long_ones_is_predicted(
     order: str, pipeline: dict[str, object]
 ) -> None:
     """Every tenth prompt takes some steps; the predicted delay of short ones follows the order of service."""
@@ -505,7 +507,7 @@ def test_expected_length_is_the_mean_up_to_the_limit() -> None:
         assert lengths.expected(limit) == pytest.approx(expected, rel=0.1)
 
 
-def test_quantiles_are_exceeded_as_often_as_they_say() -> None:
+def test_quantiles_are_exceeded_as_often_as_their_share() -> None:
     naturals = exponential_gaps(4, 3000, 100)
     lengths = learned([(n, 4000) for n in naturals])
     for share in (0.1, 0.5, 0.9):
@@ -525,7 +527,7 @@ def test_traffic_that_changes_is_followed() -> None:
 @given(
     pairs=LENGTHS, so_far=st.integers(0, 6000), left=st.integers(0, 6000), share=st.floats(0, 0.999)
 )
-def test_what_is_left_stays_within_the_limit(
+def test_tokens_left_stay_within_the_limit(
     pairs: list[tuple[int, int]], so_far: int, left: int, share: float
 ) -> None:
     lengths = learned(pairs)
@@ -535,7 +537,7 @@ def test_what_is_left_stays_within_the_limit(
     assert lengths.expected(limit) <= lengths.expected(limit + 9) + 1e-6
 
 
-def test_an_answer_without_tokens_says_nothing() -> None:
+def test_answers_without_tokens_are_ignored() -> None:
     lengths = learned([])
     lengths.add(0, 10)
     assert lengths.expected(10) == 10

@@ -308,7 +308,7 @@ def test_a_strict_tool_leaves_the_choice(before: str) -> None:
     "call", [CHANNEL_CALL, CHANNEL_CALL + "<|call|>", EARLY], ids=["cut", "ended", "early"]
 )
 @pytest.mark.parametrize("before", ["", THOUGHT])
-def test_thought_text_and_call_are_told_apart(before: str, call: str) -> None:
+def test_thoughts_text_and_calls_are_separated(before: str, call: str) -> None:
     expected = ("Hm." if before else "", "", '{"city": "Rome"}')
     assert read_with_calls(before + call) == expected
     preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"

@@ -286,7 +286,7 @@ class TestQueue:
     def test_nothing_comes_from_an_empty_queue(self) -> None:
         assert next_batch(new_driver()) == []
 
-    def test_what_waits_comes_together(self) -> None:
+    def test_waiting_requests_join_one_batch(self) -> None:
         driver = new_driver(prefill=2)
         append(driver)
         append(driver)
@@ -343,7 +343,7 @@ class TestQueue:
         driver.run()
         driver.check_idle()
 
-    def test_who_has_left_is_dropped(self) -> None:
+    def test_requests_whose_clients_left_are_dropped(self) -> None:
         """TGI notices when the entry is popped; here it leaves the queue at once."""
         driver = new_driver()
         append(driver)
@@ -355,7 +355,7 @@ class TestQueue:
 class TestLoop:
     """2.2: prompts and decodes of a step."""
 
-    def test_with_chunking_prompts_are_computed_beside_the_decodes(self) -> None:
+    def test_with_chunking_prompts_are_computed_together_with_decodes(self) -> None:
         driver = new_driver(num_tokens=64)
         append(driver, new=4)
         driver.turn()

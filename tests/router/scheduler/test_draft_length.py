@@ -115,7 +115,7 @@ def test_only_rows_with_high_acceptance_get_draft_tokens() -> None:
     assert set(lengths[1::2]) == {0}
 
 
-def test_what_a_wide_step_costs_at_all_is_paid_by_all_rows_together() -> None:
+def test_the_fixed_cost_of_a_wide_step_is_shared_by_all_rows() -> None:
     """The case occurs where only steps with one position a row replay a graph."""
     cost = cost_model(once=STEP)
     for num_good, drafts in ((1, False), (16, True)):
@@ -305,7 +305,7 @@ def test_draft_tokens_return_when_repetition_begins() -> None:
     assert machine.lengths[-1] == [MOST] * 16
 
 
-def test_a_row_that_repeats_itself_gets_draft_tokens_beside_others_that_do_not() -> None:
+def test_only_rows_that_repeat_themselves_get_draft_tokens() -> None:
     cost = cost_model()
     machine = Machine(
         cost,

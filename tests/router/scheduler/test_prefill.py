@@ -153,7 +153,7 @@ def test_every_step_is_as_full_as_in_order_of_arrival_and_computes_each_token_on
         assert prompts.planner.blocks.num_owned == 0
 
 
-def test_a_short_prompt_joins_the_next_step_beside_a_long_one() -> None:
+def test_a_short_prompt_joins_the_next_step_of_a_long_one() -> None:
     prompts = Prompts.new()
     long = prompts.submit(LONG)
     prompts.step()

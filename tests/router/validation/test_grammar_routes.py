@@ -1,28 +1,26 @@
 """Grammars over HTTP: what reaches the shards, what is refused with which status, and what else waits meanwhile."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
-
 import pytest
-
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import FinishReason, Grammar, GrammarKind, ValidRequest
+from millrace_router.request.request import FinishReason
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.services import Services
 from millrace_router.start.shards import RouterDeployment
-from millrace_testing.router.edge import (
-    FakeBatcher,
-    finished,
-    limits_with,
-    play,
-    services_over,
-    serving,
-    token_event,
-)
+from millrace_testing.router.edge import FakeBatcher
+from millrace_testing.router.edge import finished
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import services_over
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 OF_SCHEMA = Grammar(
@@ -133,7 +131,7 @@ def test_more_choices_than_permits_are_never_allowed() -> None:
     services.tokenizer.close()
 
 
-async def test_a_body_that_is_no_grammar_says_where() -> None:
+async def test_invalid_bodies_of_grammars_are_located() -> None:
     async with served() as edge:
         body = {"inputs": "a", "parameters": {"grammar": {"type": "yaml", "value": "a"}}}
         status, answer, _ = await edge.post("/generate", body)
@@ -209,7 +207,7 @@ async def test_a_restart_of_the_shards_is_waited_for(*, has_given_up: bool) -> N
         assert (status, answer) == (200, {"generated_text": " x x x"})
 
 
-async def test_who_may_not_wait_for_a_restart_is_sent_away() -> None:
+async def test_requests_that_may_not_wait_for_a_restart_are_refused() -> None:
     async with served() as edge:
         edge.batcher.status.begin_outage("killed")
         headers = {"x-max-queue-ms": "20"}
@@ -251,7 +249,9 @@ def ends(reason: FinishReason) -> Callable[[ValidRequest, TokenStream], None]:
         (FinishReason.LENGTH, "length", "length"),
     ],
 )
-async def test_how_a_guided_generation_ends(reason: FinishReason, native: str, openai: str) -> None:
+async def test_guided_generations_report_their_finish_reason(
+    reason: FinishReason, native: str, openai: str
+) -> None:
     details = {"inputs": "a", "parameters": {"grammar": REGEX, "details": True}}
     async with served(script=ends(reason)) as edge:
         _, answer, _ = await edge.post("/generate", details)
@@ -262,7 +262,7 @@ async def test_how_a_guided_generation_ends(reason: FinishReason, native: str, o
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_what_else_can_be_asked_of_sampling(path: str) -> None:
+async def test_further_sampling_parameters_are_accepted(path: str) -> None:
     body = {
         **OPENAI[path],
         "temperature": 0.5,
@@ -306,7 +306,7 @@ async def test_what_else_can_be_asked_of_sampling(path: str) -> None:
         ),
     ],
 )
-async def test_what_cannot_be_asked_of_sampling(
+async def test_invalid_sampling_parameters_are_refused(
     path: str, fields: dict[str, Any], message: str
 ) -> None:
     async with served() as edge:

@@ -1,40 +1,45 @@
 """Every rule of TGI's validation: message, order, defaults of models, and messages on shapes."""
 
 from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
-
 import pytest
 from pydantic import ValidationError as ShapeError
-
-from millrace_proto.sampling import NO_RULES, Dry, Sampling
+from millrace_proto.sampling import NO_RULES
+from millrace_proto.sampling import Dry
+from millrace_proto.sampling import Sampling
 from millrace_router.api.anthropic.request import MessagesRequest
-from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
+from millrace_router.api.openai.request import ChatCompletionRequest
+from millrace_router.api.openai.request import CompletionRequest
 from millrace_router.api.responses.request import ResponsesRequest
-from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateParameters
-from millrace_router.errors import SizeError, ValidationError
-from millrace_router.request.generation_request import FieldNames, GenerationRequest
+from millrace_router.api.tgi.request import CompatGenerateRequest
+from millrace_router.api.tgi.request import GenerateParameters
+from millrace_router.errors import SizeError
+from millrace_router.errors import ValidationError
+from millrace_router.request.generation_request import FieldNames
+from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
-from millrace_router.request.limits import TGI, Limits
-from millrace_router.request.request import Grammar, GrammarKind, SchedulingParameters
+from millrace_router.request.limits import TGI
+from millrace_router.request.limits import Limits
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS
+from millrace_router.validation.sampling_defaults import SamplingDefaults
 from millrace_router.validation.shape_messages import shape_error
 from millrace_router.validation.validator import Validator
-from millrace_testing.router.edge import (
-    LIMITS,
-    Edge,
-    FakeCompiler,
-    echo,
-    grammars_of,
-    limits_with,
-    serving,
-    word_tokenizer,
-)
+from millrace_testing.router.edge import LIMITS
+from millrace_testing.router.edge import Edge
+from millrace_testing.router.edge import FakeCompiler
+from millrace_testing.router.edge import echo
+from millrace_testing.router.edge import grammars_of
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import word_tokenizer
 from millrace_testing.text.texts import tokenizer
 
 UINT64_MAX = 2**64 - 1
@@ -262,7 +267,7 @@ async def test_a_check_trusts_and_refuses_as_a_validation_does() -> None:
     ("words", "max_new_tokens", "counted"),
     [(9, None, 7), (9, 3, 3), (20, None, 0), (8, 9, 9)],
 )
-async def test_what_is_too_long_tells_how_long_it_is(
+async def test_size_error_reports_lengths(
     words: int, max_new_tokens: int | None, counted: int
 ) -> None:
     request = GenerationRequest(prompt="a " * words, max_new_tokens=max_new_tokens)
@@ -344,7 +349,7 @@ async def test_grammars_are_refused_where_they_are_off() -> None:
     assert compiler.asked == []
 
 
-async def test_what_is_only_checked_is_not_compiled() -> None:
+async def test_checked_requests_are_not_compiled() -> None:
     compiler = FakeCompiler(refusal=lambda _: "no such thing")
     validator = new_validator(compiler=compiler)
     await validator.check(guided())
@@ -355,7 +360,7 @@ async def test_what_is_only_checked_is_not_compiled() -> None:
     assert compiler.asked == [Grammar(GrammarKind.REGEX, "a+")]
 
 
-async def test_what_is_refused_for_another_reason_is_not_compiled() -> None:
+async def test_refused_requests_are_not_compiled() -> None:
     compiler = FakeCompiler()
     request = replace(guided(), min_new_tokens=3, max_new_tokens=2)
     with pytest.raises(ValidationError, match="min_new_tokens"):
@@ -437,7 +442,7 @@ async def sampled(config: dict[str, Any], route: str, **fields: Any) -> dict[str
 
 
 @pytest.mark.parametrize("route", BODIES)
-async def test_what_is_left_out_is_the_models(route: str) -> None:
+async def test_omitted_parameters_are_the_models(route: str) -> None:
     expected = {
         "temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.0,
         "repetition_penalty": 1.5, "samples": True,
@@ -543,7 +548,7 @@ async def test_samplers_arrive() -> None:
         assert (await sampling_of(edge)).rules == NO_RULES
 
 
-async def test_bad_words_are_tokens_alone_and_after_a_blank() -> None:
+async def test_bad_words_are_banned_with_and_without_a_blank() -> None:
     async with serving_bytes() as edge:
         rules = (await sampling_of(edge, bad_words=["hello", " hello"])).rules
     assert rules.bad_words == (tuple(BYTES.encode("hello")), tuple(BYTES.encode(" hello")))
