@@ -1,31 +1,32 @@
 """Adapters behind the runner: prompt log probabilities, cached prefixes, drafts, graphs."""
 
 from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
+
 from millrace_shard.batch.step import Forward
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 from millrace_shard.speculation.loading import Speculation
-from millrace_testing.engines.steps import Stepper
-from millrace_testing.engines.steps import beside
-from millrace_testing.engines.steps import ints
-from millrace_testing.models.adapters import AdaptedJob
-from millrace_testing.models.adapters import AdaptedModel
-from millrace_testing.models.adapters import generate_on_a_rank
-from millrace_testing.models.adapters import load_adapted
-from millrace_testing.models.adapters import make_adapter
-from millrace_testing.models.adapters import write_canonical
-from millrace_testing.models.models import logprobs
-from millrace_testing.models.models import prompt_of
-from millrace_testing.models.models import save_tiny
+from millrace_testing.engines.steps import Stepper, beside, ints
+from millrace_testing.models.adapters import (
+    AdaptedJob,
+    AdaptedModel,
+    generate_on_a_rank,
+    load_adapted,
+    make_adapter,
+    write_canonical,
+)
+from millrace_testing.models.models import logprobs, prompt_of, save_tiny
 from millrace_testing.shards.ranks import run_ranks
 
 PROMPT = prompt_of(40, seed=1)

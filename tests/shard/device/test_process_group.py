@@ -1,4 +1,5 @@
 from __future__ import annotations
+
 import logging
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
 import psutil
 import pytest
 import torch
@@ -15,33 +17,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedModel
+
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.device.one_shot import MAX_BYTES
-from millrace_shard.device.process_group import VARIABLES
-from millrace_shard.device.process_group import CollectiveError
-from millrace_shard.device.process_group import GroupError
-from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.device.process_group import as_collective_errors
-from millrace_shard.device.process_group import interface_to
-from millrace_shard.device.process_group import refuse_shared_gpus
-from millrace_shard.device.process_group import use_interface_to
+from millrace_shard.device.process_group import (
+    VARIABLES,
+    CollectiveError,
+    GroupError,
+    ProcessGroup,
+    as_collective_errors,
+    interface_to,
+    refuse_shared_gpus,
+    use_interface_to,
+)
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_testing.launcher.deployment import kept_port
-from millrace_testing.models.models import VOCAB
-from millrace_testing.models.models import Run
-from millrace_testing.models.models import greedy
-from millrace_testing.models.models import logprobs
-from millrace_testing.models.models import prompt_of
-from millrace_testing.models.models import save_tiny
-from millrace_testing.shards.ranks import GlooMemory
-from millrace_testing.shards.ranks import Job
-from millrace_testing.shards.ranks import NoMemory
-from millrace_testing.shards.ranks import generate
-from millrace_testing.shards.ranks import part_of
-from millrace_testing.shards.ranks import run_ranks
-from millrace_testing.shards.ranks import sample_on_a_rank
-from millrace_testing.shards.ranks import sums_by_rows
-from millrace_testing.shards.ranks import work_of_a_rank
+from millrace_testing.models.models import VOCAB, Run, greedy, logprobs, prompt_of, save_tiny
+from millrace_testing.shards.ranks import (
+    GlooMemory,
+    Job,
+    NoMemory,
+    generate,
+    part_of,
+    run_ranks,
+    sample_on_a_rank,
+    sums_by_rows,
+    work_of_a_rank,
+)
+
 
 def test_a_group_of_one_returns_what_it_is_given() -> None:
     group = ProcessGroup.single()

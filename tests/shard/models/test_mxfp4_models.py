@@ -1,10 +1,13 @@
 """gpt-oss with experts in MXFP4, against the class of transformers with the numbers that the codes stand for."""
 
 from __future__ import annotations
+
 from pathlib import Path
+
 import pytest
 import torch
 from transformers import PreTrainedModel
+
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
@@ -12,11 +15,7 @@ from millrace_shard.kernels.expert_weights import ExpertsWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.models.models import Driver
-from millrace_testing.models.models import Run
-from millrace_testing.models.models import logprobs
-from millrace_testing.models.models import prompt_of
-from millrace_testing.models.models import save_tiny
+from millrace_testing.models.models import Driver, Run, logprobs, prompt_of, save_tiny
 from millrace_testing.quantized.checkpoints import save_mxfp4
 from millrace_testing.shards.ranks import run_ranks
 

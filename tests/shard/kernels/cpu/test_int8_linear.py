@@ -1,24 +1,23 @@
 """int8 linears: rounded rows, the same by tiles and in plain torch, and with any other rows."""
 
 from __future__ import annotations
+
 import math
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
 from millrace_shard.kernels.base import Linear
-from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear
-from millrace_shard.kernels.cpu.int8_linear import with_int8
+from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized import quantize_rows
-from millrace_shard.kernels.quantized import rounded_rows
-from millrace_testing.engines.kernels import TILE_UNITS
-from millrace_testing.engines.kernels import tiles_by
+from millrace_shard.kernels.quantized import quantize_rows, rounded_rows
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 SIZES = [(96, 64), (576, 576), (1000, 130), (70, 4100), (24, 33), (1, 16)]

@@ -1,45 +1,48 @@
 """Adapters in the operators over tiles against float64, and each row against itself alone and without an adapter."""
 
 from __future__ import annotations
+
 import math
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Layer
-from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.base import Layer, LayerCache
 from millrace_shard.kernels.cpu import tile_blocks
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
-from millrace_shard.kernels.cpu.tile_blocks import TiledAttention
-from millrace_shard.kernels.cpu.tile_blocks import TiledLayers
-from millrace_shard.kernels.cpu.tile_blocks import TiledMlp
+from millrace_shard.kernels.cpu.tile_blocks import (
+    PanelLinear,
+    TiledAttention,
+    TiledLayers,
+    TiledMlp,
+)
 from millrace_shard.kernels.layer_blocks import ComposedLayers
-from millrace_shard.kernels.layer_weights import AttentionWeights
-from millrace_shard.kernels.layer_weights import LinearWeights
-from millrace_shard.kernels.layer_weights import MlpWeights
-from millrace_shard.kernels.layer_weights import NormWeights
-from millrace_shard.kernels.layer_weights import Rotation
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.lora.adapted_linear import AdaptedLinear
-from millrace_shard.kernels.lora.adapter_table import AdapterRows
-from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.kernels.lora.adapter_table import LoraPart
-from millrace_shard.kernels.lora.adapter_table import LoraSite
-from millrace_shard.kernels.lora.adapter_table import PackedAdapter
-from millrace_shard.kernels.lora.adapter_table import PackedPart
-from millrace_shard.kernels.lora.adapter_table import running
+from millrace_shard.kernels.lora.adapter_table import (
+    AdapterRows,
+    AdapterTable,
+    LoraPart,
+    LoraSite,
+    PackedAdapter,
+    PackedPart,
+    running,
+)
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.kernels import TILE_UNITS
-from millrace_testing.engines.kernels import tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")

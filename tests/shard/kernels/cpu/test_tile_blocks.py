@@ -1,39 +1,42 @@
 """Halves of a layer by tiles against float64, and against themselves: alone, in batches, in chunks and threaded."""
 
 from __future__ import annotations
+
 import math
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Layer
-from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.base import Layer, LayerCache
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
-from millrace_shard.kernels.cpu.tile_blocks import TiledAttention
-from millrace_shard.kernels.cpu.tile_blocks import TiledLayers
-from millrace_shard.kernels.cpu.tile_blocks import TiledMlp
+from millrace_shard.kernels.cpu.tile_blocks import (
+    PanelLinear,
+    TiledAttention,
+    TiledLayers,
+    TiledMlp,
+)
 from millrace_shard.kernels.layer_blocks import ComposedLayers
-from millrace_shard.kernels.layer_weights import AttentionWeights
-from millrace_shard.kernels.layer_weights import HeadNorms
-from millrace_shard.kernels.layer_weights import LinearWeights
-from millrace_shard.kernels.layer_weights import MlpWeights
-from millrace_shard.kernels.layer_weights import NormWeights
-from millrace_shard.kernels.layer_weights import Rotation
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    HeadNorms,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.kernels import TILE_UNITS
-from millrace_testing.engines.kernels import tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 EPS = 1e-5

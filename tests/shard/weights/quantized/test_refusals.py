@@ -1,35 +1,28 @@
 """Checkpoints that are refused, in one line that names method, field, tensor and file."""
 
 from __future__ import annotations
+
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
-from safetensors.torch import load_file
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.errors import ModelError
-from millrace_shard.errors import UnsupportedModel
-from millrace_shard.errors import WeightsError
+from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
-from millrace_shard.weights.quantized.quantization_config import SUPPORTED
-from millrace_shard.weights.quantized.quantization_config import read_quantization
-from millrace_testing.models.models import CONFIGS
-from millrace_testing.models.models import CPU
-from millrace_testing.models.models import edit_json
-from millrace_testing.models.models import save_tiny
-from millrace_testing.quantized.checkpoints import save_mxfp4
-from millrace_testing.quantized.checkpoints import save_quantized
+from millrace_shard.weights.quantized.quantization_config import SUPPORTED, read_quantization
+from millrace_testing.models.models import CONFIGS, CPU, edit_json, save_tiny
+from millrace_testing.quantized.checkpoints import save_mxfp4, save_quantized
 from millrace_testing.quantized.linears import FORMATS
 
 GPTQ = FORMATS["gptq"].config
