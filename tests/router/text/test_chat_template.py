@@ -418,7 +418,7 @@ def test_only_text_can_be_continued() -> None:
     qwen = template("qwen-2.5")
     with pytest.raises(TemplateError, match="text that could be continued"):
         qwen.render([USER_TURN, turn_of(call("abcdefgh1", "Rome"))], continue_final_message=True)
-    with pytest.raises(TemplateError, match="no generation prompt"):
+    with pytest.raises(TemplateError, match="generation prompt"):
         qwen.render([USER_TURN, BOT_TURN], continue_final_message=True, add_generation_prompt=True)
     with pytest.raises(TemplateError, match="leaves out the message"):
         ChatTemplate("x", special_tokens={}).render([USER_TURN], continue_final_message=True)
