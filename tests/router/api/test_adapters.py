@@ -1,4 +1,4 @@
-"""Adapters on TGI's routes: LoRAX's and SGLang's fields, their refusals, and LoRAX's answers."""
+"""Adapters on TGI's routes, LoRAX's and SGLang's fields, and the routes that load and unload them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's and TEI's routes for embeddings over a batcher whose states are known."""
+"""Routes of embeddings and scores over a batcher whose states are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TGI's own routes over real sockets: bodies, headers, bytes of streams."""
+"""TGI's own routes, the estimate and the status over real sockets."""
 
 from __future__ import annotations
 

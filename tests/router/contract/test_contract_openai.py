@@ -432,17 +432,29 @@ CHATS = [
             says=f"headers {'of a stream' if stream else 'of an answer'}",
             path=CHAT_PATH,
             body=chat(stream=stream),
-            default=Reply(
-                headers={
-                    "x-compute-type": "1-cpu",
+            default=Reply(headers=headers | {"x-compute-type": "1-cpu"}),
+            strict=Reply(headers=headers | {"x-compute-type": "gpu+optimized"}),
+        )
+        for stream, headers in (
+            (
+                False,
+                {
                     "x-compute-characters": "11",
-                    "x-prompt-tokens": ABSENT if stream else "2",
-                    "x-compute-time": ABSENT if stream else str,
-                    "x-generated-tokens": ABSENT if stream else "2",
-                }
+                    "x-prompt-tokens": "2",
+                    "x-compute-time": str,
+                    "x-generated-tokens": "2",
+                },
+            ),
+            (
+                True,
+                {
+                    "x-compute-characters": "11",
+                    "x-prompt-tokens": ABSENT,
+                    "x-compute-time": ABSENT,
+                    "x-generated-tokens": ABSENT,
+                },
             ),
         )
-        for stream in (False, True)
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Waits of requests where nothing is predicted: without chunked prefill."""
+"""The latency predictor, and the calibration that it starts from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers and body set the scheduling parameters of a request."""
+"""Requests: their scheduling parameters, the hashes of their blocks, and numbers of 32 bits."""
 
 from __future__ import annotations
 import math

@@ -1,4 +1,4 @@
-"""Keys, prompts and answers never appear in logs, errors, metrics and public pages."""
+"""Keys, prompts and answers never appear in logs, errors, metrics and public pages; bodies have limits."""
 
 from __future__ import annotations
 

@@ -784,7 +784,7 @@ async def test_the_end_of_the_server_ends_what_is_kept() -> None:
 
 @asynccontextmanager
 async def streaming_deaf(edge: Edge) -> AsyncIterator[asyncio.StreamWriter]:
-    """Ask for a stream on a connection of its own, and never read from it."""
+    """Request a stream on its own connection, and never read from it."""
     _, writer = await edge.open("/generate_stream", ASKED, **KEY)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     yield writer

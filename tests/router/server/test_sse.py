@@ -1,4 +1,4 @@
-"""Streams that end badly: errors after the status, and clients that stop reading."""
+"""Streams: errors after the status, clients that stop reading, and frames that arrive once and in order."""
 
 from __future__ import annotations
 

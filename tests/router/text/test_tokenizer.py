@@ -1,4 +1,4 @@
-"""Tokenizer: the Rust tokenizer behind bounds, with byte offsets."""
+"""Tokenizer: the Rust tokenizer behind bounds, with byte offsets; and the files of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rule of TGI's validation: message, order, defaults."""
+"""Every rule of TGI's validation: message, order, defaults of models, and messages on shapes."""
 
 from __future__ import annotations
 import json

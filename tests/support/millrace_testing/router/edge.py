@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import aiohttp
 import structlog
@@ -21,8 +21,7 @@ from millrace_router.access.keys import ApiKeys
 from millrace_router.adapters.resolver import Resolver
 from millrace_router.app import create_runner
 from millrace_router.config import RouterConfig
-from millrace_router.engine.health import Health
-from millrace_router.engine.infer import Infer
+from millrace_router.engine.batcher import Batcher
 from millrace_router.errors import GenerationError
 from millrace_router.pooling.model import (
     GENERATES,
@@ -33,7 +32,7 @@ from millrace_router.pooling.model import (
 from millrace_router.pooling.prompts import ScoreTemplate
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Estimate
-from millrace_router.reasoning.formats import reasoning_of_model
+from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.limits import Limits, dialect_of
@@ -48,16 +47,18 @@ from millrace_router.request.token_stream import (
 )
 from millrace_router.server.services import Services
 from millrace_router.server.traces import RequestTraces, SpanSink
+from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.wire import Capacity, ShardInfo
+from millrace_router.start.engine import Engine
+from millrace_router.start.running import metrics_of, services_of
+from millrace_router.start.shards import RouterDeployment
 from millrace_router.telemetry import logs
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.formats.registry import format_of
 from millrace_router.validation.grammar_admission import GrammarAdmission
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from millrace_router.validation.validator import Validator
 
 WORDS = ("hello", "world", "wörld", "日本", "a", "b")
 GRACE_SECONDS = 300.0
@@ -294,6 +295,17 @@ def events_in(text: str) -> list[Any]:
     return events
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeDeployment(RouterDeployment):
+    """Flags and shards that do not decide the limits of a request."""
+
+    request_limits: Limits
+
+    def limits(self, tasks: frozenset[Task] = frozenset({Task.GENERATE})) -> Limits:
+        dialect = dialect_of(strict_tgi=self.config.strict_tgi)
+        return replace(self.request_limits, dialect=dialect, tasks=tasks)
+
+
 def services_over(
     batcher: FakeBatcher,
     *,
@@ -310,69 +322,44 @@ def services_over(
     **config: Any,
 ) -> Services:
     """Everything an application is made of, over fakes."""
-    dialect = dialect_of(strict_tgi=bool(config.get("strict_tgi")))
-    limits = replace(limits, dialect=dialect, tasks=pooling.tasks)
-    tokenizer = tokenizer or word_tokenizer()
-    metrics = Metrics(
-        max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
-    )
-    health = Health(batcher.status, batcher, probe_seconds=PROBE_SECONDS)
-    validator = Validator(tokenizer, limits, metrics, _grammars(batcher, metrics), defaults)
     settings = _config(**config)
-    return Services(
+    deployment = FakeDeployment(
         config=settings,
-        shard=_shard_info(limits),
+        info=_shard_info(limits),
         capacity=_capacity(limits),
-        limits=limits,
-        max_batch_prefill_tokens=32,
-        tokenizer=tokenizer,
+        request_limits=limits,
+    )
+    costs = cost or CostModel()
+    services = services_of(
+        deployment,
+        Engine(
+            cast("Batcher", batcher),
+            batcher.status,
+            batcher.quarantine,
+            costs,
+            LatePlanning(costs, most=0.0),
+            adapters=None,
+        ),
+        cast("ShardGroup", batcher.compiler),
+        metrics_of(deployment),
+        tokenizer=tokenizer or word_tokenizer(),
         template=ChatTemplate(template, special_tokens={}),
-        tool_format=format_of(template, str(config.get("tool_call_parser", "auto"))),
-        reasoning=reasoning_of_model(_config(**config), template, tokenizer),
-        pooling=pooling,
-        validator=validator,
-        infer=_infer(batcher, validator, metrics, health, config, adapters),
-        metrics=metrics,
-        health=health,
-        quarantine=batcher.quarantine,
         keys=ApiKeys.of(settings),
+        defaults=defaults,
+        pooling=pooling,
         adapters=adapters,
+    )
+    services.health._probe_seconds = PROBE_SECONDS
+    traces = None
+    if sink is not None:
+        traces = RequestTraces(sink, batcher.status, model=settings.served_names[0])
+    return replace(
+        services,
         request_log=request_log,
-        traces=_traces(sink, batcher, settings),
+        traces=traces,
         cost=cost,
-        compute_type="1-cpu",
         keep_alive_seconds=keep_alive_seconds,
     )
-
-
-def _infer(
-    batcher: FakeBatcher,
-    validator: Validator,
-    metrics: Metrics,
-    health: Health,
-    config: Mapping[str, Any],
-    adapters: Resolver | None,
-) -> Infer:
-    return Infer(
-        batcher,
-        validator,
-        metrics,
-        adapters=adapters,
-        by_adapter=config.get("fairness") == "adapter",
-        on_failure=health.failed,
-        on_token=health.generated,
-    )
-
-
-def _traces(
-    sink: SpanSink | None, batcher: FakeBatcher, config: RouterConfig
-) -> RequestTraces | None:
-    names = config.served_names
-    return None if sink is None else RequestTraces(sink, batcher.status, model=names[0])
-
-
-def _grammars(batcher: FakeBatcher, metrics: Metrics) -> GrammarAdmission:
-    return GrammarAdmission(batcher.compiler, batcher.status, metrics)
 
 
 def _config(**given: Any) -> RouterConfig:
