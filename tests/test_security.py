@@ -4,13 +4,11 @@
 """
 
 from __future__ import annotations
-
 import ast
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -169,7 +167,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "C13": ("tests/router/security/test_security.py::test_stop_sequences_have_a_greatest_length",),
     "C14": (
-        "tests/router/engine/test_infer.py::test_overload_says_when_to_come_back",
+        "tests/router/engine/test_infer.py::test_overload_predicts_when_to_retry",
         "tests/router/server/test_sse.py::test_the_frame_after_too_many_cuts_off_and_frees_them",
         "tests/e2e/test_overload.py::test_ten_times_the_capacity",
         "tests/e2e/test_overload.py::test_idle_connections_and_slow_senders_block_no_other_client",
@@ -238,11 +236,11 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "S3": (
         "tests/shard/server/test_address.py::test_a_client_of_the_same_authority_is_served",
         "tests/shard/server/test_address.py::test_other_clients_are_refused",
-        "tests/router/shards/test_channels.py::test_without_papers_or_with_others_it_does_not",
+        "tests/router/shards/test_channels.py::test_shards_are_not_reached_without_matching_certificates",
     ),
     "S4": ("tests/e2e/test_tls.py::test_a_shard_serves_only_its_router_over_tls",),
     "S5": (
-        "tests/router/shards/test_channels.py::test_it_speaks_to_no_shard_of_another_authority_or_name",
+        "tests/router/shards/test_channels.py::test_shards_of_another_authority_or_name_are_refused",
     ),
     "S6": (
         "tests/shard/server/test_address.py::test_which_addresses_only_this_host_reaches",
@@ -266,8 +264,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/test_security.py::test_each_danger_would_be_seen",
     ),
     "M3": (
-        "tests/shard/weights/quantized/test_wrong_fields_are_refused.py::test_every_damage_to_every_tensor_is_named",
-        "tests/shard/weights/quantized/test_wrong_fields_are_refused.py::test_mutated_checkpoints_are_refused_or_loaded",
+        "tests/shard/weights/quantized/test_refusals.py::test_every_damage_to_every_tensor_is_named",
+        "tests/shard/weights/quantized/test_refusals.py::test_mutated_checkpoints_are_refused_or_loaded",
         "tests/shard/weights/gguf/test_files.py::test_mutated_headers_are_refused_or_loaded",
     ),
     "M4": ("tests/router/security/test_security.py::test_no_way_out",),
@@ -275,11 +273,11 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/shard/weights/test_hub.py::test_fresh_download_takes_what_serving_needs_and_no_more",
     ),
     "A1": (
-        "tests/router/adapters/test_resolver.py::test_clients_name_folders_below_the_root_alone",
+        "tests/router/adapters/test_resolver.py::test_clients_may_name_only_folders_below_the_root",
         "tests/router/start/test_start.py::test_folders_below_the_root_and_nothing_else",
     ),
     "A2": (
-        "tests/router/adapters/test_resolver.py::test_names_that_nobody_registered_are_unknown_by_default",
+        "tests/router/adapters/test_resolver.py::test_unregistered_names_are_unknown_by_default",
         "tests/router/adapters/test_resolver.py::test_the_operator_may_open_ids_on_the_hub",
         "tests/router/adapters/test_resolver.py::test_the_operators_adapters_use_the_servers_token_and_clients_never",
         "tests/router/adapters/test_fetcher.py::test_the_servers_token_counts_only_for_the_operators_adapters",
@@ -317,7 +315,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "A11": (
         "tests/router/adapters/test_canonical.py::test_wrong_tensor_files_are_named",
-        "tests/router/adapters/test_canonical.py::test_what_is_wrong_is_named",
+        "tests/router/adapters/test_canonical.py::test_each_defect_is_named",
         "tests/router/adapters/test_peft_config.py::test_refusals_name_the_field",
         "tests/router/adapters/test_local.py::test_mutated_adapters",
     ),
@@ -350,7 +348,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "K3": ("tests/router/journal/test_journal.py::test_only_their_user_reads_journals",),
     "K4": (
         "tests/router/journal/test_journal.py::test_without_tokens_nothing_of_the_text_is_written",
-        "tests/router/journal/test_journal.py::test_hashes_of_prompts_tell_equal_ones_within_one_life_alone",
+        "tests/router/journal/test_journal.py::test_hashes_of_prompts_match_only_within_one_process",
     ),
     "G1": (
         "tests/router/security/test_security.py::test_nothing_of_a_request_is_logged_or_public",

@@ -45,7 +45,7 @@ class Flag:
 
     @property
     def help(self) -> str:
-        """What it does."""
+        """The text for --help."""
         return self.field.description or ""
 
     @property

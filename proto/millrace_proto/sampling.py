@@ -1,4 +1,4 @@
-"""What both planes say of the choice of the next token: each parameter once, with its ranges and its neutral value.
+"""The parameters of the choice of the next token in both planes, each once, with its ranges and its neutral value.
 
 The fields have the names of `NextTokenChooserParameters` on the wire, of TGI's requests and, but for the penalties, of
 OpenAI's.
@@ -126,7 +126,7 @@ class Dry:
     allowed_length: int
     """Shorter passages are free."""
     window: int
-    """How many of the last tokens are searched; 0 for all."""
+    """The number of last tokens that are searched; 0 for all."""
     breakers: tuple[int, ...] = ()
     """Tokens that no passage contains."""
 

@@ -134,13 +134,13 @@ class BodyShapeError(BodyError):
 
     status = 422
 
-    def __init__(self, sentence: str, *, place: str = "") -> None:
-        """`place` is the path of the field; empty for the body as a whole."""
-        where = f"{place}: " if place else ""
+    def __init__(self, sentence: str, *, field: str = "") -> None:
+        """`field` is the path of the field; empty for the body as a whole."""
+        where = f"{field}: " if field else ""
         super().__init__(
             f"Failed to deserialize the JSON body into the target type: {where}{sentence}"
         )
-        self._client_text = f"`{place}` {sentence}" if place else f"The body {sentence}"
+        self._client_text = f"`{field}` {sentence}" if field else f"The body {sentence}"
 
     @property
     def client_text(self) -> str:
@@ -225,7 +225,7 @@ class NotStored(RouterError):
 
 
 class StoreNeeded(ValidationError):
-    """The request refers to a response that is not stored, or the server has no store."""
+    """The request refers to a response that is not stored, or the server does not store responses."""
 
     status = 400
     openai_code = "previous_response_not_found"

@@ -19,7 +19,7 @@ LogLevel = Literal["trace", "debug", "info", "warning", "error"]
 
 
 class LogFlags(BaseModel):
-    """What is logged and traced."""
+    """Flags of logs and traces."""
 
     otlp_endpoint: str | None = Field(
         default=None,
@@ -217,7 +217,7 @@ Quantization = Literal[
 
 
 class WeightFlags(BaseModel):
-    """How a checkpoint is read, quantised and extended."""
+    """Flags of a checkpoint: how it is read, quantised and extended."""
 
     allow_unlisted_model: bool = Field(
         default=False,
@@ -273,7 +273,7 @@ class WeightFlags(BaseModel):
 
 
 class RequestFlags(BaseModel):
-    """What requests may use in addition to plain sampling."""
+    """Flags of what requests may use in addition to plain sampling."""
 
     grammar_timeout: float = Field(
         default=2.0,

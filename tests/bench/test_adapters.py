@@ -9,14 +9,12 @@ import pytest
 from bench.adapters.__main__ import (
     ALL,
     MIXED,
-    conclude,
     decode_rate,
     flags,
     main,
     parse_arguments,
     requests,
 )
-from bench.harness.repeats import Repeated, Sample
 from bench.parts.client import Answer, Request
 from bench.parts.fixture import Fixture
 
@@ -24,10 +22,6 @@ from bench.parts.fixture import Fixture
 def answer(*arrivals: float) -> Answer:
     asked = Request(prompt=" ab", prompt_tokens=1, output_tokens=len(arrivals))
     return Answer(asked, 0.0, [*arrivals], num_tokens=len(arrivals))
-
-
-def repeated(*values: float) -> Repeated:
-    return Repeated(tuple(Sample(value, 0.0) for value in values))
 
 
 def test_the_experiment_runs(
@@ -52,12 +46,6 @@ def test_requests_name_their_adapters(fixture: Fixture) -> None:
     assert "adapter_id" not in bodies[0]["parameters"]
     assert bodies[1]["parameters"]["adapter_id"] == "x"
     assert bodies[0]["inputs"] != bodies[1]["inputs"]
-
-
-def test_the_goals_of_both_shapes_are_named() -> None:
-    row = {"ratio": repeated(0.8)}
-    lines = conclude({case.name: row for case in MIXED.cases})
-    assert lines[2] == "32 adapters: 0.80 times the base's tokens/s (goal 0.8 at 135M, 0.85 at 1B)."
 
 
 def test_flags_register_folders(tmp_path: Path) -> None:

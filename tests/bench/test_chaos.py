@@ -35,13 +35,11 @@ from bench.faults.chaos.audit import (
     read,
     refusal_flaws,
 )
-from bench.faults.chaos.campaign import USUAL, Fault, Kind, campaign
+from bench.faults.chaos.campaign import USUAL, Kind, campaign
 from bench.faults.chaos.injection import most_restarts
 from bench.faults.chaos.malformed import MALFORMED, OVERSIZED
-from bench.faults.chaos.pauses import PARTS, Arrivals, Pause, all_moving_at, parts, pause_end
+from bench.faults.chaos.pauses import PARTS, Arrivals, all_moving_at, parts, pause_end
 from bench.faults.chaos.population import Request, greedy_streams, mixed_streams, population
-from bench.faults.chaos.report import as_json, text
-from bench.faults.chaos.run import Outcome
 from bench.faults.chaos.scenes import SCENES
 from bench.faults.deployment import Line, parse_lines
 from bench.faults.members import Members
@@ -442,30 +440,6 @@ def test_two_adapters_are_fetched_at_a_time() -> None:
     assert members(*ALL, *[fetching] * MAX_AT_ONCE).is_complete(2)
     assert members(*ALL, fetching).fetchers == [len(ALL)]
     assert not members(*ALL, *[fetching] * (MAX_AT_ONCE + 1)).is_complete(2)
-
-
-def test_the_report_shows_faults_and_problems() -> None:
-    fault = Fault(kind=Kind.KILL, ranks=(0,), delay=0.1, seed=1)
-    pauses = [
-        Pause(fault_at=10.0, resumed_at=10.0 + silence + 0.25, silence=silence, all_moving=moving)
-        for silence, moving in ((2.0, 3.0), (4.0, None))
-    ]
-    outcome = Outcome(recovered=[(fault, pause) for pause in pauses], exit_code=0)
-    outcome.ledger.seconds["until a 429"].extend([0.008, 0.01])
-    assert "Audit: clean" in text(outcome)
-    outcome.not_recovered.append(fault)
-    outcome.ledger.wrong("request 3: event 2 is b instead of a")
-    shown = text(outcome)
-    assert "Audit: 1 problems" in shown
-    assert "request 3: event 2" in shown
-    cells = [cell.strip() for cell in shown.splitlines()[2].split("|")]
-    assert cells[1:6] == [Kind.KILL.value.text, "3", "2", "3.00", "4.00"]
-    assert cells[6:10] == ["3.25", "4.25", "3.00", "3.00"]
-    assert "until a 429: p50 9, " in shown
-    content = as_json(outcome)
-    assert content["faults"][0]["silence_max"] == 4.0
-    assert content["faults"][-1]["injected"] == 3
-    assert content["not_recovered"] == ["KILL"]
 
 
 def test_tokens_under_way_do_not_end_a_pause() -> None:

@@ -103,34 +103,6 @@ def test_lines_keep_proportions_and_doublings_are_evenly_apart() -> None:
     assert [x for x, _ in theirs] == [x1, x3]
 
 
-def test_a_panel_without_points_and_one_with_a_single_point_are_drawn() -> None:
-    empty = Panel(title="x", points={}, x_title="y")
-    single = Panel(title="x", points={"ours": [(4, 2)]}, x_title="y", doubles=True)
-    assert len(points(ET.fromstring(curves("t", [empty, single])))) == 1
-
-
-def test_predictions_are_dashed_in_the_colour_of_their_series_on_the_same_scale() -> None:
-    panel = Panel(
-        title="a",
-        points={"ours": [(0, 10), (4, 10)], "theirs": [(0, 20), (4, 20)]},
-        simulated={"theirs": [(0, 40), (8, 20)]},
-        x_title="x",
-    )
-    document = ET.fromstring(curves("t", [panel]))
-    ours, theirs, dashed = document.iter(f"{SVG}polyline")
-    assert [line.attrib.get("stroke-dasharray") for line in (ours, theirs)] == [None, None]
-    assert "stroke-dasharray" in dashed.attrib
-    assert dashed.attrib["stroke"] == theirs.attrib["stroke"] != ours.attrib["stroke"]
-    (_, first), (_, second), ((left, top), (right, last)) = points(document)
-    assert first[0] == pytest.approx((left + right) / 2, abs=0.2)
-    assert second[1] == last
-    assert last - top == pytest.approx(2 * (first[1] - last), abs=0.2)
-    circles = [(c.attrib["fill"], c.attrib.get("stroke")) for c in document.iter(f"{SVG}circle")]
-    assert circles[-1] == ("#ffffff", theirs.attrib["stroke"])
-    assert circles[0] == (ours.attrib["stroke"], None)
-    assert "dashed: simulated" in ET.tostring(document, encoding="unicode")
-
-
 @pytest.mark.parametrize(
     ("low", "high", "doubles", "numbers"),
     [

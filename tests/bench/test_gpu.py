@@ -398,13 +398,6 @@ FIRST = Stage("checks.first", "Is it first?", 1, 1)
 SECOND = Stage("checks.second", "Is it second?", 1, 1)
 DECODE = Figure(name="d", kind=goals.DECODE, value=4.5, unit="ms", detail={"bytes": 16e9})
 READ_LIMIT = [Figure(name="r", kind=goals.READ_RATE, value=4000.0, unit="GB/s")]
-IDLE = Figure(
-    name="device idle, batch 32",
-    kind=goals.ACTIVITY,
-    value=12.5,
-    unit="%",
-    detail={"launches": 3.0, "copies": 2.0, "waits": 0.5, "sampling_share": 0.25},
-)
 
 
 def results(folder: Path, *figures: Figure, device: str = "cuda") -> Results:
@@ -427,17 +420,6 @@ def test_results_are_on_disk_after_every_stage(tmp_path: Path) -> None:
     assert "ValueError: no" in page
     # 16 GB at 4000 GB/s are 4 ms.
     assert "88.9%" in page
-
-
-def test_the_page_names_each_stage_with_its_end_and_its_figures(tmp_path: Path) -> None:
-    found = results(tmp_path, *READ_LIMIT)
-    found.add(SECOND, Ended("timed out", 7.0, ()), [*READ_LIMIT, DECODE, IDLE])
-    rows = [line.split("|") for line in found.text().splitlines() if line.startswith("| ")]
-    stages = [tuple(cell.strip() for cell in row[1:-1]) for row in rows[1:3]]
-    assert stages == [
-        ("first", "Is it first?", "ok", "3 s", "1"),
-        ("second", "Is it second?", "timed out", "7 s", "2"),
-    ]
 
 
 def test_a_page_without_a_gpu_says_so_and_has_no_speeds(tmp_path: Path) -> None:
@@ -466,13 +448,6 @@ def test_a_goal_of_speed_that_is_missed_leaves_the_run_whole(tmp_path: Path) -> 
 def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
     found = results(tmp_path, check("a", float("inf"), "x"))
     assert json.loads(found.json_path.read_text())["figures"][0]["value"] is None
-
-
-def test_what_a_step_does_is_in_a_table(tmp_path: Path) -> None:
-    assert (
-        "| batch 32 | 12.5% | 3        | 2      | 0.5   | 25.0%    |"
-        in results(tmp_path, IDLE).text()
-    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -17,8 +17,8 @@ from bench.harness.checkpoints import (
     write_checkpoint,
 )
 from bench.harness.quiet import Quiet, wait_until_quiet
-from bench.harness.record import Record, formatted
-from bench.harness.repeats import Repeated, Sample, figure, ratio_text
+from bench.harness.record import Record
+from bench.harness.repeats import Repeated, Sample, ratio_text
 from bench.harness.scrape import grown, parse
 from bench.harness.server import ServerError, serving
 from safetensors.torch import load_file
@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.load.levels import prompt
-from millrace_router.telemetry.exposition import render
+from millrace_router.telemetry.instruments import render
 from millrace_router.telemetry.metrics import Metrics
 
 
@@ -197,32 +197,6 @@ def test_a_run_is_one_file_that_says_what_when_where_and_how(
     }
 
 
-def test_the_heading_says_the_same(record: Record) -> None:
-    shown = record.text("BODY")
-    assert shown.startswith("## Start and memory, demo (2026-11-21 06:30)\n")
-    assert "`python -m bench.startup --model demo` at commit abc, on a & b (2)" in shown
-    assert shown.endswith("\n\nBODY\n")
-
-
-def test_a_row_takes_one_line_and_json_stays_json() -> None:
-    value = {"tables": [{"columns": ["a", "µs"], "rows": [["x", 1.5], ["y", None]]}], "none": {}}
-    shown = formatted(value)
-    assert json.loads(shown) == value
-    assert '["x", 1.5],' in [line.strip() for line in shown.splitlines()]
-
-
-def test_short_figures_take_one_line() -> None:
-    value = {
-        "a": {"median": 1.5, "repeats": 1},
-        "b": {"name": "x"},
-        "c": dict.fromkeys(range(40), 1),
-    }
-    lines = [line.strip() for line in formatted(value).splitlines()]
-    assert '"a": {"median": 1.5, "repeats": 1},' in lines
-    assert '"name": "x"' in lines
-    assert len(lines) > 40
-
-
 def repeated(samples: list[tuple[float, float]]) -> Repeated:
     """From (value, cores of others) pairs."""
     return Repeated(tuple(Sample(*pair) for pair in samples))
@@ -250,13 +224,6 @@ def test_a_ratio_is_marked_where_either_side_was_disturbed() -> None:
 def test_no_sample_is_no_figure() -> None:
     with pytest.raises(ValueError, match="no sample"):
         Repeated(())
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(1234.5, "1234"), (99.95, "100.0"), (12.34, "12.3"), (0.123, "0.12")]
-)
-def test_a_figure_has_about_three_digits(value: float, text: str) -> None:
-    assert figure(value) == text
 
 
 def exposed() -> str:

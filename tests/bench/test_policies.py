@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import pytest
 from aiohttp import web
@@ -21,9 +20,8 @@ from bench.parts.part import Case, Figures, Table
 from bench.parts.texts import Texts
 from bench.policies import latency, load, variance
 from bench.policies.__main__ import PARTS, parse_arguments
-from bench.policies.experiment import CONTINUOUS, NAIVE, STATIC, Experiment, requests
+from bench.policies.experiment import Experiment, requests
 from bench.policies.outcomes import (
-    conclude_ratios,
     median_normalised_ms,
     outcomes_of,
     side_by_side,
@@ -44,8 +42,6 @@ from millrace_testing.router.sse import event, served_application
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.shards.hash_shard import HashShard
 
-SVG = "{http://www.w3.org/2000/svg}"
-
 
 def fixture(texts: Texts, *, most_positions: int = 8192) -> Fixture:
     return Fixture(
@@ -60,13 +56,6 @@ def fixture(texts: Texts, *, most_positions: int = 8192) -> Fixture:
 
 def row(figures: Figures) -> dict[str, Repeated]:
     return {title: Repeated((Sample(value, 0.0),)) for title, value in figures.items()}
-
-
-def dashes(chart: str) -> list[bool]:
-    """Whether each line of a chart is dashed."""
-    return [
-        "stroke-dasharray" in line.attrib for line in ET.fromstring(chart).iter(f"{SVG}polyline")
-    ]
 
 
 def test_cases_share_servers_and_those_without_figures_have_no_row(texts: Texts) -> None:
@@ -103,53 +92,6 @@ def test_each_cap_cuts_the_same_lengths_and_variance_grows_with_it(texts: Texts)
     assert max(variance.lengths(fixture(texts, most_positions=512), 1536)) <= 512 * 3 // 4 - 32
 
 
-def variance_table(rates: Figures, *, simulated: float = 1.0) -> Table:
-    """The same rates at each cap; `transformers` is not simulated."""
-    return {
-        variance.case_name(cap, policy): row(
-            {
-                "tokens/s": rate,
-                **(
-                    {}
-                    if policy == "transformers"
-                    else {
-                        "simulated tokens/s": simulated * rate,
-                        "tokens/s: ratio": simulated,
-                        "tokens/s: ratio in hindsight": 1.0,
-                    }
-                ),
-            }
-        )
-        for cap in variance.CAPS
-        for policy, rate in rates.items()
-    }
-
-
-RATES = {"continuous": 900.0, "static": 600.0, "static-naive": 200.0, "none": 90.0}
-
-
-@pytest.mark.parametrize(("naive", "verdict"), [(200.0, "4.50, met"), (250.0, "3.60, missed")])
-def test_variance_concludes_with_ratios_and_the_goal(naive: float, verdict: str) -> None:
-    table = variance_table({**RATES, "static-naive": naive, "transformers": 300.0})
-    *lines, goal, simulator = variance.conclude(table)
-    assert len(lines) == len(variance.CAPS)
-    assert "1.50 times static" in lines[0]
-    assert "3.00 times transformers" in lines[-1]
-    assert verdict in goal
-    assert "within 20 %" in simulator
-
-
-def test_variance_does_without_transformers_and_names_what_is_simulated_badly() -> None:
-    lines = variance.conclude(variance_table(RATES, simulated=0.7))
-    assert not any("transformers" in line for line in lines)
-    assert "at most 32, static, tokens/s: 0.70 (1.00 in hindsight)" in lines[-1]
-
-
-def test_variance_draws_predictions_of_all_but_transformers() -> None:
-    chart = variance.chart("t", variance_table({**RATES, "transformers": 300.0}))
-    assert dashes(chart) == [False] * 5 + [True] * 4
-
-
 def outcomes(*seconds: float) -> list[Outcome]:
     request = Request(prompt="", prompt_tokens=1, output_tokens=10)
     return [Outcome(request, each) for each in seconds]
@@ -159,35 +101,6 @@ def test_percentiles_of_latency_are_interpolated() -> None:
     found = latency.percentiles(outcomes(3.0, 1.0, 2.0))
     assert (found["p50, s"], found["p100, s"]) == (2.0, 3.0)
     assert found["p10, s"] == pytest.approx(1.2)
-
-
-def latency_table(continuous: Sequence[float], others: Sequence[float]) -> Table:
-    both = dict.fromkeys(latency.CONTENDERS, others) | {CONTINUOUS: continuous}
-    return {
-        latency.case_name(share, policy): row(
-            {
-                prefix + title: value
-                for title, value in latency.percentiles(outcomes(*seconds)).items()
-                for prefix in ("", "simulated ")
-            }
-        )
-        for share in latency.SHARES
-        for policy, seconds in both.items()
-    }
-
-
-def test_latency_compares_medians_and_draws_three_panels() -> None:
-    table = latency_table([1.0, 2.0, 3.0], [2.0, 5.0, 9.0])
-    first = latency.conclude(table)[0]
-    assert "20 % of capacity: the median latency is 2.00 s" in first
-    assert f"2.5 times as long with {STATIC} and 2.5 times as long with {NAIVE}" in first
-    assert dashes(latency.chart("t", table)) == ([False] * 3 + [True] * 3) * 3
-
-
-def test_latency_shows_three_percentiles_and_keeps_all() -> None:
-    titles = [f"p{percent}, s" for percent in latency.PERCENTS]
-    shown = [title for title in titles if title not in latency.EXPERIMENT.hidden]
-    assert shown == ["p50, s", "p90, s", "p99, s"]
 
 
 def test_load_is_uniform_and_the_same_each_time(texts: Texts) -> None:
@@ -200,29 +113,6 @@ def test_load_is_uniform_and_the_same_each_time(texts: Texts) -> None:
     assert (min(lengths), max(lengths)) == (1, 128)
     assert statistics.fmean(one.prompt_tokens for one in asked) == pytest.approx(80, rel=0.05)
     assert asked[3].due == pytest.approx(0.3)
-
-
-def test_load_compares_both_at_the_highest_rate_and_draws_each_batch_size() -> None:
-    table = {
-        load.case_name(size, share, policy): row(
-            {
-                f"{prefix}{title}": value
-                for prefix in ("", "simulated ")
-                for title, value in (
-                    ("tokens/s", 100.0 * share),
-                    ("median ms a token", 20.0 if policy == CONTINUOUS else 50.0),
-                )
-            }
-        )
-        for size in load.BATCH_SIZES
-        for share in load.SHARES
-        for policy in load.CONTENDERS
-    }
-    assert (
-        "Batch size 4, 90 % of capacity: continuous takes 20.0 ms a token at 90 tokens/s,"
-        " static 50.0 ms at 90."
-    ) in load.conclude(table)
-    assert dashes(load.chart("t", table)) == [False, False, True, True] * len(load.BATCH_SIZES)
 
 
 def test_the_command_line_knows_every_experiment() -> None:
@@ -277,19 +167,6 @@ def test_ratios_are_simulated_over_measured() -> None:
         "b": 5.0,
         "simulated b": 6.0,
     }
-
-
-def test_points_off_by_more_than_a_fifth_are_named() -> None:
-    rows = table(
-        near={"x: ratio": 1.19, "x: ratio in hindsight": 1.0},
-        low={"x: ratio": 0.79, "x: ratio in hindsight": 0.97},
-        high={"x: ratio": 1.21, "x: ratio in hindsight": 1.3},
-        unsimulated={"x": 1.0},
-    )
-    line = conclude_ratios(rows, ["x"])
-    assert "low, x: 0.79 (0.97 in hindsight); high, x: 1.21 (1.30 in hindsight)" in line
-    assert "near" not in line
-    assert conclude_ratios({"near": rows["near"]}, ["x"]).endswith("within 20 % at every point.")
 
 
 ASKED = [Request(prompt=" ab", prompt_tokens=1, output_tokens=3, streams=False)] * 5

@@ -27,7 +27,8 @@ from millrace_router.shards.step_channel import StepChannel
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, running
 from millrace_testing.router.fake_router import request as valid_request
 from millrace_testing.router.sse import FakeServer, event, served, whole_stream
-from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard
+from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.shards.hash_tokens import VOCAB_SIZE
 
 
 @contextmanager

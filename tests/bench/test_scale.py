@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from bench.scale import simulate
 from bench.scale.cache_index import CacheIndex, IndexedCache
-from bench.scale.compare import Point, fleet, plot, table
+from bench.scale.compare import fleet
 from bench.scale.fast_engine import FastEngine
 from bench.scale.fleet import CellsByPrefix, CellsInTurn, Division
-from bench.scale.fleet_metrics import FLEET_FIGURES, FleetMetrics
+from bench.scale.fleet_metrics import FLEET_FIGURES
 from bench.scale.gateway import (
     Gateway,
     KvAware,
@@ -193,16 +193,6 @@ def test_more_replicas_have_more_copies_and_some_cells_of_them_are_simulated() -
     assert large.workload.trace_requests == 100
     with pytest.raises(ValueError, match="no whole number of copies"):
         fleet(options(), "kv", 10)
-
-
-def test_a_table_has_a_row_and_a_plot_a_mark_for_each_point() -> None:
-    points = [
-        Point(routing, count, FleetMetrics(replicas=count, finished=count))
-        for count in (4, 16)
-        for routing in ("round-robin", "kv")
-    ]
-    assert len(table(points).splitlines()) == 2 + 4
-    assert plot(points, "x").count("<circle") == 6 * 4
 
 
 def test_a_fleet_has_the_flags_of_one_server_beside_its_own(

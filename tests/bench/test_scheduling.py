@@ -40,10 +40,6 @@ def answer(asked: Request, due: float, *arrivals: float, **headers: str) -> Answ
     )
 
 
-def _row(figures: Figures) -> dict[str, Repeated]:
-    return {title: Repeated((Sample(value, 0.0),)) for title, value in figures.items()}
-
-
 def test_a_part_takes_turns_and_marks_what_was_disturbed(texts: Texts) -> None:
     order: list[tuple[str, int]] = []
 
@@ -71,12 +67,6 @@ def test_a_part_takes_turns_and_marks_what_was_disturbed(texts: Texts) -> None:
     assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == ["", "size"]
     assert [cell.strip() for cell in lines[4].split("|")[1:-1]] == ["a", "2.00"]
     assert lines[-1] == "- b is 20."
-
-
-def test_a_row_may_lack_a_column(texts: Texts) -> None:
-    part = Part(name="p", title="P", method="How.", cases=(), run=lambda *_: {})
-    text = part.text({"a": _row({"x": 1.0}), "b": _row({"y": 2.0})})
-    assert [cell.strip() for cell in text.splitlines()[5].split("|")] == ["", "b", "", "2.00", ""]
 
 
 def test_prompts_shrink_to_the_positions_of_a_small_model(texts: Texts) -> None:

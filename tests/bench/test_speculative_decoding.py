@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from bench.harness.server import RunningServer
 from bench.speculative_decoding import measure
-from bench.speculative_decoding.__main__ import parse_arguments, text
+from bench.speculative_decoding.__main__ import parse_arguments
 from bench.speculative_decoding.measure import (
     ACCEPTED,
     DRAFTED,
@@ -22,8 +22,6 @@ from bench.speculative_decoding.measure import (
     bodies,
     run_load,
     run_round,
-    table,
-    verdict,
 )
 
 
@@ -47,17 +45,6 @@ def test_a_row_compares_rounds_that_had_the_same_requests() -> None:
     assert (row.tokens_per_step, row.drafted, row.accepted) == (2.5, 2.0, 0.6)
 
 
-def test_the_table_and_the_verdict() -> None:
-    rows = [a_row([100], [180], "repetitive"), a_row([100], [94])]
-    lines = table(rows).splitlines()
-    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
-        "repetitive, 8 at once", "100", "180", "1.80", "2.50", "2.00", "60 %",
-    ]  # fmt: skip
-    assert "plain, 8 at once, 0.94" in verdict(rows)
-    assert "missed" in verdict(rows)
-    assert "met" in verdict(rows[:1])
-
-
 def test_repetitive_prompts_hold_the_answer_and_plain_ones_the_question_alone() -> None:
     plain, repetitive = (
         [str(body["inputs"]) for body in bodies(kind, count=20, seed="a")]
@@ -77,12 +64,6 @@ def test_quick_figures_are_not_recorded(capsys: pytest.CaptureFixture[str]) -> N
         parse_arguments(["--quick", "--record"])
     assert "nothing worth" in capsys.readouterr().err
     assert parse_arguments(["--streams", "1,2"]).streams == (1, 2)
-
-
-def test_the_text_says_how_it_was_measured() -> None:
-    options = parse_arguments(["--draft-flags=--speculate=3", "--starts=2"])
-    assert options.draft_flags == ["--speculate=3"]
-    assert "Both are started 2 times" in text([a_row([100], [94])], options)
 
 
 def test_figures_are_medians_over_the_rounds() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import jsonschema
 import pytest
 from bench.structured_output import everyday
@@ -35,19 +33,6 @@ def test_there_are_fifty_schemas_with_a_question_each() -> None:
 )
 def test_outcomes(text: str, reason: str, outcome: str) -> None:
     assert everyday.outcome_of(text, reason, SCHEMA) == outcome
-
-
-def test_the_table_has_shares_of_each_mode() -> None:
-    answers = [
-        everyday.Answer(mode="greedy", outcome=outcome, num_tokens=1, schema=SCHEMA, text="")
-        for outcome in (everyday.ENDED, everyday.CLOSED, everyday.CUT, everyday.CUT)
-    ]
-    rows = everyday.table(answers)
-    assert list(rows) == ["greedy"]
-    assert rows["greedy"]["whole and valid"] == 0.5
-    cells = [cell.strip() for cell in everyday.shown(rows).splitlines()[2].split("|")]
-    assert cells[1:4] == ["greedy", "4", "0.500"]
-    assert json.dumps(rows)
 
 
 CHECKED_SCHEMA = {"type": "object", "properties": {"a": {"type": "number", "multipleOf": 0.01}}}

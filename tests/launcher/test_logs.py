@@ -1,4 +1,4 @@
-"""Children's lines keep their level, time and fields; JSON stays JSON."""
+"""Children's lines keep their level, time and fields; the banner and the progress bar."""
 
 from __future__ import annotations
 

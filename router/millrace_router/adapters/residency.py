@@ -77,7 +77,7 @@ class Residency:
     def slot(self, digest: str) -> AdapterSlot | None:
         return self._slots.get(digest)
 
-    def request(self, version: AdapterVersion, num_pages: int, now: float) -> AdapterSlot | None:
+    def request(self, version: AdapterVersion, num_pages: int) -> AdapterSlot | None:
         """Count a new request; return the slot that it uses from now on, or None if it waits.
 
         `num_pages` must not exceed all pages.
@@ -89,7 +89,7 @@ class Residency:
             return slot
         pending = self._pending.get(version.digest)
         if pending is None:
-            pending = self._pending[version.digest] = PendingLoad(version, num_pages, now)
+            pending = self._pending[version.digest] = PendingLoad(version, num_pages)
         pending.num_requests += 1
         return None
 

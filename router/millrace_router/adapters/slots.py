@@ -65,8 +65,6 @@ class PendingLoad:
 
     version: AdapterVersion
     num_pages: int
-    requested_at: float
-    """When the first of the requests came."""
     num_requests: int = 0
 
 

@@ -92,7 +92,7 @@ class AdapterLoading(AdapterHooks):
             raise error
 
     def submit(self, entry: Entry) -> None:
-        if not self._admission.submit(entry, time.monotonic()):
+        if not self._admission.submit(entry):
             self._advance()
 
     def ended(self, entry: Entry) -> None:
@@ -100,11 +100,9 @@ class AdapterLoading(AdapterHooks):
         self._advance()
 
     def expired(self) -> list[SchedulableRequest]:
-        """Return the requests that have waited for too long; the caller ends them."""
         return self._admission.waiting.expired(time.monotonic())
 
     def waiting(self) -> list[SchedulableRequest]:
-        """Return all requests that wait for their adapter; the caller ends them."""
         return list(self._admission.waiting)
 
     def before_plan(self, planner: Planner) -> None:
@@ -113,7 +111,7 @@ class AdapterLoading(AdapterHooks):
     def after_plan(self, planner: Planner) -> None:
         withdrawn = planner.expulsion.take()
         for request in withdrawn:
-            self._admission.wait_again(request, time.monotonic())
+            self._admission.wait_again(request)
         if withdrawn:
             self._advance()
 

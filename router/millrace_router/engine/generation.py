@@ -19,7 +19,7 @@ from millrace_router.request.token_stream import (
     read_tokens,
 )
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.telemetry.progress_log import ProgressLog
+from millrace_router.telemetry.request_log import ProgressLog
 from millrace_router.validation.validator import Validated
 
 

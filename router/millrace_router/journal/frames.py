@@ -15,7 +15,18 @@ from enum import IntEnum
 from struct import Struct
 from typing import BinaryIO, NamedTuple
 
-from millrace_router.journal.errors import JournalDamaged, JournalUnusable
+
+class JournalError(Exception):
+    """A journal cannot be written or read."""
+
+
+class JournalUnusable(JournalError):  # noqa: N818
+    """The file is missing, is not a journal, or belongs to another version or model."""
+
+
+class JournalDamaged(JournalError):  # noqa: N818
+    """The content of a journal is damaged; an incomplete end does not count as damage."""
+
 
 MAGIC = b"millrace journal\n"
 MARK = b"\xf5frame\r\n"

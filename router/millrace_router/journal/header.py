@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter, ValidationError
 
-from millrace_router.journal.errors import JournalUnusable
+from millrace_router.journal.frames import JournalUnusable
 from millrace_router.shards.wire import Capacity, ShardInfo
 
 FORMAT = 1

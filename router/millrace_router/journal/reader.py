@@ -13,8 +13,15 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.errors import JournalDamaged, JournalError, JournalUnusable
-from millrace_router.journal.frames import Kind, Record, read_frames, split
+from millrace_router.journal.frames import (
+    JournalDamaged,
+    JournalError,
+    JournalUnusable,
+    Kind,
+    Record,
+    read_frames,
+    split,
+)
 from millrace_router.journal.header import Header, header_from_json
 from millrace_router.journal.rotation import journal_files
 

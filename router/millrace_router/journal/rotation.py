@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from millrace_router.journal.errors import JournalError, JournalUnusable
+from millrace_router.journal.frames import JournalError, JournalUnusable
 
 SUFFIX = ".journal"
 MODE = 0o600

@@ -79,13 +79,13 @@ def reasoning_of_model(
 
 
 def reasoning_of(
-    template: str | None, asked: str = "auto", *, tokenizer: Tokenizer | None = None
+    template: str | None, parser: str = "auto", *, tokenizer: Tokenizer | None = None
 ) -> ReasoningFormat | None:
-    """Choose by `template`, the source of the chat template, unless `asked` names a format; None for no thoughts.
+    """Choose by `template`, the source of the chat template, unless `parser` names a format; None for no thoughts.
 
     Without `tokenizer` no tag is a token.
     """
-    name = _detected(template or "") if asked == "auto" else _ALIASES.get(asked, asked)
+    name = _detected(template or "") if parser == "auto" else _ALIASES.get(parser, parser)
     if name == CHANNELS:
         return ChannelReasoning(name=name, **_tokens(MARKERS, tokenizer, others=(CONSTRAIN,)))
     tags = TAGS.get(name)

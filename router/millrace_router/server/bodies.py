@@ -176,5 +176,5 @@ def plain_response(error: RouterError) -> web.Response:
 
 
 def _is_json(content_type: str) -> bool:
-    kind, _, subtype = content_type.partition("/")
-    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
+    main_type, _, subtype = content_type.partition("/")
+    return main_type == "application" and (subtype == "json" or subtype.endswith("+json"))

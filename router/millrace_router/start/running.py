@@ -14,7 +14,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.engine.calibration import calibrate
 from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
-from millrace_router.journal.errors import JournalError
+from millrace_router.journal.frames import JournalError
 from millrace_router.journal.journal import Journal
 from millrace_router.pooling.model import GENERATES, PoolingModel
 from millrace_router.prediction.cost import CostModel

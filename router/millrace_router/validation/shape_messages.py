@@ -56,7 +56,7 @@ def shape_error(error: ShapeError, body: object) -> BodyShapeError:
     path = _path(first["loc"], body)
     if first["type"] == "missing":
         path = f"{path}.{first['loc'][-1]}"
-    return BodyShapeError(text, place=path.removeprefix("."))
+    return BodyShapeError(text, field=path.removeprefix("."))
 
 
 def _path(steps: tuple[int | str, ...], body: object) -> str:

@@ -20,7 +20,7 @@ from millrace_shard.kernels.layer_weights import (
 
 
 class Scoring(Enum):
-    """How a router's logits become the shares of experts."""
+    """The function from a router's logits to the shares of experts."""
 
     SOFTMAX = "softmax"
     """The softmax over all experts."""
@@ -32,7 +32,7 @@ class Scoring(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
-    """How the experts of a token are chosen, and their shares. Of equal experts the first is chosen."""
+    """The choice of a token's experts, and their shares. Of equal experts the first is chosen."""
 
     top_k: int
     """Experts of a token."""
@@ -44,7 +44,7 @@ class RoutingRule:
     top_groups: int = 1
     """Groups that are kept."""
     scale: float = 1.0
-    """What shares are multiplied by in the end."""
+    """A factor of all shares."""
 
     def choose(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The chosen experts [T, top_k] int64, best first, and their shares [T, top_k] float32.

@@ -113,7 +113,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """How heads are rotated."""
+    """The rotation of heads."""
 
     table: Tensor
     """[positions, rotary_dim] float32, as `Kernels.rope_store` takes it."""

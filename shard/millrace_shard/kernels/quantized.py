@@ -77,7 +77,7 @@ class QuantizedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFormat:
-    """What the codes of a `QuantizedTensor` stand for, and which scales they have."""
+    """The values of the codes of a `QuantizedTensor`, and the kind of their scales."""
 
     values: tuple[float, ...]
     """Of 16 or 256 codes."""

@@ -47,7 +47,7 @@ class ModelDescription:
     dtype: torch.dtype | None
     """Dtype of the weights; None if the config names none of float16, bfloat16 and float32."""
     eos_token_ids: tuple[int, ...]
-    """Those of generation_config.json, else of the config."""
+    """The ids in generation_config.json, else in the config."""
     spec: DecoderSpec | None = None
     config: PretrainedConfig | None = None
     kv_cache_scheme: object = None
@@ -95,7 +95,7 @@ class ModelDescription:
         return self
 
     def info(self) -> ModelInfo:
-        """What the router needs to know."""
+        """The facts about the model that the router needs."""
         if self.spec is not None:
             windows = {layer.attention.window for layer in self.spec.layers}
             return ModelInfo(

@@ -120,7 +120,7 @@ def _info(
     quantization: Quantization | MadeAtLoad | None,
     flag: str | None,
 ) -> ModelInfo:
-    """What the router needs to know, with the method of the weights."""
+    """The facts about the model that the router needs, with the method of the weights."""
     of_file = "gguf" if (folder / MODEL).is_file() else flag
     return replace(
         model.info(), quantization=of_file if quantization is None else quantization.method

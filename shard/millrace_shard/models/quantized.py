@@ -1,4 +1,4 @@
-"""How a model's linears are quantised, found before its weights are read."""
+"""The quantisation of a model's linears, found before its weights are read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def named_linears(spec: DecoderSpec) -> list[NamedLinear]:
 
 
 def expert_linears(spec: DecoderSpec) -> list[NamedLinear]:
-    """Those of the first routed expert of each layer that has experts."""
+    """The linears of the first routed expert of each layer that has experts."""
     linears = list[NamedLinear]()
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.feed_forward, ExpertsSpec):

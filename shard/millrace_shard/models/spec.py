@@ -10,7 +10,7 @@ from millrace_shard.kernels.layer_weights import Activation, ClampedSwiglu
 
 
 class NormPlaces(Enum):
-    """Where a layer has norms."""
+    """The positions of a layer's norms."""
 
     BEFORE = "before"
     """Before attention and feed-forward, as in Llama."""
@@ -157,7 +157,7 @@ class LayerNames:
     """One module with the outputs of gate and up, gates first."""
     down: str = "mlp.down_proj"
     experts: tuple[ExpertNames, ...] = (ExpertNames(),)
-    """Where the file has no router by the first names, the next ones hold."""
+    """Alternatives: the first names whose router is in the file hold."""
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"

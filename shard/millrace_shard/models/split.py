@@ -1,4 +1,4 @@
-"""How a decoder is split over the ranks of a tensor-parallel group."""
+"""The split of a decoder over the ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _is_denied(name: str, spec: DecoderSpec) -> bool:
 
 
 def _biases(layer: LayerSpec, names: LayerNames) -> tuple[str, ...]:
-    """How the names of all biases of a layer begin, relative to the layer."""
+    """Prefixes of the names of all biases of a layer, relative to the layer."""
     attention, half = layer.attention, layer.feed_forward
     prefixes = list[str]()
     if attention.qkv_bias:

@@ -34,7 +34,7 @@ class NgramProposer(Proposer):
     """Searches a token table on the host."""
 
     def __init__(self, tokens: NDArray[np.int32], device: torch.device) -> None:
-        """`tokens` [slots or more, length] has all tokens of a sequence when the proposer is asked for drafts."""
+        """`tokens` [slots or more, length] has all tokens of a sequence when the proposer drafts."""
         self._tokens = tokens
         self._device = device
 

@@ -151,7 +151,7 @@ class MaskRow:
     num_ahead: int = 0
     """Tokens of this step that its matcher has consumed."""
     num_open: int | None = None
-    """How many of them came before the text was closed; None if it is not."""
+    """The part of `num_ahead` before the text was closed; None if it is not closed."""
     num_renewed: int = 0
 
 

@@ -60,7 +60,7 @@ class Matcher:
         self.has_ended = False
         """Whether it has consumed an end-of-sequence id; later tokens do not count."""
         self.closing: Closing | None = None
-        """What closes its text within a limit of tokens, if it has one."""
+        """The closing of its text within a limit of tokens, if there is a limit."""
         self._eos_token_ids = eos_token_ids
         self._consumed: list[int] = []
 

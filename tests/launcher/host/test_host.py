@@ -1,4 +1,4 @@
-"""Two deployments of one host never share sockets or a meeting port."""
+"""Claims of ports and sockets, threads, devices and the runtime of one host."""
 
 from __future__ import annotations
 

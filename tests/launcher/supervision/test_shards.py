@@ -25,7 +25,7 @@ from millrace_launcher.supervision import readiness
 from millrace_launcher.supervision.rank_host import RankHost
 from millrace_launcher.supervision.shards import STEADY_SECONDS, Shards
 from millrace_testing.launcher.deployment import SERVED, Deployment, deploy
-from millrace_testing.router.fake_router import CHILDREN
+from millrace_testing.launcher.fake_launcher import CHILDREN
 
 BACK = "The shards are back"
 

@@ -1,4 +1,4 @@
-"""What `millrace env` tells, and what it does not."""
+"""The commands `env`, `serve`, `download` and `bench`, and the names of the package."""
 
 from __future__ import annotations
 

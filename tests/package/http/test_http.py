@@ -1,4 +1,4 @@
-"""The client's answers and errors."""
+"""The HTTP client's answers and errors, and its reader of streams."""
 
 from __future__ import annotations
 

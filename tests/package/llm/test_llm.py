@@ -1,4 +1,4 @@
-"""A model of this process: the demo model, against `transformers` and against a killed shard."""
+"""The Python API: a model in this process or behind a URL, its parameters and its pooling."""
 
 from __future__ import annotations
 

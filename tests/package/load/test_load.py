@@ -1,4 +1,4 @@
-"""The load generator against a server whose every byte is known."""
+"""The load generator against a server whose every byte is known, its levels and its measurements."""
 
 from __future__ import annotations
 

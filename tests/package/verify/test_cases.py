@@ -1,4 +1,4 @@
-"""The flags of the cases, and faults that happen once."""
+"""The cases of a verification: flags, prompts, adapters, and faults that happen once."""
 
 from __future__ import annotations
 

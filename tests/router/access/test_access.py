@@ -1,4 +1,4 @@
-"""Named API keys: who is let in, what is logged, whose tokens are shared, and a file that changes."""
+"""Named API keys, a key file that changes, and TLS."""
 
 from __future__ import annotations
 

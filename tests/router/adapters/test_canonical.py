@@ -295,7 +295,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
-def test_what_is_wrong_is_named(
+def test_each_defect_is_named(
     change: Callable[[Tensors], Tensors], message: str, tmp_path: Path
 ) -> None:
     save_adapter(tmp_path / "a")

@@ -167,7 +167,7 @@ async def test_two_run_at_once(tmp_path: Path) -> None:
         assert [(await tasks[id_]).digest[0] for id_ in "ac"] == ["a", "c"]
 
 
-async def test_a_fetch_that_nobody_waits_for_is_killed(tmp_path: Path) -> None:
+async def test_abandoned_fetches_are_killed(tmp_path: Path) -> None:
     async with playing(tmp_path) as play:
         task = play.fetch("a")
         process = await play.started("a")
@@ -274,7 +274,7 @@ async def test_each_failure_doubles_the_wait_up_to_a_minute(tmp_path: Path) -> N
         assert (await play.fetch("b")).digest
 
 
-async def test_what_is_broken_is_remembered_by_its_files(tmp_path: Path) -> None:
+async def test_broken_adapters_are_remembered_by_their_files(tmp_path: Path) -> None:
     async with playing(tmp_path) as play:
         refusal = {"error": "invalid", "reason": "because", "source_digest": "d1"}
         play.go("a", json.dumps(refusal))
@@ -367,7 +367,7 @@ async def test_memory_has_a_limit(tmp_path: Path) -> None:
         await fetch(fetcher, local(tmp_path))
 
 
-async def test_a_defect_is_told_without_the_values(tmp_path: Path) -> None:
+async def test_a_defect_is_reported_without_values(tmp_path: Path) -> None:
     program = (
         "import millrace_router.adapters.fetching.__main__ as main\n"
         "def answer(request):\n"

@@ -145,7 +145,9 @@ def device(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [Path.unlink, pipe, folder, device])
 @pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
-def test_what_is_no_file_is_missing(root: Path, file: str, change: Callable[[Path], None]) -> None:
+def test_folders_in_place_of_files_count_as_missing(
+    root: Path, file: str, change: Callable[[Path], None]
+) -> None:
     change(root / "team" / "good" / file)
     for answer in (
         fetch(root, "team/good"),
@@ -244,16 +246,16 @@ def test_files_of_two_versions_are_never_mixed(tmp_path: Path) -> None:
 
     thread = Thread(target=replace)
     thread.start()
-    found = set()
+    digests = set()
     try:
         for _ in range(2000):
             with suppress(FetchError):
-                found.add(read_folder(str(live), None, 1 << 24).digest())
+                digests.add(read_folder(str(live), None, 1 << 24).digest())
     finally:
         ended.set()
         thread.join()
-    assert found <= versions
-    assert found, "no folder was read"
+    assert digests <= versions
+    assert digests, "no folder was read"
 
 
 CASES: list[tuple[RouterError, int, str, str | None, str]] = [
@@ -275,22 +277,22 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tok
 @pytest.mark.parametrize(
     ("error", "status", "error_type", "code", "anthropic"), CASES, ids=lambda case: str(case)[:20]
 )
-async def test_each_dialect_says_the_error(
+async def test_each_dialect_reports_the_error(
     error: RouterError, status: int, error_type: str, code: str | None, anthropic: str
 ) -> None:
     def fail(_: ValidRequest, stream: TokenStream) -> None:
         stream.fail(error)
 
     async with serving(fail, template="a") as edge:
-        given, answer, response = await edge.post("/generate", {"inputs": "a"})
-        assert (given, answer) == (status, {"error": str(error), "error_type": error_type})
+        answered, answer, response = await edge.post("/generate", {"inputs": "a"})
+        assert (answered, answer) == (status, {"error": str(error), "error_type": error_type})
         assert response.headers.get("retry-after") == ("7" if status == 503 else None)
-        given, answer, response = await edge.post("/v1/chat/completions", CHAT)
-        assert (given, answer["error_type"]) == (status, error_type)
+        answered, answer, response = await edge.post("/v1/chat/completions", CHAT)
+        assert (answered, answer["error_type"]) == (status, error_type)
         assert (answer["error"]["message"], answer["error"]["code"]) == (str(error), code)
         assert ("retry-after" in response.headers) == (status == 503)
-        given, answer, response = await edge.post("/v1/messages", CHAT)
-        assert given == (400 if status == 422 else status)
+        answered, answer, response = await edge.post("/v1/messages", CHAT)
+        assert answered == (400 if status == 422 else status)
         assert answer["error"] == {"type": anthropic, "message": str(error)}
         assert ("retry-after" in response.headers) == (status == 503)
 

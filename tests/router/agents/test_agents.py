@@ -324,8 +324,7 @@ async def test_a_tool_in_a_namespace_can_be_chosen() -> None:
     script = says(CALL % "agents__add")
     async with serving_responses(script) as edge:
         body = RESPONSE | {"tools": [space], "tool_choice": choice}
-        status, answer, _ = await edge.post(RESPONSES, body)
-        assert status == 200, answer
+        answer = await edge.answer(RESPONSES, body)
         assert answer["tool_choice"] == choice
         status, answer, _ = await edge.post(
             RESPONSES, body | {"tool_choice": choice | {"namespace": "x"}}

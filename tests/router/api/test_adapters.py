@@ -1,4 +1,4 @@
-"""Adapters on TGI's routes: LoRAX's and SGLang's fields, their refusals, and LoRAX's answers."""
+"""Adapters on TGI's routes, LoRAX's and SGLang's fields, and the routes that load and unload them."""
 
 from __future__ import annotations
 
@@ -185,8 +185,7 @@ MERGED = {"ids": ["a", "b"], "weights": [0.25, 0.75]}
 async def test_several_adapters_are_merged(given: dict[str, Any], recipe: dict[str, Any]) -> None:
     fetcher = FakeFetcher(hub={"org/a": Repository("A"), "org/b": Repository("B")})
     async with serving(adapters=adapters(fetcher)) as edge:
-        status, body, _ = await edge.post("/generate", asked(merged_adapters=MERGED | given))
-        assert status == 200, body
+        await edge.answer("/generate", asked(merged_adapters=MERGED | given))
     usual: dict[str, Any] = {"ids": ("a", "b"), "weights": (0.25, 0.75)}
     assert fetcher.merged == [(MergeRecipe(**usual | recipe), (A.digest, B.digest))]
 
@@ -419,8 +418,7 @@ async def test_a_text_may_be_a_turn_of_a_chat() -> None:
     template = "a {{ messages[0].content }} {% if add_generation_prompt %}b{% endif %}"
     async with serving(template=template) as edge:
         for path in ("/generate", "/generate_stream"):
-            status, _, _ = await edge.post(path, body)
-            assert status == 200
+            _ = await edge.answer(path, body)
             expected = edge.services.tokenizer.encode("a hello b", add_special_tokens=False)
             assert edge.batcher.requests[-1].input_ids == expected
     async with serving() as edge:

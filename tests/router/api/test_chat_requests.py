@@ -10,7 +10,7 @@ from millrace_router.api.chat.start import joined
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_testing.router.edge import Edge, limits_with, play, serving
-from millrace_testing.router.streams import CHAT, chunks_of
+from millrace_testing.router.streams import CHAT
 from millrace_testing.text.texts import Generations, tokenizer
 
 TEMPLATE = (
@@ -38,8 +38,7 @@ def say(_: ValidRequest, stream: TokenStream) -> None:
 
 
 async def prompt_of(edge: Edge, **body: Any) -> str:
-    status, answer, _ = await edge.post("/chat_tokenize", {**ASKED, **body})
-    assert status == 200, answer
+    answer = await edge.answer("/chat_tokenize", {**ASKED, **body})
     return str(answer["templated_text"])
 
 
@@ -186,9 +185,8 @@ async def test_an_error_in_content_names_the_path(content: object, place: str) -
 async def test_least_and_most_tokens_reach_the_shards() -> None:
     async with served() as edge:
         body = {**ASKED, "min_tokens": 2, "max_completion_tokens": 3, "max_tokens": 9}
-        status, answer, _ = await edge.post(CHAT, body)
+        await edge.answer(CHAT, body)
         (request,) = edge.batcher.requests
-    assert status == 200, answer
     assert (request.min_new_tokens, request.max_new_tokens) == (2, 3)
 
 
@@ -196,8 +194,8 @@ async def test_least_and_most_tokens_reach_the_shards() -> None:
 async def test_usage_comes_with_every_chunk_if_requested(include_usage: bool | None) -> None:
     async with served() as edge:
         options = {"continuous_usage_stats": True, "include_usage": include_usage}
-        chunks = await chunks_of(edge, {**ASKED, "n": 2, "stream_options": options})
-        plain = await chunks_of(edge, {**ASKED, "n": 2})
+        chunks = await edge.chunks(CHAT, {**ASKED, "n": 2, "stream_options": options})
+        plain = await edge.chunks(CHAT, {**ASKED, "n": 2})
     total = [chunk for chunk in chunks if not chunk["choices"]]
     assert len(total) == bool(include_usage)
     told = {

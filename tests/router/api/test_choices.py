@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -27,8 +27,7 @@ ASKED: dict[str, dict[str, Any]] = {URLS[0]: CHAT, URLS[1]: {"prompt": "a"}}
 TEMPLATE = "{% for turn in messages %}{{ turn.content }} {% endfor %}"
 
 
-def served(script: Any, **options: Any) -> Any:
-    return serving(script, **{"template": TEMPLATE, **options})
+served = partial(serving, template=TEMPLATE)
 
 
 def counting(*, logprob: Callable[[int], float] = lambda _: -0.5) -> Any:
@@ -48,12 +47,7 @@ def text_of(choice: dict[str, Any]) -> str:
 
 async def events_of(edge: Edge, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The chunks of a stream that ends as it should."""
-    status, text, _ = await edge.post(path, {**body, "stream": True})
-    assert status == 200, text
-    *events, done, empty = text.split("\n\n")
-    assert (done, empty) == ("data: [DONE]", "")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    return [chunk for chunk in chunks if not _is_opening(chunk)]
+    return [chunk for chunk in await edge.chunks(path, body) if not _is_opening(chunk)]
 
 
 def _is_opening(chunk: dict[str, Any]) -> bool:
@@ -225,9 +219,8 @@ async def test_the_likeliest_samples_are_the_choices() -> None:
     script = counting(logprob=lambda number: (-1.0, -3.0, -0.5)[number])
     async with served(script, limits=limits_with(max_best_of=3)) as edge:
         body = {"prompt": "a", "n": 2, "best_of": 3, "seed": 1}
-        status, answer, _ = await edge.post("/v1/completions", body)
+        answer = await edge.answer("/v1/completions", body)
         seeds = [request.sampling.seed for request in edge.batcher.requests]
-    assert status == 200
     assert [choice["text"] for choice in answer["choices"]] == [" 2 2 2", " 0"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (1, 6)
@@ -326,8 +319,7 @@ def _without_collector() -> Iterator[None]:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answered_choices_are_freed_without_the_collector(path: str, *, stream: bool) -> None:
     async with served(counting()) as edge:
-        status, _, _ = await edge.post(path, {**ASKED[path], "n": 2, "stream": stream})
-        assert status == 200
+        _ = await edge.answer(path, {**ASKED[path], "n": 2, "stream": stream})
         streams = [weakref.ref(stream) for stream in edge.batcher.streams]
         edge.batcher.streams.clear()
         await edge.get("/health")

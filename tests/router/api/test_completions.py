@@ -72,20 +72,8 @@ def generate(request: ValidRequest, stream: TokenStream) -> None:
         stream.token(event)
 
 
-async def answer_of(edge: Edge, **body: Any) -> dict[str, Any]:
-    status, answer, _ = await edge.post(URL, body)
-    assert status == 200, answer
-    return dict(answer)
-
-
-async def chunks_of(edge: Edge, **body: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream that ends as it should."""
-    async with edge.client.post(edge.url + URL, json={**body, "stream": True}) as response:
-        assert response.status == 200, await response.text()
-        text = await response.text()
-    *events, done = text.removesuffix("\n\n").split("\n\n")
-    assert done == "data: [DONE]"
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+async def answer_of(edge: Edge, **body: Any) -> Any:
+    return await edge.answer(URL, body)
 
 
 def test_the_fakes_are_what_the_tests_take_them_for() -> None:
@@ -269,7 +257,7 @@ async def test_a_stream_adds_up_to_the_answer_in_one_piece(prompt: object, max_t
     body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": max_tokens, "n": 2}
     async with serving(generate) as edge:
         whole = await answer_of(edge, **body)
-        chunks = await chunks_of(edge, **body)
+        chunks = await edge.chunks(URL, body)
     for expected in whole["choices"]:
         parts = [
             choice
@@ -305,7 +293,7 @@ async def test_a_choice_that_overtakes_the_scoring_one_waits_for_its_echo(*, fai
             status, _, _ = await edge.post(URL, {**SCORED, "n": 2, "stream": True})
             assert status == 424
             return
-        chunks = await chunks_of(edge, **SCORED, n=2, max_tokens=2)
+        chunks = await edge.chunks(URL, {**SCORED, "n": 2, "max_tokens": 2})
     texts: list[list[str]] = [[], []]
     for chunk in chunks:
         (choice,) = chunk["choices"]
@@ -317,7 +305,7 @@ async def test_the_echo_is_a_separate_chunk_before_the_first_token() -> None:
     async with serving(generate) as edge:
         texts = [
             chunk["choices"][0]["text"]
-            for chunk in await chunks_of(edge, prompt="hello", echo=True, max_tokens=2)
+            for chunk in await edge.chunks(URL, {"prompt": "hello", "echo": True, "max_tokens": 2})
         ]
     assert texts == ["hello", " hello", " world"]
 
@@ -336,8 +324,8 @@ async def test_a_scored_stream_that_fails_before_its_first_token_has_a_status() 
 async def test_every_chunk_has_usage_on_request(*, include_usage: bool) -> None:
     options = {"include_usage": include_usage, "continuous_usage_stats": True}
     async with serving(generate) as edge:
-        chunks = await chunks_of(
-            edge, prompt="hello a", echo=True, max_tokens=3, stream_options=options
+        chunks = await edge.chunks(
+            URL, {"prompt": "hello a", "echo": True, "max_tokens": 3, "stream_options": options}
         )
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == [0, 1, 2, 3] + [3] * include_usage
@@ -348,7 +336,7 @@ async def test_every_chunk_has_usage_on_request(*, include_usage: bool) -> None:
 
 async def test_a_strict_stream_shows_special_tokens_and_ends_in_tgis_words() -> None:
     async with serving(generate, strict_tgi=True) as edge:
-        chunks = await chunks_of(edge, prompt="hello", max_tokens=3)
+        chunks = await edge.chunks(URL, {"prompt": "hello", "max_tokens": 3})
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [choice["text"] for choice in choices] == [" hello", " world", "</s>"]
     assert [choice["finish_reason"] for choice in choices] == ["", "", "eos_token"]
@@ -371,7 +359,7 @@ async def test_a_stop_string_stays_where_tgi_is_followed(
 
     async with serving(stop, strict_tgi=strict_tgi) as edge:
         answer = await answer_of(edge, prompt="a", stop=[" world"])
-        chunks = await chunks_of(edge, prompt="a", stop=[" world"])
+        chunks = await edge.chunks(URL, {"prompt": "a", "stop": [" world"]})
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == expected
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,17 +57,11 @@ def says(*texts: str) -> Generations:
     return generations(*([*ids(text), END] for text in texts))
 
 
-def served(script: Any, **options: Any) -> Any:
-    return serving(script, **{"limits": WIDE, "template": TEMPLATE, **options})
+served = partial(serving, limits=WIDE, template=TEMPLATE)
 
 
 async def stream_of(edge: Edge, body: dict[str, Any], **headers: str) -> list[tuple[str, Any]]:
-    async with edge.client.post(
-        edge.url + MESSAGES, json=body | STREAM, headers=headers
-    ) as response:
-        assert response.status == 200, await response.text()
-        assert response.content_type == "text/event-stream"
-        return message_events_in(await response.text())
+    return message_events_in(await edge.stream(MESSAGES, body, **headers))
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
@@ -672,17 +667,12 @@ def serving_thoughts(*texts: str) -> Any:
     )
 
 
-async def whole(edge: Edge, **body: Any) -> dict[str, Any]:
-    status, answer, _ = await edge.post(MESSAGES, THINKING | body)
-    assert status == 200, answer
-    result: dict[str, Any] = answer
-    return result
+async def whole(edge: Edge, **body: Any) -> Any:
+    return await edge.answer(MESSAGES, THINKING | body)
 
 
 async def streamed(edge: Edge, **body: Any) -> list[tuple[str, Any]]:
-    status, text, _ = await edge.post(MESSAGES, THINKING | body | {"stream": True})
-    assert status == 200
-    return message_events_in(text)
+    return message_events_in(await edge.stream(MESSAGES, THINKING | body))
 
 
 async def test_a_thought_is_the_first_block() -> None:

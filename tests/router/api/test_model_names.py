@@ -59,8 +59,7 @@ async def ids_of(edge: Edge, **headers: str) -> list[str]:
 async def test_a_model_may_be_an_adapter(path: str) -> None:
     async with serving_answers(adapters=adapters(), template=TEMPLATE) as edge:
         for name in ("a", "org/tiny:b", "org/tiny", "tgi", ""):
-            status, body, _ = await edge.post(path, ROUTES[path] | {"model": name})
-            assert status == 200, body
+            body = await edge.answer(path, ROUTES[path] | {"model": name})
             assert body["model"] == (name if name not in {"tgi", ""} else "org/tiny")
         assert (await edge.post(path, ROUTES[path]))[0] == 200
         assert digests(edge) == [A.digest, B.digest, None, None, None, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import orjson
@@ -18,13 +19,12 @@ from millrace_router.api.openai.completion_text import CompletionDelta
 from millrace_router.api.openai.render import ChatRenderer, ResponseMeta
 from millrace_router.api.tgi.answers import plain_frame, stream_json
 from millrace_router.engine.generation import Usage
-from millrace_router.errors import GenerationError
 from millrace_router.request.entry import Entry
 from millrace_router.request.limits import dialect_of
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import Token, TokenEvent, TokenStream
 from millrace_router.server.sse import event
-from millrace_testing.router.edge import LIMITS, Edge, limits_with, serving
+from millrace_testing.router.edge import LIMITS, limits_with, serving
 from millrace_testing.text.texts import Generations, Plan, tokenizer
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }} {{ turn.content }} {% endfor %}bot"
@@ -42,60 +42,7 @@ def generations(*plans: Plan, together: int = 1) -> Generations:
     return Generations(*plans, tokenizer=BYTES, together=together)
 
 
-def served(script: Any, **options: Any) -> Any:
-    return serving(script, **{"limits": WIDE, "template": TEMPLATE, **options})
-
-
-async def stream_of(edge: Edge, path: str, body: dict[str, Any]) -> list[Any]:
-    """Parsed events of a stream, `[DONE]` as itself."""
-    async with edge.client.post(edge.url + path, json={**body, "stream": True}) as response:
-        assert response.status == 200, await response.text()
-        assert response.content_type == "text/event-stream"
-        text = await response.text()
-    assert text.endswith("\n\n")
-    events = text.removesuffix("\n\n").split("\n\n")
-    assert all(event.startswith("data: ") and "\n" not in event for event in events)
-    payloads = [event.removeprefix("data: ") for event in events]
-    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
-
-
-def text_of(chunk: dict[str, Any]) -> str:
-    """The text that a chunk adds to its only choice."""
-    (choice,) = chunk["choices"]
-    return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
-
-
-async def test_a_chat_answer_has_the_keys_of_tgi() -> None:
-    script = generations([*ids("Hello 好!"), END])
-    async with served(script) as edge:
-        body = {"model": "tgi", "messages": [USER], "seed": 7}
-        status, answer, response = await edge.post("/v1/chat/completions", body)
-    count = len(ids("Hello 好!")) + 1
-    assert status == 200
-    assert list(answer) == [
-        "object", "id", "created", "model", "system_fingerprint", "choices", "usage",
-    ]  # fmt: skip
-    assert answer["object"] == "chat.completion"
-    assert answer["id"].startswith("chatcmpl-")
-    assert answer["model"] == "org/tiny"
-    assert answer["system_fingerprint"].endswith("-native")
-    assert answer["choices"] == [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": "Hello 好!"},
-            "logprobs": None,
-            "finish_reason": "stop",
-        }
-    ]
-    # The fake edge's tokenizer counts words: user, hello, world, bot.
-    assert answer["usage"] == {
-        "prompt_tokens": 4,
-        "completion_tokens": count,
-        "total_tokens": 4 + count,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
-    assert response.headers["x-prompt-tokens"] == "4"
-    assert response.headers["x-generated-tokens"] == str(count)
+served = partial(serving, limits=WIDE, template=TEMPLATE)
 
 
 async def test_chat_ids_are_unique_and_other_names_are_echoed() -> None:
@@ -113,7 +60,7 @@ async def test_a_chat_stream_ends_with_its_usage() -> None:
     script = generations([*ids("Hi 好"), END])
     async with served(script) as edge:
         body = {"messages": [USER], "stream_options": {"include_usage": True}}
-        events = await stream_of(edge, "/v1/chat/completions", body)
+        events = await edge.events("/v1/chat/completions", body)
     opening, *chunks, usage, done = events
     assert done == "[DONE]"
     assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -144,33 +91,9 @@ async def test_a_chat_stream_has_no_usage_unless_requested() -> None:
     async with served(generations([*ids("Hi"), END])) as edge:
         for options in ({}, {"stream_options": None}, {"stream_options": {"include_usage": False}}):
             edge.batcher.script = generations([*ids("Hi"), END])
-            events = await stream_of(edge, "/v1/chat/completions", {"messages": [USER], **options})
+            events = await edge.events("/v1/chat/completions", {"messages": [USER], **options})
             assert events[-1] == "[DONE]"
             assert all(chunk["usage"] is None for chunk in events[:-1])
-
-
-async def test_a_full_answer_ends_with_length() -> None:
-    async with served(generations(ids("Hello there"))) as edge:
-        body = {"messages": [USER], "max_completion_tokens": 2, "max_tokens": None}
-        _, answer, _ = await edge.post("/v1/chat/completions", body)
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 2
-
-
-@pytest.mark.parametrize("stop", ["o w", ["zz", "o w"]])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_stop_string_is_cut(path: str, stop: object) -> None:
-    body = {"stop": stop, "messages": [USER], "prompt": "hello"}
-    script = generations(ids("hello world again"), ids("hello world again"))
-    async with served(script) as edge:
-        _, answer, _ = await edge.post(path, body)
-        events = await stream_of(edge, path, body)
-    choice = answer["choices"][0]
-    assert choice.get("text", choice.get("message", {}).get("content")) == "hell"
-    assert choice["finish_reason"] == "stop"
-    streamed = [chunk["choices"][0] for chunk in events[:-1]]
-    assert "".join(c.get("text", c.get("delta", {}).get("content")) for c in streamed) == "hell"
-    assert streamed[-1]["finish_reason"] == "stop"
 
 
 LETTERS = st.sampled_from("ab好 ")
@@ -212,7 +135,7 @@ async def test_log_probabilities_agree_in_answers_and_streams() -> None:
     async with served(script) as edge:
         body = {"messages": [USER], "logprobs": True, "top_logprobs": 2}
         _, answer, _ = await edge.post("/v1/chat/completions", body)
-        events = await stream_of(edge, "/v1/chat/completions", body)
+        events = await edge.events("/v1/chat/completions", body)
     content = answer["choices"][0]["logprobs"]["content"]
     assert content[0]["token"] == "the"
     assert content[0]["logprob"] == -0.5
@@ -248,8 +171,7 @@ async def test_sampling_is_translated(
 ) -> None:
     async with served(generations([END])) as edge:
         body = {"messages": [USER], "prompt": "hello", **fields}
-        status, answer, _ = await edge.post(path, body)
-        assert status == 200, answer
+        await edge.answer(path, body)
         (request,) = edge.batcher.requests
     assert {name: getattr(request.sampling, name) for name in expected} == expected
 
@@ -285,8 +207,7 @@ async def test_nulls_unknown_fields_and_aliases_are_taken() -> None:
         "response_format": {"type": "text"},
     }
     async with served(generations([END] * 9)) as edge:
-        status, answer, _ = await edge.post("/v1/chat/completions", body)
-        assert status == 200, answer
+        answer = await edge.answer("/v1/chat/completions", body)
         (request,) = edge.batcher.requests
     assert (request.max_new_tokens, request.ignore_eos) == (9, True)
     assert answer["usage"]["completion_tokens"] == 9
@@ -341,51 +262,6 @@ async def test_wrong_chats_are_refused(
     }
 
 
-async def test_other_failures_before_the_first_byte_have_their_status() -> None:
-    async with served(generations([GenerationError("out of luck")]), template=None) as edge:
-        url = "/v1/chat/completions"
-        status, answer, _ = await edge.post(url, {"messages": [USER]})
-        assert (status, answer["error_type"]) == (422, "template_error")
-        assert answer["error"]["message"] == "Template error: template not found"
-        status, answer, _ = await edge.post(
-            url, data=b"{", headers={"content-type": "application/json"}
-        )
-        assert (status, answer["error_type"]) == (400, "validation")
-        status, answer, _ = await edge.post("/v1/completions", {"prompt": "a", "stream": True})
-        assert (status, answer["error_type"]) == (424, "generation")
-        lines = await edge.exposition()
-        assert 'tgi_request_failure{err="template"} 1' in lines
-        assert "tgi_request_count 2" in lines
-
-
-async def test_overload_says_when_to_come_back() -> None:
-    limits = limits_with(max_concurrent_requests=1, max_client_batch_size=4)
-    async with served(generations([], []), limits=limits) as edge:
-        body = {"prompt": ["a", "b"]}
-        status, answer, response = await edge.post("/v1/completions", body)
-        assert (status, answer["error"]["message"]) == (429, "Model is overloaded")
-        assert response.headers["retry-after"]
-        assert edge.batcher.streams[0].closed
-        assert edge.services.infer.permits.free == 1
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_failure_in_mid_stream_is_the_last_event(path: str) -> None:
-    async with served(generations([*ids("Hi"), GenerationError("gone")])) as edge:
-        body = {"messages": [USER], "prompt": "a"}
-        *chunks, error, done = await stream_of(edge, path, body)
-        assert edge.services.infer.permits.free == LIMITS.max_concurrent_requests
-    assert "".join(map(text_of, chunks)) == "Hi"
-    assert error == {
-        "error": {
-            "message": "Request failed during generation: Server error: gone",
-            "type": "generation",
-            "http_status_code": 424,
-        }
-    }
-    assert done == "[DONE]"
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_a_client_that_leaves_closes_its_generations(path: str) -> None:
     script = generations(ids("Hi"), ids("Hi"))
@@ -397,41 +273,12 @@ async def test_a_client_that_leaves_closes_its_generations(path: str) -> None:
         assert all(stream.closed for stream in script.streams)
 
 
-async def test_a_completion_answer_has_a_choice_for_each_prompt() -> None:
-    script = generations([*ids(" one"), END], ids(" two three"))
-    async with served(script) as edge:
-        body = {"prompt": ["hello", "a b"], "max_tokens": 4, "model": "m"}
-        status, answer, response = await edge.post("/v1/completions", body)
-        prompts = [request.input_ids for request in edge.batcher.requests]
-    assert status == 200
-    assert list(answer) == [
-        "object", "id", "created", "model", "system_fingerprint", "choices", "usage",
-    ]  # fmt: skip
-    assert (answer["object"], answer["model"]) == ("text_completion", "m")
-    assert answer["id"].startswith("cmpl-")
-    second = BYTES.decode(ids(" two three")[:4], skip_special_tokens=True)
-    assert answer["choices"] == [
-        {"index": 0, "text": " one", "logprobs": None, "finish_reason": "stop"},
-        {"index": 1, "text": second, "logprobs": None, "finish_reason": "length"},
-    ]
-    generated = len(ids(" one")) + 1 + 4
-    prompted = sum(map(len, prompts))
-    assert answer["usage"] == {
-        "prompt_tokens": prompted,
-        "completion_tokens": generated,
-        "total_tokens": prompted + generated,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
-    assert "x-compute-time" not in response.headers
-    assert response.headers["x-generated-tokens"] == str(generated)
-
-
 @pytest.mark.parametrize("include_usage", [False, True])
 async def test_a_completion_stream_interleaves_its_choices(*, include_usage: bool) -> None:
     plans = [[*ids(" one 好"), END], [*ids(" two three four"), END]]
     async with served(generations(*plans, together=2)) as edge:
         body = {"prompt": ["hello", "a b"], "stream_options": {"include_usage": include_usage}}
-        *chunks, done = await stream_of(edge, "/v1/completions", body)
+        *chunks, done = await edge.events("/v1/completions", body)
     assert done == "[DONE]"
     totals = chunks.pop() if include_usage else None
     texts, reasons, usages = ["", ""], [[], []], [None, None]  # type: ignore[var-annotated]
@@ -481,7 +328,7 @@ async def test_a_chat_s_usage_has_cached_tokens() -> None:
         assert response.headers["x-cached-tokens"] == "3"
         assert response.headers["x-predicted-queue-time"] == "250"
         body = {**body, "stream_options": {"include_usage": True}}
-        *_, usage, _ = await stream_of(edge, url, body)
+        *_, usage, _ = await edge.events(url, body)
         assert cached_of(usage["usage"]) == 4
 
 
@@ -494,11 +341,11 @@ async def test_cached_tokens_of_several_prompts_are_added_up() -> None:
         assert response.headers["x-cached-tokens"] == "7"
         assert response.headers["x-predicted-queue-time"] == "500"
         edge.batcher.script = Cached([3, 4], [END], [END])
-        first, second, _ = await stream_of(edge, url, body)
+        first, second, _ = await edge.events(url, body)
         assert (cached_of(first["usage"]), cached_of(second["usage"])) == (3, 4)
         edge.batcher.script = Cached([3, 4], [END], [END])
         body = {**body, "stream_options": {"include_usage": True}}
-        *_, usage, _ = await stream_of(edge, url, body)
+        *_, usage, _ = await edge.events(url, body)
         assert cached_of(usage["usage"]) == 7
 
 
@@ -574,16 +421,6 @@ async def test_the_model_is_described_by_its_name() -> None:
         other, refusal, _ = await edge.get("/v1/models/tiny")
     assert (status, json.loads(body)["id"]) == (200, "org/tiny")
     assert (other, json.loads(refusal)["error"]["type"]) == (404, "not_found")
-
-
-async def test_the_served_model_is_listed() -> None:
-    async with served(generations()) as edge:
-        status, body, _ = await edge.get("/v1/models")
-    assert status == 200
-    assert json.loads(body) == {
-        "object": "list",
-        "data": [{"id": "org/tiny", "object": "model", "created": 0, "owned_by": "org/tiny"}],
-    }
 
 
 TEXTS = st.text() | st.sampled_from(

@@ -1,4 +1,4 @@
-"""OpenAI's and TEI's routes for embeddings over a batcher whose states are known."""
+"""Routes of embeddings and scores over a batcher whose states are known."""
 
 from __future__ import annotations
 
@@ -227,16 +227,14 @@ async def test_a_client_that_leaves_ends_its_prompts() -> None:
 
 async def test_an_answer_may_have_the_form_of_lorax() -> None:
     async with serving_embeddings() as edge:
-        status, answer, _ = await edge.post("/embed", {"inputs": "hello", "parameters": {}})
-    assert status == 200
+        answer = await edge.answer("/embed", {"inputs": "hello", "parameters": {}})
     assert close(answer["embeddings"], normalised(state(2)))
 
 
 async def test_a_server_for_embeddings_has_teis_route_at_its_root_and_generates_nothing() -> None:
     chat = {"messages": [{"role": "user", "content": "hello"}]}
     async with serving_embeddings() as edge:
-        status, answer, _ = await edge.post("/", {"inputs": "hello"})
-        assert status == 200
+        answer = await edge.answer("/", {"inputs": "hello"})
         assert close(answer[0], normalised(state(2)))
         for path, body in (
             ("/generate", {"inputs": "hello"}),
@@ -335,8 +333,7 @@ async def test_a_ranking_has_the_form_of_cohere(path: str) -> None:
     documents = ["world", {"text": "a b a"}, "b b"]
     async with serving_scores() as edge:
         body = {"model": "m", "query": "hello", "documents": documents, "top_n": 2}
-        status, answer, _ = await edge.post(path, body)
-        assert status == 200
+        answer = await edge.answer(path, body)
         first, second = answer["results"]
         assert first["document"] == {"text": "a b a"}
         assert (first["index"], second["index"]) == (1, 2)
@@ -359,8 +356,7 @@ async def test_a_ranking_has_the_form_of_cohere(path: str) -> None:
 async def test_scores_have_the_form_of_vllm(one: Any, other: Any, expected: list[float]) -> None:
     async with serving_scores() as edge:
         for path in ("/score", "/v1/score"):
-            status, answer, _ = await edge.post(path, {"text_1": one, "text_2": other})
-            assert status == 200
+            answer = await edge.answer(path, {"text_1": one, "text_2": other})
             assert [each["index"] for each in answer["data"]] == [*range(len(expected))]
             for each, raw in zip(answer["data"], expected, strict=True):
                 assert math.isclose(each["score"], probability(raw))

@@ -1,4 +1,4 @@
-"""Fields that the server does not use are refused by name, or named in the answer: on a real socket."""
+"""Fields that the server does not use are refused by name or named in the answer, and token biases are checked."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 from millrace_router.request.request import GrammarKind, ValidRequest
 from millrace_testing.router.edge import Edge, limits_with, serving
-from millrace_testing.router.streams import CHAT, added_up, chunks_of
+from millrace_testing.router.streams import CHAT, added_up
 from millrace_testing.text.texts import Generations, tokenizer
 from millrace_testing.text.thoughts import CHANNEL_END, channelled, tagged
 
@@ -37,11 +37,8 @@ def served(*texts: str, **options: Any) -> Any:
     return serving(script, **usual | options)
 
 
-async def answer(edge: Edge, **body: Any) -> dict[str, Any]:
-    status, told, _ = await edge.post(CHAT, {**ASKED, **body})
-    assert status == 200, told
-    result: dict[str, Any] = told
-    return result
+async def answer(edge: Edge, **body: Any) -> Any:
+    return await edge.answer(CHAT, {**ASKED, **body})
 
 
 def prompt_of(request: ValidRequest) -> str:
@@ -66,7 +63,7 @@ async def test_the_thought_is_separate_from_the_text() -> None:
 async def test_streams_tell_the_thought_first(continuous: bool) -> None:
     options = {"include_usage": True, "continuous_usage_stats": continuous}
     async with served(THINKS) as edge:
-        chunks = await chunks_of(edge, {**ASKED, "stream_options": options})
+        chunks = await edge.chunks(CHAT, {**ASKED, "stream_options": options})
     *told, last = chunks
     (choice,) = added_up(told)
     assert choice["message"]["reasoning"] == "Wörld or not?"
@@ -84,7 +81,7 @@ async def test_streams_tell_the_thought_first(continuous: bool) -> None:
 async def test_calls_follow_the_thought() -> None:
     async with served(CALLS, CALLS) as edge:
         told = await answer(edge, tools=[WEATHER])
-        chunks = await chunks_of(edge, {**ASKED, "tools": [WEATHER]})
+        chunks = await edge.chunks(CHAT, {**ASKED, "tools": [WEATHER]})
     streamed = added_up(chunks)[0]
     for choice in (told["choices"][0], streamed):
         message = choice["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,8 +48,7 @@ def says(*texts: str) -> Generations:
     return Generations(*([*ids(text), END] for text in texts), tokenizer=BYTES)
 
 
-def served(script: Any, **options: Any) -> Any:
-    return serving(script, **{"limits": WIDE, "template": TEMPLATE, **options})
+served = partial(serving, limits=WIDE, template=TEMPLATE)
 
 
 def message(text: str, status: str = "completed") -> dict[str, Any]:
@@ -171,16 +171,14 @@ ACCEPTED: dict[str, Any] = {
 async def test_what_changes_nothing_here_is_accepted(name: str) -> None:
     async with served(says("a", "a")) as edge:
         _, usual, _ = await edge.post(RESPONSES, ASKED)
-        status, answer, _ = await edge.post(RESPONSES, ASKED | {name: ACCEPTED[name]})
-    assert status == 200
+        answer = await edge.answer(RESPONSES, ASKED | {name: ACCEPTED[name]})
     assert without_ids(answer) == without_ids(usual)
 
 
 async def test_null_is_taken_for_every_optional_field() -> None:
     async with served(says("a", "a")) as edge:
         _, usual, _ = await edge.post(RESPONSES, ASKED)
-        status, answer, _ = await edge.post(RESPONSES, NULLS | ASKED)
-    assert status == 200, answer
+        answer = await edge.answer(RESPONSES, NULLS | ASKED)
     assert without_ids(answer) == without_ids(usual)
 
 
@@ -281,8 +279,7 @@ async def test_formats_are_grammars(name: str) -> None:
     given, told = FORMATS[name]
     script = says("{}")
     async with served(script) as edge:
-        status, answer, _ = await edge.post(RESPONSES, ASKED | {"text": {"format": given}})
-    assert status == 200, answer
+        answer = await edge.answer(RESPONSES, ASKED | {"text": {"format": given}})
     (request,) = script.requests
     assert request.grammar is not None
     kind = GrammarKind.REGEX if name == "regex" else GrammarKind.JSON_SCHEMA
@@ -310,8 +307,7 @@ async def test_extensions_reach_the_request() -> None:
     script = says("a")
     asked = {"seed": 7, "top_k": 3, "min_p": 0.25, "frequency_penalty": 0.5, "min_tokens": 1}
     async with served(script) as edge:
-        status, answer, _ = await edge.post(RESPONSES, ASKED | asked)
-    assert status == 200, answer
+        await edge.answer(RESPONSES, ASKED | asked)
     (request,) = script.requests
     sampling = request.sampling
     assert (sampling.seed, sampling.top_k, sampling.min_p) == (7, 3, 0.25)
@@ -492,8 +488,7 @@ def serving_thoughts(*texts: str, end: tuple[int, ...] = (END,)) -> Any:
 
 
 async def whole(edge: Edge, **body: Any) -> dict[str, Any]:
-    status, answer, _ = await edge.post(RESPONSES, THINKING | body)
-    assert status == 200, answer
+    answer = await edge.answer(RESPONSES, THINKING | body)
     TypeAdapter(ResponseJson).validate_python(answer, strict=True)
     result: dict[str, Any] = answer
     return result

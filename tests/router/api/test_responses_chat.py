@@ -264,8 +264,7 @@ async def prompts_of(*asked: tuple[str, dict[str, Any]]) -> list[str]:
 
         validator.validate = spy  # type: ignore[method-assign]
         for path, body in asked:
-            status, answer, _ = await edge.post(path, body)
-            assert status == 200, answer
+            await edge.answer(path, body)
     return prompts
 
 
@@ -295,8 +294,7 @@ async def test_turns_are_joined_where_the_template_wants_one_of_a_role() -> None
     said_twice = [said("user", "a"), said("user", "b")]
     turns = [said("developer", "rules"), said("developer", "skills"), *said_twice]
     async with serving(limits=LIMITS, template=template) as edge:
-        status, answer, _ = await edge.post(RESPONSES, {"input": turns})
-        assert status == 200, answer
+        answer = await edge.answer(RESPONSES, {"input": turns})
         joined = [said("developer", "rules\n\nskills"), said("user", "a\n\nb")]
         _, same, _ = await edge.post(RESPONSES, {"input": joined})
         refused, _, _ = await edge.post(CHAT, {"messages": said_twice})
@@ -350,9 +348,8 @@ def item(text: str, status: str = "completed") -> dict[str, Any]:
 async def test_a_call_is_a_text(format_: str) -> None:
     script = says(*[f"Now.{call()}"] * 2)
     async with served(script) as edge:
-        status, answer, _ = await edge.post(RESPONSES, asked(format_))
+        answer = await edge.answer(RESPONSES, asked(format_))
         events = await events_of(edge, asked(format_))
-    assert status == 200, answer
     TypeAdapter(ResponseJson).validate_python(answer, strict=True)
     TypeAdapter(list[ResponseEventJson]).validate_python(events, strict=True)
     message, called = without_ids(answer)["output"]
@@ -390,8 +387,7 @@ async def test_the_prompt_describes_the_format() -> None:
 async def test_a_call_may_be_forced(choice: Any) -> None:
     script = says(call())
     async with served(script) as edge:
-        status, answer, _ = await edge.post(RESPONSES, asked("none", tool_choice=choice))
-    assert status == 200, answer
+        answer = await edge.answer(RESPONSES, asked("none", tool_choice=choice))
     assert without_ids(answer)["output"] == [item(PATCH)]
     (request,) = script.requests
     assert request.grammar is not None

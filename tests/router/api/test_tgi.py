@@ -1,4 +1,4 @@
-"""TGI's own routes over real sockets: bodies, headers, bytes of streams."""
+"""TGI's own routes, the estimate and the status over real sockets."""
 
 from __future__ import annotations
 
@@ -193,11 +193,10 @@ async def test_best_of_returns_the_likeliest_and_the_others() -> None:
 
     async with serving(script) as edge:
         asked = with_parameters(best_of=2, do_sample=True, details=True)
-        status, body, _ = await edge.post("/generate", asked)
+        body = await edge.answer("/generate", asked)
         first, second = (request.sampling.seed for request in edge.batcher.requests)
         lines = await edge.exposition()
         assert edge.services.infer.permits.taken == 0
-    assert status == 200
     details = body["details"]
     assert first != second
     assert details["seed"] == second
@@ -349,9 +348,8 @@ async def test_what_does_not_fit_is_an_answer(
     body: dict[str, Any], num_prompt: int, max_new: int, reason: str
 ) -> None:
     async with serving_estimate() as edge:
-        status, answer, _ = await edge.post(ESTIMATE_ROUTE, body)
+        answer = await edge.answer(ESTIMATE_ROUTE, body)
         (estimated,) = edge.batcher.estimated
-    assert status == 200
     assert answer == {
         "prompt_tokens": num_prompt,
         "max_new_tokens": max_new,

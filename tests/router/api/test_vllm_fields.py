@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from millrace_router.api.body.sampling import one_of
 from millrace_router.api.openai.request import OLD_CLIENTS_FIELDS
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_testing.router.edge import Edge, echo, limits_with, serving
+from millrace_testing.router.edge import echo, limits_with, serving
 from millrace_testing.router.streams import CHAT
 from millrace_testing.text.texts import Generations, tokenizer
 
@@ -50,20 +50,12 @@ async def said(tokens: list[int], route: str, **fields: Any) -> str:
     script = Generations(tokens, tokens, tokenizer=BYTES)
     async with serving(script, limits=WIDE, template=TEMPLATE) as edge:
         body = body_of(route, **fields)
-        status, answer, _ = await edge.post(route, body)
-        assert status == 200, answer
+        answer = await edge.answer(route, body)
         text = text_in(answer)
         if route != "/v1/responses":
-            chunks = await chunks_of(edge, route, body)
+            chunks = await edge.chunks(route, body)
             assert "".join(map(added, chunks)) == text
     return text
-
-
-async def chunks_of(edge: Edge, route: str, body: dict[str, Any]) -> list[Any]:
-    async with edge.client.post(edge.url + route, json={**body, "stream": True}) as response:
-        assert response.status == 200, await response.text()
-        events = (await response.text()).split("\n\n")[:-2]
-        return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def added(chunk: dict[str, Any]) -> str:
@@ -118,8 +110,7 @@ async def test_the_prompt_is_cut_to_its_last_tokens() -> None:
         words = "a b a b hello world"
         for kept, expected in ((2, "hello world"), (-1, "a b hello world")):
             body = {"prompt": words, "max_tokens": 2, "truncate_prompt_tokens": kept}
-            status, answer, _ = await edge.post("/v1/completions", body)
-            assert status == 200, answer
+            answer = await edge.answer("/v1/completions", body)
             kept_ids = tuple(edge.services.tokenizer.encode(expected))
             assert edge.batcher.requests[-1].input_ids == kept_ids
             body["prompt"] = list(edge.services.tokenizer.encode(words))
@@ -170,10 +161,7 @@ async def test_fields_that_guide_the_text_become_grammars(route: str) -> None:
     }
     async with serving(echo, limits=WIDE, template=TEMPLATE) as edge:
         for name, (value, grammar) in GRAMMARS.items():
-            status, answer, _ = await edge.post(
-                route, body_of(route, max_tokens=1, **{name: value})
-            )
-            assert status == 200, answer
+            answer = await edge.answer(route, body_of(route, max_tokens=1, **{name: value}))
             assert edge.batcher.requests[-1].grammar == grammar, name
         for name, (value, grammar) in structured.items():
             body = body_of(route, max_tokens=1, structured_outputs={name: value})
@@ -211,7 +199,7 @@ async def test_token_ids_come_with_the_texts(route: str) -> None:
         (choice,) = answer["choices"]
         assert choice["token_ids"] == tokens
         assert answer.get("prompt_token_ids", choice.get("prompt_token_ids")) == prompt
-        first, *others = await chunks_of(edge, route, body)
+        first, *others = await edge.chunks(route, body)
     held = [first, *first["choices"]]
     assert [one["prompt_token_ids"] for one in held if "prompt_token_ids" in one] == [prompt]
     assert "prompt_token_ids" not in str(others)
@@ -230,7 +218,7 @@ async def test_log_probabilities_may_name_tokens_by_their_ids(route: str) -> Non
         _, plain, _ = await edge.post(route, body_of(route, **asked))
         body = body_of(route, **asked, return_tokens_as_token_ids=True)
         _, answer, _ = await edge.post(route, body)
-        streamed = [chunk["choices"][0]["logprobs"] for chunk in await chunks_of(edge, route, body)]
+        streamed = [chunk["choices"][0]["logprobs"] for chunk in await edge.chunks(route, body)]
 
     def names(logprobs: dict[str, Any]) -> list[str]:
         return (
@@ -299,16 +287,9 @@ def serving_text(text: str, **options: Any) -> Any:
     return serving(script, **usual | options)
 
 
-async def data_of(edge: Edge, body: dict[str, Any]) -> list[str]:
-    async with edge.client.post(edge.url + CHAT, json=body) as response:
-        assert response.status == 200, await response.text()
-        text = await response.text()
-    return [one.removeprefix("data: ") for one in text.removesuffix("\n\n").split("\n\n")]
-
-
 async def test_each_delta_has_a_role_and_a_call_or_null_and_all_is_json() -> None:
     async with serving_text("Hi there") as edge:
-        chunks = [json.loads(one) for one in await data_of(edge, SENT)]
+        chunks = await edge.events(CHAT, SENT)
     choices = [chunk["choices"][0] for chunk in chunks]
     for choice in choices:
         assert choice["delta"].keys() == {"role", "content", "tool_calls"}
@@ -320,7 +301,7 @@ async def test_each_delta_has_a_role_and_a_call_or_null_and_all_is_json() -> Non
 async def test_a_call_is_an_object() -> None:
     async with serving_text(CALL) as edge:
         sent = {**SENT, "tools": [TOOL], "tool_choice": "auto"}
-        chunks = [json.loads(one) for one in await data_of(edge, sent)]
+        chunks = await edge.events(CHAT, sent)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     calls = [delta["tool_calls"] for delta in deltas if delta["tool_calls"] is not None]
     assert all(call.keys() == {"index", "id", "type", "function"} for call in calls)
@@ -334,11 +315,11 @@ async def test_a_call_is_an_object() -> None:
 @pytest.mark.parametrize("without", ["repetition_penalty", "tool_choice", "n"])
 async def test_others_who_send_less_are_not_taken_for_them(without: str) -> None:
     async with serving_text("Hi") as edge:
-        *chunks, end = await data_of(edge, {k: v for k, v in SENT.items() if k != without})
+        *chunks, end = await edge.events(CHAT, {k: v for k, v in SENT.items() if k != without})
     assert end == "[DONE]"
-    assert set(json.loads(chunks[-1])["choices"][0]["delta"]) <= {"content"}
+    assert set(chunks[-1]["choices"][0]["delta"]) <= {"content"}
 
 
 async def test_another_model_is_not_theirs() -> None:
     async with serving_text("Hi") as edge:
-        assert (await data_of(edge, {**SENT, "model": "org/tiny"}))[-1] == "[DONE]"
+        assert (await edge.events(CHAT, {**SENT, "model": "org/tiny"}))[-1] == "[DONE]"

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from millrace_router.telemetry.exposition import render
-from millrace_router.telemetry.instruments import Family
+from millrace_router.telemetry.instruments import Family, render
 from millrace_router.telemetry.metrics import Metrics
 from millrace_testing.contract.contract import ABSENT, COLUMNS, Held, Reply, Rule, exactly, fits
 from millrace_testing.router.edge import limits_with

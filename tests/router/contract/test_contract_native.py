@@ -121,7 +121,7 @@ ERRORS = [
         default=Reply(status=422, body=envelope("validation", TOO_COLD)),
         strict=Reply(
             events=[envelope("validation", TOO_COLD)],
-            headers={"x-compute-type": "1-cpu", "cache-control": "no-cache"},
+            headers={"x-compute-type": "gpu+optimized", "cache-control": "no-cache"},
         ),
     ),
     *(
@@ -467,6 +467,8 @@ STREAM_HEADERS = {
         ("x-compute-time", "x-total-time", "x-queue-time", "x-generated-tokens"), ABSENT
     ),
 }
+TGI_COMPUTE = {"x-compute-type": "gpu+optimized"}
+"""TGI names its own hardware by default."""
 FIRST = (
     b'data: {"index":1,"token":{"id":1,"text":"\xc3\xa9","logprob":-1.3242188,"special":false},'
     b'"top_tokens":[{"id":9,"text":"q","logprob":-0.25,"special":false}],'
@@ -495,6 +497,7 @@ STREAMS = [
             path=path,
             body=asked(),
             default=Reply(headers=HEADERS),
+            strict=Reply(headers=HEADERS | TGI_COMPUTE),
         )
         for path in ("/", "/generate")
     ),
@@ -504,6 +507,7 @@ STREAMS = [
         path="/generate_stream",
         body=asked(),
         default=Reply(headers=STREAM_HEADERS),
+        strict=Reply(headers=STREAM_HEADERS | TGI_COMPUTE),
     ),
     Rule(
         section="3.5",
@@ -511,6 +515,7 @@ STREAMS = [
         path="/",
         body={**asked(), "stream": True},
         default=Reply(headers=STREAM_HEADERS),
+        strict=Reply(headers=STREAM_HEADERS | TGI_COMPUTE),
     ),
     Rule(
         section="3.4",

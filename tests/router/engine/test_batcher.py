@@ -1,51 +1,51 @@
 """The batcher over a fake shard that checks every step and whose tokens depend on the whole sequence."""
 
 from __future__ import annotations
-
 import asyncio
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-
 from millrace_router.engine.batcher import Batcher
-from millrace_router.errors import GenerationError, QueueExpired, ShuttingDown
+from millrace_router.errors import GenerationError
+from millrace_router.errors import QueueExpired
+from millrace_router.errors import ShuttingDown
 from millrace_router.request.entry import entry_of
-from millrace_router.request.request import (
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    Pooling,
-    SchedulingParameters,
-    ValidRequest,
-)
+from millrace_router.request.request import FinishReason
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.request import Pooling
+from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.fake_router import (
-    DirectShards,
-    collect,
-    end_of,
-    ids_of,
-    new_batcher,
-    next_token,
-    request,
-    running,
-)
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID, FakeShard, continuation, pooled_values
+from millrace_testing.router.fake_router import DirectShards
+from millrace_testing.router.fake_router import collect
+from millrace_testing.router.fake_router import end_of
+from millrace_testing.router.fake_router import ids_of
+from millrace_testing.router.fake_router import new_batcher
+from millrace_testing.router.fake_router import next_token
+from millrace_testing.router.fake_router import request
+from millrace_testing.router.fake_router import running
+from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.shards.fake_shard import continuation
 from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID
+from millrace_testing.shards.hash_tokens import expected_prompt_candidates
+from millrace_testing.shards.hash_tokens import expected_prompt_logprobs
 from millrace_testing.shards.hash_tokens import expected_tokens
-from millrace_testing.shards.open_steps import (
-    AlwaysOpen,
-    NeverOpen,
-    admissions,
-    late_batcher,
-    turns,
-)
+from millrace_testing.shards.hash_tokens import pooled_values
+from millrace_testing.shards.held_shards import AlwaysOpen
+from millrace_testing.shards.held_shards import NeverOpen
+from millrace_testing.shards.held_shards import admissions
+from millrace_testing.shards.held_shards import late_batcher
+from millrace_testing.shards.held_shards import turns
 
 requests = st.lists(
     st.tuples(
@@ -250,7 +250,7 @@ async def test_a_failed_step_is_computed_again_unnoticed_by_clients() -> None:
         assert ids_of(await collect(waiting_stream)) == continuation([3, 4], 5)
 
 
-async def test_a_row_that_is_not_finite_fails_alone() -> None:
+async def test_only_the_row_that_is_not_finite_fails() -> None:
     shard = FakeShard()
     shard.not_finite.add(1)
     batcher = new_batcher(DirectShards(shard), shard)
@@ -261,7 +261,7 @@ async def test_a_row_that_is_not_finite_fails_alone() -> None:
         assert ids_of(await collect(good)) == continuation([1], 6)
 
 
-async def test_a_row_whose_grammar_cannot_be_followed_fails_alone_and_is_told_why() -> None:
+async def test_only_the_row_whose_grammar_fails_ends_with_the_reason() -> None:
     shard = FakeShard()
     shard.not_finite.add(1)
     batcher = new_batcher(DirectShards(shard), shard)
@@ -313,7 +313,7 @@ async def test_closing_a_running_stream_frees_its_blocks_within_the_steps_in_fli
     assert all(slot not in step.decode.decode_slots for step in after[dropped_in:])
 
 
-async def test_a_prompt_goes_on_beside_decodes_that_use_up_the_budget() -> None:
+async def test_a_prompt_goes_on_while_decodes_use_up_the_budget() -> None:
     shard = FakeShard(num_blocks=64, block_size=4)
     batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=4, max_batch_size=8)
     async with running(batcher):
@@ -348,10 +348,10 @@ async def test_prompt_logprobs_arrive_whole_before_the_first_token() -> None:
         await next_token(stream)
         prompt = stream.prompt_logprobs
     assert prompt is not None
-    for i in range(1, 10):
-        assert list(prompt.candidates(i)) == [(i, -i), (i + 1, -i - 0.5)]
+    candidates = [list(prompt.candidates(i)) for i in range(1, 10)]
+    assert candidates == expected_prompt_candidates(range(10), 2)
     assert prompt.ids == tuple(range(10))
-    assert prompt.logprobs[1:] == tuple(-float(i) for i in range(1, 10))
+    assert list(prompt.logprobs[1:]) == expected_prompt_logprobs(range(10))
 
 
 async def test_stopping_ends_every_stream() -> None:
@@ -383,8 +383,8 @@ def speculating(num_right: Callable[[int], int] = int) -> tuple[FakeShard, Batch
 def samples(batcher: Batcher, name: str) -> dict[str, float]:
     """Values of a metric by the label `le`, or by the empty string without the label."""
     registry = batcher._metrics._metrics.registry
-    found = [sample for metric in registry.collect() for sample in metric.samples]
-    return {sample.labels.get("le", ""): sample.value for sample in found if sample.name == name}
+    series = [sample for metric in registry.collect() for sample in metric.samples]
+    return {sample.labels.get("le", ""): sample.value for sample in series if sample.name == name}
 
 
 async def test_tokens_of_one_step_are_events_of_their_own() -> None:
@@ -412,7 +412,7 @@ async def test_draft_tokens_are_counted_and_so_are_the_tokens_they_save(right: i
     assert buckets[str(right)] - below > 0.9 * count
 
 
-async def test_what_follows_the_end_of_sequence_in_its_step_is_dropped() -> None:
+async def test_tokens_after_the_end_of_sequence_are_dropped() -> None:
     shard, batcher = speculating()
     shard.eos_after[0] = 7
     async with running(batcher):
@@ -423,7 +423,7 @@ async def test_what_follows_the_end_of_sequence_in_its_step_is_dropped() -> None
 
 
 @pytest.mark.parametrize("place", range(5))
-async def test_what_follows_a_stop_sequence_in_its_step_is_dropped(place: int) -> None:
+async def test_tokens_after_a_stop_sequence_are_dropped(place: int) -> None:
     shard, batcher = speculating()
     expected = continuation([8], 20)
     stop = f"w{expected[4 + place]} w{expected[5 + place]}"
@@ -483,7 +483,7 @@ async def test_a_failed_step_of_draft_tokens_is_computed_again_from_the_tokens_d
     ]
 
 
-async def test_a_row_that_is_not_finite_fails_alone_beside_draft_tokens() -> None:
+async def test_only_the_row_that_is_not_finite_fails_with_draft_tokens() -> None:
     shard, batcher = speculating()
     shard.not_finite.add(1)
     async with running(batcher):
@@ -493,7 +493,7 @@ async def test_a_row_that_is_not_finite_fails_alone_beside_draft_tokens() -> Non
         assert ids_of(await collect(good)) == continuation([1], 26)
 
 
-async def test_who_comes_while_the_next_step_is_open_is_in_it() -> None:
+async def test_requests_that_come_before_the_late_plan_join_the_step() -> None:
     batcher, shards, shard = late_batcher()
     async with running(batcher):
         await turns()
@@ -542,7 +542,7 @@ async def test_a_failure_while_the_next_step_is_open_is_noticed_at_once() -> Non
         assert ids_of(await collect(stream)) == expected_tokens([1], 2)
 
 
-async def test_a_step_that_only_drops_rows_says_nothing_of_how_late_is_too_late() -> None:
+async def test_filter_steps_do_not_train_late_planning() -> None:
     late = AlwaysOpen()
     batcher, shards, shard = late_batcher(late)
     async with running(batcher):
@@ -561,7 +561,7 @@ async def test_a_step_that_only_drops_rows_says_nothing_of_how_late_is_too_late(
     assert late.learned == []
 
 
-async def test_steps_that_are_planned_at_once_tell_of_the_time_there_was_to_spare() -> None:
+async def test_steps_planned_at_once_report_their_spare_time() -> None:
     late = NeverOpen()
     batcher, shards, _ = late_batcher(late)
     async with running(batcher):
@@ -576,7 +576,7 @@ async def test_steps_that_are_planned_at_once_tell_of_the_time_there_was_to_spar
     assert not any(late.learned)
 
 
-async def test_who_has_waited_for_too_long_while_the_next_step_is_open_is_not_in_it() -> None:
+async def test_requests_that_expire_before_the_late_plan_do_not_join() -> None:
     batcher, shards, shard = late_batcher()
     async with running(batcher):
         await turns()
@@ -592,7 +592,7 @@ async def test_who_has_waited_for_too_long_while_the_next_step_is_open_is_not_in
             await collect(hasty)
 
 
-async def test_the_metrics_tell_of_a_step_while_the_next_one_is_open() -> None:
+async def test_metrics_of_a_step_are_counted_before_the_late_plan() -> None:
     batcher, shards, shard = late_batcher()
     async with running(batcher):
         await turns()
@@ -612,7 +612,7 @@ async def test_the_metrics_tell_of_a_step_while_the_next_one_is_open() -> None:
         assert metrics.kv_blocks_in_use.value == 2
 
 
-async def test_the_metrics_tell_of_the_epoch_after_a_failed_one() -> None:
+async def test_metrics_count_steps_of_the_epoch_after_a_failure() -> None:
     batcher, shards, shard = late_batcher()
     async with running(batcher):
         await turns()
@@ -729,7 +729,7 @@ async def test_their_prompts_are_found_in_the_prefix_cache_but_for_the_last_toke
             assert stream.cached_tokens == (len(ids) - 1) // 4 * 4
 
 
-async def test_one_that_is_not_finite_fails_alone() -> None:
+async def test_only_the_request_that_is_not_finite_fails() -> None:
     shard = FakeShard()
     shard.not_finite.add(1)
     batcher = new_batcher(DirectShards(shard), shard)

@@ -1,4 +1,4 @@
-"""Waits of requests where nothing is predicted: without chunked prefill."""
+"""The latency predictor, and the calibration that it starts from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.telemetry.metrics import Metrics
 from millrace_testing.router.fake_router import DirectShards, new_batcher, request, tiny_tokenizer
-from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard
+from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.shards.hash_tokens import VOCAB_SIZE
 
 COST = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))
 
@@ -63,10 +64,10 @@ def predictor_without_costs(queue: Queue) -> LatencyPredictor:
 
 
 def entry(number: int, *, max_queue_seconds: float | None = None) -> Entry:
-    asked = request([1, 2, 3], max_new_tokens=5)
-    found = Entry(number, asked, tiny_tokenizer(), frozenset(), block_size=16)
-    found.scheduling = SchedulingParameters(max_queue_seconds=max_queue_seconds)
-    return found
+    valid = request([1, 2, 3], max_new_tokens=5)
+    new = Entry(number, valid, tiny_tokenizer(), frozenset(), block_size=16)
+    new.scheduling = SchedulingParameters(max_queue_seconds=max_queue_seconds)
+    return new
 
 
 def test_no_wait_is_promised_and_none_is_refused_beforehand() -> None:
@@ -118,10 +119,10 @@ def test_metrics_show_quantiles_of_prediction_errors() -> None:
 def test_quantile_is_the_least_value_that_a_share_does_not_exceed(
     values: list[float], share: float
 ) -> None:
-    found = quantile(values, share)
-    assert found in values
-    assert sum(value < found for value in values) < share * len(values)
-    assert share * len(values) <= sum(value <= found for value in values) + 1e-9
+    least = quantile(values, share)
+    assert least in values
+    assert sum(value < least for value in values) < share * len(values)
+    assert share * len(values) <= sum(value <= least for value in values) + 1e-9
 
 
 LIMITS = Limits(max_input_tokens=40, max_total_tokens=48, vocab_size=VOCAB_SIZE)

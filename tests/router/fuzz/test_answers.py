@@ -1,4 +1,4 @@
-"""Answers of every form of thought and every format of calls: no cut changes them, and no character is lost."""
+"""Answers of every format and the events that carry them: no cut changes them, and no character is lost."""
 
 from __future__ import annotations
 

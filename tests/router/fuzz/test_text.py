@@ -1,4 +1,4 @@
-"""Chat templates are programs of strangers: whatever they and the messages are, a prompt or a TemplateError."""
+"""Templates and tokens from strangers: whatever they are, a prompt, a text or a TemplateError."""
 
 from __future__ import annotations
 

@@ -24,10 +24,12 @@ from millrace_proto.sampling import Sampling
 from millrace_router.journal import journal as journal_module
 from millrace_router.journal import rotation as folder_module
 from millrace_router.journal import writer as writer_module
-from millrace_router.journal.errors import JournalDamaged, JournalError, JournalUnusable
 from millrace_router.journal.frames import (
     HEAD_SIZE,
     MAGIC,
+    JournalDamaged,
+    JournalError,
+    JournalUnusable,
     Kind,
     Record,
     frame,
@@ -98,7 +100,7 @@ def test_every_message_and_answer_is_there_in_order(tmp_path: Path) -> None:
     assert (dropped.value, dropped.touched) == (0, True)
 
 
-def test_failures_end_epochs_and_say_what_was_in_flight(tmp_path: Path) -> None:
+def test_failures_end_epochs_and_name_the_steps_in_flight(tmp_path: Path) -> None:
     shard = new_shard()
     journal, writer, _ = journal_in(tmp_path, header(shard))
     driver = RecordedDriver(BUDGETS, shard, journal)
@@ -136,7 +138,7 @@ def run_epochs(
     return driver
 
 
-async def test_each_file_begins_with_an_epoch_and_can_be_replayed_alone(tmp_path: Path) -> None:
+async def test_each_file_begins_with_an_epoch_and_replays_by_itself(tmp_path: Path) -> None:
     shard = new_shard()
     journal, writer, dropped = journal_in(tmp_path, header(shard), max_bytes=1 << 15)
     run_epochs(journal, shard, 24)
@@ -209,12 +211,12 @@ def test_the_oldest_epochs_make_room_for_a_long_one(tmp_path: Path) -> None:
 
 def gaps(path: Path) -> list[int]:
     """The numbers of dropped records that the files of a journal have."""
-    found = []
+    events = []
     for file in journal_files(path):
         with file.open("rb") as stream:
             records = [record for frame in read_frames(stream) for record in split(frame)]
-        found += [json.loads(each.payload) for each in records if each.kind == Kind.GAP]
-    return [each["dropped_records"] for each in found]
+        events += [json.loads(each.payload) for each in records if each.kind == Kind.GAP]
+    return [each["dropped_records"] for each in events]
 
 
 async def test_a_slow_disk_costs_records_and_nothing_else(
@@ -338,7 +340,7 @@ def test_without_tokens_nothing_of_the_text_is_written(tmp_path: Path) -> None:
     assert num_tokens >= 30 * len(PROMPT), "the number of dropped tokens is reported"
 
 
-def test_hashes_of_prompts_tell_equal_ones_within_one_life_alone(tmp_path: Path) -> None:
+def test_hashes_of_prompts_match_only_within_one_process(tmp_path: Path) -> None:
     hashes = []
     for name in ("a", "b"):
         notes = [
@@ -351,7 +353,7 @@ def test_hashes_of_prompts_tell_equal_ones_within_one_life_alone(tmp_path: Path)
     assert hashes[0] != hashes[1]
 
 
-def test_a_defect_ends_the_journal_alone(tmp_path: Path) -> None:
+def test_a_defect_ends_only_the_journal(tmp_path: Path) -> None:
     journal, writer, _ = journal_in(tmp_path, header(new_shard()))
     journal.sent(pb.StepRequest(epoch=3, open=pb.Open()))
     with capture_logs() as lines:
@@ -523,11 +525,11 @@ def test_without_tokens_the_rest_comes_back(
             each.ClearField("grammar")
     assert request.SerializeToString() == message.SerializeToString()
     reply = pb.StepResponse.FromString(redaction.answer(answer))
-    told = {field.name for field, _ in reply.ListFields()}
+    names = {field.name for field, _ in reply.ListFields()}
     kept_fields = {"epoch", "number", "slots", "counts", "top_counts", "failed_slots"}
     kept_fields |= {"prefill_top_counts"}
-    assert told <= kept_fields | {"computed_slots", "computed_positions"}
-    for name in told:
+    assert names <= kept_fields | {"computed_slots", "computed_positions"}
+    for name in names:
         assert getattr(reply, name) == getattr(answer, name)
 
 
@@ -595,7 +597,7 @@ def test_a_sealed_frame_of_nonsense_is_an_error(tmp_path: Path) -> None:
         events_of(path)
 
 
-def test_a_frame_inflates_to_no_more_than_it_says() -> None:
+def test_a_frame_inflates_to_at_most_its_stated_size() -> None:
     body = zlib.compress(bytes(1 << 20))
     sealed = bytearray(frame(bytes(1 << 20)))
     # A wrong decompressed size with a matching checksum.
@@ -619,7 +621,7 @@ def test_unknown_record_kinds_are_skipped(tmp_path: Path) -> None:
     assert (event.time_ns, event.message.epoch) == (7, 5)
 
 
-def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_journals_are_refused(tmp_path: Path) -> None:
     with pytest.raises(JournalUnusable, match="does not exist"):
         list(read_epochs(tmp_path / "nothing"))
     with pytest.raises(JournalUnusable, match="contains no journal"):

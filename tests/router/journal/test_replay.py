@@ -1,43 +1,52 @@
 """Replays of journals on a hash shard: equal answers, or the first difference."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
-
 import pytest
-
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.errors import JournalUnusable
-from millrace_router.journal.header import Header, header_from_json, header_to_json
+from millrace_router.journal.frames import JournalUnusable
+from millrace_router.journal.header import Header
+from millrace_router.journal.header import header_from_json
+from millrace_router.journal.header import header_to_json
 from millrace_router.journal.journal import Journal
-from millrace_router.journal.reader import AdapterChanged, Answered, Failed, Sent, read_events
+from millrace_router.journal.reader import AdapterChanged
+from millrace_router.journal.reader import Answered
+from millrace_router.journal.reader import Failed
+from millrace_router.journal.reader import Sent
+from millrace_router.journal.reader import read_events
 from millrace_router.journal.replay.command import replay
 from millrace_router.journal.replay.comparison import Comparison
-from millrace_router.journal.replay.player import Player, Unanswered, settled, token_at
+from millrace_router.journal.replay.player import Player
+from millrace_router.journal.replay.player import Unanswered
+from millrace_router.journal.replay.player import settled
+from millrace_router.journal.replay.player import token_at
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.scheduler.step_plan import Budgets
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.instruments import Counter
-from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
-from millrace_testing.router.journals import (
-    BUDGETS,
-    RecordedDriver,
-    ReplayShards,
-    header,
-    journal_in,
-    new_shard,
-    replayed,
-    requests,
-)
-from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard
+from millrace_testing.router.fake_router import collect
+from millrace_testing.router.fake_router import ids_of
+from millrace_testing.router.fake_router import new_batcher
+from millrace_testing.router.fake_router import request
+from millrace_testing.router.fake_router import running
+from millrace_testing.router.journals import BUDGETS
+from millrace_testing.router.journals import RecordedDriver
+from millrace_testing.router.journals import ReplayShards
+from millrace_testing.router.journals import header
+from millrace_testing.router.journals import journal_in
+from millrace_testing.router.journals import new_shard
+from millrace_testing.router.journals import replayed
+from millrace_testing.router.journals import requests
+from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.shards.fake_shard import continuation
+from millrace_testing.shards.fake_shard import serve_fake_shard
 from millrace_testing.shards.hash_shard import HashShard
-
 
 def record(
     folder: Path,
@@ -135,13 +144,14 @@ async def test_a_token_that_differs_is_found_where_it_is(tmp_path: Path) -> None
         answer.logprobs[index] -= 0.25
 
     (outcome,) = await replayed(tmp_path, Liar(number, lie))
-    found = outcome.difference
-    assert found is not None
-    assert (found.what, found.step, found.slot, found.gap) == ("token", number, slot, 0.25)
+    difference = outcome.difference
+    assert difference is not None
+    assert (difference.what, difference.gap) == ("token", 0.25)
+    assert (difference.step, difference.slot) == (number, slot)
     position, was, request_id = oracle(driver, number, slot)
-    assert (found.position, found.request_id) == (position, request_id)
-    assert found.recorded.startswith(f"{was} (")
-    assert found.replayed.startswith(f"{was + 1} (")
+    assert (difference.position, difference.request_id) == (position, request_id)
+    assert difference.recorded.startswith(f"{was} (")
+    assert difference.replayed.startswith(f"{was + 1} (")
     assert outcome.num_steps == number, "what comes after it is not compared"
 
 
@@ -363,7 +373,7 @@ async def record_over_sockets(address: str, folder: Path, *, keeps_tokens: bool 
         await shards.close()
 
 
-def test_the_command_says_equal(
+def test_the_command_reports_equal_epochs(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(record_over_sockets(address, tmp_path / "journal"))
@@ -385,7 +395,7 @@ def test_the_command_says_equal(
     assert epoch["tokens"] >= 45
 
 
-def test_the_command_says_different(
+def test_the_command_reports_a_difference(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(record_over_sockets(address, tmp_path / "journal"))
@@ -397,13 +407,17 @@ def test_the_command_says_different(
         assert "DIFFERENT" in (table := capsys.readouterr().out)
         assert replay([*arguments, "--json"]) == 1
         report = json.loads(capsys.readouterr().out)
-    found = report["epochs"][0]["difference"]
-    assert (found["what"], found["request_id"], found["position"]) == ("token", 3, 2 + 4)
-    assert found["replayed"].startswith("96 ")
-    assert f"first difference at step {found['step']}, slot {found['slot']}, request 3" in table
+    difference = report["epochs"][0]["difference"]
+    assert difference["what"] == "token"
+    assert (difference["request_id"], difference["position"]) == (3, 2 + 4)
+    assert difference["replayed"].startswith("96 ")
+    assert (
+        f"first difference at step {difference['step']}, slot {difference['slot']}, request 3"
+        in table
+    )
 
 
-def test_the_command_says_that_nothing_is_compared(
+def test_the_command_reports_that_nothing_is_compared(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(record_over_sockets(address, tmp_path / "journal", keeps_tokens=False))
@@ -415,7 +429,7 @@ def test_the_command_says_that_nothing_is_compared(
     assert "holds no token ids" in table
 
 
-def test_what_cannot_be_replayed(
+def test_journals_that_cannot_be_replayed_are_refused(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()

@@ -1,19 +1,21 @@
-"""Events over real sockets: a reference subscriber, a gap, a late subscriber, and none that listens."""
+"""Events over real sockets and their recorder: a reference subscriber, a gap, and a late subscriber."""
 
 from __future__ import annotations
-
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
-
 import pytest
-
-from millrace_router.kv_events.publisher import EventPublisher, Replays
-from millrace_router.kv_events.recorder import EventRecorder, block_hash
+from millrace_router.kv_events.publisher import EventPublisher
+from millrace_router.kv_events.publisher import Replays
+from millrace_router.kv_events.recorder import EventRecorder
+from millrace_router.kv_events.recorder import block_hash
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_testing.kv_events.cache_life import BLOCK_SIZE, BlockIndex, CacheLife
+from millrace_testing.kv_events.cache_life import BLOCK_SIZE
+from millrace_testing.kv_events.cache_life import BlockIndex
+from millrace_testing.kv_events.cache_life import CacheLife
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
 msgpack = pytest.importorskip("msgpack", reason="msgpack is not installed")
@@ -76,11 +78,11 @@ def connected(publisher: EventPublisher, subscriber: Subscriber) -> int:
     for _ in range(SECONDS * 20):
         publisher.publish([0.0, [], 0])
         try:
-            found = subscriber.next()[1]
+            number = subscriber.next()[1]
         except zmq.Again:
             continue
         subscriber._sub.setsockopt(zmq.RCVTIMEO, SECONDS * 1000)
-        return found
+        return number
     pytest.fail("no message arrived")
 
 
@@ -139,7 +141,7 @@ def test_an_index_over_the_wire_knows_the_cache_after_a_gap_and_a_late_start() -
             assert index.contents() == life.contents()
 
 
-def test_nobody_who_reads_slowly_delays_the_publisher() -> None:
+def test_slow_readers_do_not_delay_the_publisher() -> None:
     with publishing() as publisher, Subscriber(publisher) as subscriber:
         connected(publisher, subscriber)
         payload = [0.0, [["BlockRemoved", list(range(1000)), "GPU"]], 0]
@@ -237,7 +239,7 @@ def test_a_new_epoch_removes_blocks_by_name_and_clears_all() -> None:
     assert taken(recorder) == [["BlockRemoved", names, "GPU"], ["AllBlocksCleared"]]
 
 
-def test_blocks_with_a_salt_are_not_told_of() -> None:
+def test_blocks_with_a_salt_are_not_published() -> None:
     recorder, cache = recorded()
     for block, key in enumerate(keys_of([1, 2, 3, 4], salt=("secret",)), start=1):
         entered = cache.enter(key, block)
@@ -261,7 +263,7 @@ def test_blocks_after_a_lost_one_are_removed_before_it() -> None:
     assert taken(recorder) == [["BlockRemoved", names, "GPU"]]
 
 
-def test_a_block_is_told_of_once_those_before_it_are_there() -> None:
+def test_a_block_is_published_once_the_blocks_before_it_are() -> None:
     recorder, cache = recorded()
     first, second, third = keys_of([1, 2, 3, 4, 5, 6])
     cache.enter(third, 3)

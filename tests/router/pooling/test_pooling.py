@@ -1,4 +1,4 @@
-"""Prompts are cut as the tokenizer's own library cuts them, and documents leave the rest of their prompt whole."""
+"""Pooling models: what their files declare, and how prompts and documents are cut."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_more_of_anything_is_never_cheaper(
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_step_without_a_duration_says_nothing(seconds: float) -> None:
+def test_steps_without_a_duration_are_ignored(seconds: float) -> None:
     model = trained(100)
     before = model.to_json()
     for _ in range(100):
@@ -232,24 +232,24 @@ def test_the_chunk_that_fits_is_the_largest_one(
 ) -> None:
     model = CostModel.fixed(costs(values))
     context, most = 100 * decodes, least + span
-    found = model.prefill_tokens_within(
+    num_tokens = model.prefill_tokens_within(
         seconds, decodes=decodes, context=context, start=start, least=least, most=most
     )
-    assert least <= found <= most
-    if found > least:
-        assert price(chunk(found, start, decodes, context), values) <= seconds * (1 + 1e-9)
-    if found < most:
-        assert price(chunk(found + 1, start, decodes, context), values) >= seconds * (1 - 1e-9)
+    assert least <= num_tokens <= most
+    if num_tokens > least:
+        assert price(chunk(num_tokens, start, decodes, context), values) <= seconds * (1 + 1e-9)
+    if num_tokens < most:
+        assert price(chunk(num_tokens + 1, start, decodes, context), values) >= seconds * (1 - 1e-9)
 
 
 def test_chunks_shrink_with_the_pace() -> None:
     model, rng = trained(1500), random.Random(3)
-    wanted = {"decodes": 8, "context": 2000, "start": 0, "least": 16, "most": 4096}
-    before = model.prefill_tokens_within(0.1, **wanted)
+    step = {"decodes": 8, "context": 2000, "start": 0, "least": 16, "most": 4096}
+    before = model.prefill_tokens_within(0.1, **step)
     for _ in range(300):
         load = some_load(rng)
         model.observe(load, 2 * price(load))
-    assert 16 < model.prefill_tokens_within(0.1, **wanted) < 0.7 * before
+    assert 16 < model.prefill_tokens_within(0.1, **step) < 0.7 * before
 
 
 def test_json_carries_the_costs_to_a_model_that_learns_nothing() -> None:
@@ -338,7 +338,7 @@ def test_a_few_steps_suffice_where_extra_positions_cost_many_rows() -> None:
     assert (model.seconds(load) or 0.0) > 2.5 * price(load)
 
 
-def test_one_step_that_was_held_up_says_little() -> None:
+def test_one_delayed_step_counts_little() -> None:
     model = trained(1500)
     load = StepLoad(decodes=4, context=2000, extra_positions=8)
     before = model.seconds(load) or 0.0
@@ -374,10 +374,10 @@ def test_until_then_an_extra_position_costs_what_a_row_does() -> None:
 
 def test_extra_positions_leave_less_for_prompts() -> None:
     model = CostModel.fixed(costs() | dict(zip(EXTRA_COEFFICIENTS, (0.01, 0.001), strict=True)))
-    wanted = {"decodes": 8, "context": 4000, "start": 0, "least": 16, "most": 4096}
+    step = {"decodes": 8, "context": 4000, "start": 0, "least": 16, "most": 4096}
     for number in (0, 10, 40):
-        found = model.prefill_tokens_within(0.1, extra_positions=number, **wanted)
-        for size, fits in ((found, True), (found + 1, False)):
+        num_tokens = model.prefill_tokens_within(0.1, extra_positions=number, **step)
+        for size, fits in ((num_tokens, True), (num_tokens + 1, False)):
             load = chunk(size, 0, 8, 4000)
             load.extra_positions = number
             assert ((model.seconds(load) or 0.0) <= 0.1) is fits, number
@@ -519,7 +519,7 @@ def test_steps_with_and_without_adapters_are_predicted(share: float) -> None:
             assert model.seconds(load) == pytest.approx(truth.seconds(load), rel=0.12)
 
 
-def test_a_model_without_adapters_says_nothing_of_them() -> None:
+def test_models_without_adapters_have_no_adapter_coefficients() -> None:
     assert set(learned(share=0.0).to_json()) & {"adapter_byte", "adapter_slice"} == set()
     again = CostModel.from_json(learned(share=0.5).to_json())
     load = StepLoad(decodes=8, context=800, adapter_bytes=40_000_000, adapter_slices=1680)

@@ -1,25 +1,27 @@
-"""Forecasts for batches whose results can be calculated."""
+"""Forecasts for batches whose results can be calculated, and under load."""
 
 from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import mean, median
-
+from statistics import mean
+from statistics import median
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-
 from millrace.simulate.deployment import Deployment
 from millrace.simulate.pipeline import Flight
 from millrace.simulate.simulated_request import Arrival
-from millrace_router.prediction.cost import COEFFICIENTS, CostModel
+from millrace_router.prediction.cost import COEFFICIENTS
+from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.prediction.traffic import AnswerLengths
-from millrace_testing.router.watched_engine import COSTS, WatchedEngine, watched
+from millrace_testing.router.watched_engine import COSTS
+from millrace_testing.router.watched_engine import WatchedEngine
+from millrace_testing.router.watched_engine import watched
 
 COST = dict(zip(COEFFICIENTS, COSTS, strict=True))
 BLOCK = 16
@@ -126,14 +128,14 @@ def test_more_ahead_never_means_sooner(
 
 
 def test_an_idle_server_serves_at_once() -> None:
-    found = forecaster().predict([], ahead=(0, 0), num_prompt_tokens=500, max_new_tokens=101)
-    assert found is not None
-    assert found.queue_seconds == 0.0
+    prediction = forecaster().predict([], ahead=(0, 0), num_prompt_tokens=500, max_new_tokens=101)
+    assert prediction is not None
+    assert prediction.queue_seconds == 0.0
     # A chunk is priced with the decode in the same step.
     prefill = 0.0146 + 0.001 + 0.0004 + 6e-5 * 500 + 2.4e-7 * 500 * 501 / 2
-    assert found.first_token_seconds == pytest.approx(prefill, rel=0.01)
+    assert prediction.first_token_seconds == pytest.approx(prefill, rel=0.01)
     decode = 0.0146 + 0.0004 + 1e-7 * 550
-    assert found.finish_seconds == pytest.approx(prefill + 100 * decode, rel=0.01)
+    assert prediction.finish_seconds == pytest.approx(prefill + 100 * decode, rel=0.01)
 
 
 def running(count: int, *, left: int, planned: int = 10, prompt: int = 100) -> list[Job]:
@@ -152,35 +154,35 @@ def running(count: int, *, left: int, planned: int = 10, prompt: int = 100) -> l
 def test_with_a_free_slot_it_waits_for_the_step_in_flight_only() -> None:
     step = 0.0146 + 32 * 0.0004
     for elapsed in (0.0, 0.01, 9.9):
-        found = forecaster().predict(
+        prediction = forecaster().predict(
             running(31, left=500),
             ahead=(0, 0),
             num_prompt_tokens=10,
             max_new_tokens=10,
             now_in_step=elapsed,
         )
-        assert found is not None
-        assert found.queue_seconds == pytest.approx(max(0.0, step - elapsed), rel=0.05)
+        assert prediction is not None
+        assert prediction.queue_seconds == pytest.approx(max(0.0, step - elapsed), rel=0.05)
 
 
 def test_a_full_batch_is_waited_for() -> None:
     rows = running(31, left=500) + running(1, left=40)
     rows[-1].slot = 31
-    found = forecaster().predict(rows, ahead=(0, 0), num_prompt_tokens=10, max_new_tokens=10)
-    assert found is not None
-    assert found.queue_seconds == pytest.approx(43 * (0.0146 + 32 * 0.0004), rel=0.05)
+    prediction = forecaster().predict(rows, ahead=(0, 0), num_prompt_tokens=10, max_new_tokens=10)
+    assert prediction is not None
+    assert prediction.queue_seconds == pytest.approx(43 * (0.0146 + 32 * 0.0004), rel=0.05)
 
 
 def test_of_many_answers_of_unknown_length_one_ends_soon() -> None:
     model, rng = forecaster(), random.Random(1)
     for _ in range(500):
         model.finished(num_prompt=100, num_generated=exponential(rng), max_new_tokens=LIMIT)
-    found = model.predict(
+    prediction = model.predict(
         running(32, left=2000), ahead=(0, 0), num_prompt_tokens=10, max_new_tokens=10
     )
-    assert found is not None
+    assert prediction is not None
     # The least of 32 exponential lengths is a 32nd of one; each has 80 steps left on average.
-    steps = found.queue_seconds / (0.0146 + 32 * 0.0004)
+    steps = prediction.queue_seconds / (0.0146 + 32 * 0.0004)
     assert 3 <= steps < 3 + 80 / 8
 
 
@@ -214,15 +216,15 @@ def test_reserving_everything_leaves_fewer_places() -> None:
 
 def test_a_cached_prompt_is_sooner_and_a_latency_target_makes_prompts_later() -> None:
     def first(model: Forecaster, num_cached: int = 0) -> float:
-        found = model.predict(
+        prediction = model.predict(
             running(8, left=500),
             ahead=(0, 0),
             num_prompt_tokens=1000,
             max_new_tokens=10,
             num_cached=num_cached,
         )
-        assert found is not None
-        return found.first_token_seconds
+        assert prediction is not None
+        return prediction.first_token_seconds
 
     assert first(forecaster(), num_cached=992) < 0.3 * first(forecaster())
     whole_prompts = forecaster(shortest_first=False)
@@ -237,18 +239,20 @@ def test_cached_prompts_of_the_past_make_those_ahead_cheaper() -> None:
             model.finished(
                 num_prompt=1000, num_generated=10, max_new_tokens=10, num_cached=num_cached
             )
-        found = model.predict([], ahead=(20, 20_000), num_prompt_tokens=1000, max_new_tokens=10)
-        assert found is not None
-        return found.queue_seconds
+        prediction = model.predict(
+            [], ahead=(20, 20_000), num_prompt_tokens=1000, max_new_tokens=10
+        )
+        assert prediction is not None
+        return prediction.queue_seconds
 
     assert queue(900) < 0.2 * queue(0)
 
 
 def test_it_learns_how_long_answers_get() -> None:
     def finish(model: Forecaster) -> float:
-        found = model.predict([], ahead=(0, 0), num_prompt_tokens=100, max_new_tokens=LIMIT)
-        assert found is not None
-        return found.finish_seconds
+        prediction = model.predict([], ahead=(0, 0), num_prompt_tokens=100, max_new_tokens=LIMIT)
+        assert prediction is not None
+        return prediction.finish_seconds
 
     model = forecaster()
     before = finish(model)
@@ -381,10 +385,10 @@ PIPELINES = pytest.mark.parametrize(
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_queue_time_under_load_is_predicted(name: str, pipeline: dict[str, object]) -> None:
     arrivals, flags, most, bias = SCENARIOS[name]
-    found = errors(served(arrivals, **flags, **pipeline))
-    assert len(found) > 300
-    assert median(map(abs, found)) < most
-    assert abs(median(found)) < bias
+    misses = errors(served(arrivals, **flags, **pipeline))
+    assert len(misses) > 300
+    assert median(map(abs, misses)) < most
+    assert abs(median(misses)) < bias
 
 
 @PIPELINES
@@ -392,13 +396,13 @@ def test_first_token_is_predicted_with_and_without_a_queue(pipeline: dict[str, o
     for rate, most in ((4, 0.1), (12, 0.2)):
         engine = served(poisson(3, 800, rate, exponential), **pipeline)
         predicted = [each.first_token_seconds for each in engine.predictions]
-        found = [abs(predicted[n] / engine.first[n] - 1) for n in range(200, 800)]
-        assert median(found) < most
+        misses = [abs(predicted[n] / engine.first[n] - 1) for n in range(200, 800)]
+        assert median(misses) < most
 
 
 @PIPELINES
 @pytest.mark.parametrize("order", ["shortest", "arrival"])
-def test_the_first_token_of_short_prompts_beside_long_ones_is_predicted(
+def test_the_first_token_of_short_prompts_among_long_ones_is_predicted(
     order: str, pipeline: dict[str, object]
 ) -> None:
     """Every tenth prompt takes some steps; the predicted delay of short ones follows the order of service."""
@@ -421,17 +425,17 @@ def test_the_first_token_of_short_prompts_beside_long_ones_is_predicted(
 def test_the_end_is_predicted_if_lengths_are_equal(rate: int) -> None:
     engine = served(poisson(4, 800, rate, lambda _: 80))
     predicted = [each.finish_seconds for each in engine.predictions]
-    found = [predicted[n] / engine.last[n] - 1 for n in range(200, 800)]
-    assert median(map(abs, found)) < 0.1
-    assert abs(median(found)) < 0.03
+    misses = [predicted[n] / engine.last[n] - 1 for n in range(200, 800)]
+    assert median(map(abs, misses)) < 0.1
+    assert abs(median(misses)) < 0.03
 
 
 def test_limits_that_are_always_met_are_known_lengths() -> None:
     arrivals = poisson(5, 1000, 13, exponential)
     met = [each._replace(max_new_tokens=each.output_tokens) for each in arrivals]
-    found = errors(served(met))
-    assert len(found) > 200
-    assert median(map(abs, found)) < 0.12
+    misses = errors(served(met))
+    assert len(misses) > 200
+    assert median(map(abs, misses)) < 0.12
 
 
 def test_it_works_with_a_cost_model_that_learns_from_noisy_steps(
@@ -503,7 +507,7 @@ def test_expected_length_is_the_mean_up_to_the_limit() -> None:
         assert lengths.expected(limit) == pytest.approx(expected, rel=0.1)
 
 
-def test_quantiles_are_exceeded_as_often_as_they_say() -> None:
+def test_quantiles_are_exceeded_as_often_as_their_share() -> None:
     naturals = exponential_gaps(4, 3000, 100)
     lengths = learned([(n, 4000) for n in naturals])
     for share in (0.1, 0.5, 0.9):
@@ -523,7 +527,7 @@ def test_traffic_that_changes_is_followed() -> None:
 @given(
     pairs=LENGTHS, so_far=st.integers(0, 6000), left=st.integers(0, 6000), share=st.floats(0, 0.999)
 )
-def test_what_is_left_stays_within_the_limit(
+def test_tokens_left_stay_within_the_limit(
     pairs: list[tuple[int, int]], so_far: int, left: int, share: float
 ) -> None:
     lengths = learned(pairs)
@@ -533,7 +537,7 @@ def test_what_is_left_stays_within_the_limit(
     assert lengths.expected(limit) <= lengths.expected(limit + 9) + 1e-6
 
 
-def test_an_answer_without_tokens_says_nothing() -> None:
+def test_answers_without_tokens_are_ignored() -> None:
     lengths = learned([])
     lengths.add(0, 10)
     assert lengths.expected(10) == 10

@@ -35,9 +35,9 @@ def read(splitter: Splitter, pieces: Iterable[str]) -> Split:
     return Split("".join(s.thought for s in splits), "".join(s.answer for s in splits))
 
 
-def cut(text: str, places: Iterable[int]) -> list[str]:
+def cut(text: str, positions: Iterable[int]) -> list[str]:
     """Cut `text` at `places`, as far as it reaches."""
-    at = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    at = [0, *sorted(position % (len(text) + 1) for position in positions), len(text)]
     return [text[start:stop] for start, stop in pairwise(at)]
 
 
@@ -193,9 +193,9 @@ def test_formats_are_recognised_by_their_templates() -> None:
         written = "".join(tags.openers[:1]) + " … " + tags.closers[0]
         if name == "granite":
             written += " <response></response>"
-        found = reasoning_of(f"{{{{ '{written}' }}}}")
-        assert found is not None
-        assert found.name == name
+        reasoning = reasoning_of(f"{{{{ '{written}' }}}}")
+        assert reasoning is not None
+        assert reasoning.name == name
     assert reasoning_of("{{ '<|im_start|>' }}") is None
     assert reasoning_of(None) is None
     assert reasoning_of("<think>", "none") is None
@@ -308,7 +308,7 @@ def test_a_strict_tool_leaves_the_choice(before: str) -> None:
     "call", [CHANNEL_CALL, CHANNEL_CALL + "<|call|>", EARLY], ids=["cut", "ended", "early"]
 )
 @pytest.mark.parametrize("before", ["", THOUGHT])
-def test_thought_text_and_call_are_told_apart(before: str, call: str) -> None:
+def test_thoughts_text_and_calls_are_separated(before: str, call: str) -> None:
     expected = ("Hm." if before else "", "", '{"city": "Rome"}')
     assert read_with_calls(before + call) == expected
     preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"

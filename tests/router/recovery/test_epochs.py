@@ -1,29 +1,32 @@
-"""Attempts to open an epoch while the shards are away."""
+"""Epochs while shards are away: attempts, restarts, interrupts, hangs, and the status that routes see."""
 
 from __future__ import annotations
-
 import asyncio
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
-
 import pytest
 from structlog.testing import capture_logs
-
 from millrace_router.errors import RouterError
-from millrace_router.prediction.cost import COEFFICIENTS, CostModel
+from millrace_router.prediction.cost import COEFFICIENTS
+from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.recovery import epochs
-from millrace_router.recovery.epochs import EpochManager, GroupRestart, Interrupt
-from millrace_router.recovery.hang_detector import SLOWEST, StepTimer
+from millrace_router.recovery.epochs import EpochManager
+from millrace_router.recovery.epochs import GroupRestart
+from millrace_router.recovery.epochs import Interrupt
+from millrace_router.recovery.hang_detector import SLOWEST
+from millrace_router.recovery.hang_detector import StepTimer
 from millrace_router.recovery.launcher_channel import LauncherChannel
-from millrace_router.recovery.shard_status import NUM_REMEMBERED, Outage, ShardStatus
+from millrace_router.recovery.shard_status import NUM_REMEMBERED
+from millrace_router.recovery.shard_status import Outage
+from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
-from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard
-
+from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.shards.fake_shard import serve_fake_shard
 
 class AbsentShards(StepChannel):
     """Two ranks that do not listen: each attempt reports the other one."""
@@ -50,9 +53,9 @@ async def test_each_reason_of_an_outage_is_logged_once(monkeypatch: pytest.Monke
     with capture_logs() as lines:
         await manager.open(failed.append)
     await channel.close()
-    told = [line["error"] for line in lines if line["event"].startswith("cannot open a stream")]
+    logged = [line["error"] for line in lines if line["event"].startswith("cannot open a stream")]
     assert len(failed) == 6
-    assert told == ["rank 0 does not listen", "rank 1 does not listen"]
+    assert logged == ["rank 0 does not listen", "rank 1 does not listen"]
 
 
 class Launcher(LauncherChannel):
@@ -106,7 +109,7 @@ async def test_a_launcher_restarts_its_own_ranks() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-async def test_a_single_rank_that_is_lost_ends_nobody(tmp_path: Path, num_ranks: int) -> None:
+async def test_losing_a_single_rank_ends_no_request(tmp_path: Path, num_ranks: int) -> None:
     shards = [FakeShard() for _ in range(num_ranks)]
     addresses = [f"unix:{tmp_path}/{rank}" for rank in range(num_ranks)]
     with ExitStack() as ranks:
@@ -220,8 +223,8 @@ def test_only_so_many_are_remembered() -> None:
     status = ShardStatus(clock=clock)
     for number in range(NUM_REMEMBERED + 2):
         outage(status, clock, number, number + 0.5, "lost")
-    found = status.outages_between(0.0, 1000.0)
-    assert (len(found), found[0].began_at) == (NUM_REMEMBERED, 2.0)
+    outages = status.outages_between(0.0, 1000.0)
+    assert (len(outages), outages[0].began_at) == (NUM_REMEMBERED, 2.0)
 
 
 LOAD = StepLoad(decodes=1, context=10)

@@ -1,34 +1,33 @@
-"""The records of quarantined requests, the refusal of equal requests, and the route that shows the records."""
+"""The poison search, the quarantine that it fills, and the route that shows the records."""
 
 from __future__ import annotations
-
 import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import fields
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
-
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-
-from millrace_proto.sampling import Sampling, SequenceRules
+from millrace_proto.sampling import Sampling
+from millrace_proto.sampling import SequenceRules
 from millrace_router.recovery.poison_search import PoisonSearch
-from millrace_router.recovery.quarantine import REFUSED_SECONDS, Quarantine
-from millrace_router.request.request import (
-    Grammar,
-    GrammarKind,
-    Pooling,
-    SchedulingParameters,
-    ValidRequest,
-)
+from millrace_router.recovery.quarantine import REFUSED_SECONDS
+from millrace_router.recovery.quarantine import Quarantine
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.request import Pooling
+from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.request import ValidRequest
 from millrace_testing.adapters.fake_adapters import version_of
 from millrace_testing.router.edge import serving
-
 
 def positions(members: list[int]) -> dict[int, int]:
     return {member: 10 + member for member in members}
@@ -48,18 +47,16 @@ def search(members: list[int], poison: set[int]) -> tuple[list[int], int]:
                 suspects.computed(member, 10 + member)
             continue
         num_failures += 1
-        found = suspects.fail(positions(running))
-        if found is not None:
-            assert running == [found], "found while other requests ran"
-            detected.append(found)
-            alive.remove(found)
+        culprit = suspects.fail(positions(running))
+        if culprit is not None:
+            assert running == [culprit], "found while other requests ran"
+            detected.append(culprit)
+            alive.remove(culprit)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 300), st.data())
-def test_the_poison_request_alone_is_found_within_the_bound(
-    count: int, data: st.DataObject
-) -> None:
+def test_only_the_poison_request_is_found_within_the_bound(count: int, data: st.DataObject) -> None:
     culprit = data.draw(st.integers(0, count - 1))
     detected, num_failures = search(list(range(count)), {culprit})
     assert detected == [culprit]
@@ -155,10 +152,10 @@ class Crowd:
             self._running, self._admitted = list(self._tokens), list(self._tokens)
         if self._is_bad(set(self._running)):
             self.failures.update(self._running)
-            found = self._suspects.fail({m: self._tokens[m] + 1 for m in self._running})
-            if found is not None:
-                self.detected.append(found)
-                self._gone(found)
+            culprit = self._suspects.fail({m: self._tokens[m] + 1 for m in self._running})
+            if culprit is not None:
+                self.detected.append(culprit)
+                self._gone(culprit)
             self._regroup()
             return
         must_regroup = False

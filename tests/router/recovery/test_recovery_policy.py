@@ -104,7 +104,7 @@ def outcome(result: list[TokenEvent] | BaseException) -> list[int] | BaseExcepti
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16])
 @pytest.mark.parametrize("place", [0, -1])
-async def test_who_breaks_steps_alone_is_quarantined_and_the_others_get_their_tokens(
+async def test_poison_requests_are_quarantined_and_the_others_get_their_tokens(
     count: int, place: int
 ) -> None:
     shard = FakeShard(num_blocks=256)
@@ -232,7 +232,7 @@ async def test_shards_that_are_lost_while_idle_are_missed(monkeypatch: pytest.Mo
     assert not batcher._recovery.quarantine.to_json()
 
 
-async def test_who_waits_for_shards_that_do_not_come_back_is_told_so() -> None:
+async def test_requests_fail_when_the_shards_do_not_come_back() -> None:
     shard = FakeShard()
     shards = DyingShards(shard)
     async with serving(shards, shard, grace_seconds=0.0, max_batch_size=1) as (batcher, _):
@@ -292,7 +292,7 @@ async def test_steps_become_smaller_until_they_fit(most_tokens: int) -> None:
     assert [ids_of(events) for events in results] == [continuation(p, 8) for p in prompts]
 
 
-async def test_what_does_not_fit_alone_fails_alone() -> None:
+async def test_only_the_request_that_does_not_fit_fails() -> None:
     shard = FakeShard(num_blocks=256)
     shard.most_tokens = 3
     async with serving(DirectShards(shard), shard, max_batch_prefill_tokens=64) as (batcher, _):

@@ -1,24 +1,28 @@
-"""Headers and body set the scheduling parameters of a request."""
+"""Requests: their scheduling parameters, the hashes of their blocks, and numbers of 32 bits."""
 
 from __future__ import annotations
-
 import math
 import re
 import struct
 from dataclasses import astuple
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
-
-from millrace_router.errors import QueueTooLong, ValidationError
-from millrace_router.request.block_hashes import BlockHashes, child_key, root_key
-from millrace_router.request.float32 import rounded, shortest
-from millrace_router.request.limits import MILLRACE, TGI, dialect_of
+from millrace_router.errors import QueueTooLong
+from millrace_router.errors import ValidationError
+from millrace_router.request.block_hashes import BlockHashes
+from millrace_router.request.block_hashes import child_key
+from millrace_router.request.block_hashes import root_key
+from millrace_router.request.float32 import rounded
+from millrace_router.request.float32 import shortest
+from millrace_router.request.limits import MILLRACE
+from millrace_router.request.limits import TGI
+from millrace_router.request.limits import dialect_of
 from millrace_router.request.request import SchedulingParameters
-from millrace_router.request.scheduling import scheduling_from, tenant_of
-
+from millrace_router.request.scheduling import scheduling_from
+from millrace_router.request.scheduling import tenant_of
 
 def scheduling(priority: int | None = None, **headers: str) -> SchedulingParameters:
     """Scheduling parameters without tenants; `x_priority` stands for `x-priority`."""
@@ -128,9 +132,7 @@ def test_a_tenant_is_a_name_or_else_a_key_that_cannot_be_read_back() -> None:
         (5000.5, 60.0, "wait for 5000.5 s, and may wait for 60 s"),
     ],
 )
-def test_a_refusal_says_how_long_even_where_that_is_short(
-    predicted: float, allowed: float, said: str
-) -> None:
+def test_a_refusal_names_even_short_waits(predicted: float, allowed: float, said: str) -> None:
     error = QueueTooLong(predicted_seconds=predicted, allowed_seconds=allowed)
     assert str(error).endswith(said)
 
@@ -204,10 +206,10 @@ def test_a_block_that_is_not_full_has_no_key() -> None:
 def test_a_salt_parts_all_blocks() -> None:
     """Each part counts in its place, and no parts together make another."""
     salts: list[tuple[str, ...]] = [(), ("", "a"), ("a", ""), ("a", "b"), ("b", "a"), ("ab", "")]
-    found = [BlockHashes(2, None, salt).first(2, [1, 2, 3, 4], []) for salt in salts]
-    assert len({key for some in found for key in some}) == 2 * len(salts)
+    keys = [BlockHashes(2, None, salt).first(2, [1, 2, 3, 4], []) for salt in salts]
+    assert len({key for some in keys for key in some}) == 2 * len(salts)
     again = BlockHashes(2, None, ("a", "b")).first(2, [1, 2, 3, 4], [])
-    assert list(again) == list(found[3])
+    assert list(again) == list(keys[3])
 
 
 def as_float32(value: float) -> bytes:

@@ -151,9 +151,7 @@ values = st.recursive(
 
 
 @given(schemas.filter(lambda schema: isinstance(schema, dict)), values)
-def test_what_the_closed_schema_allows_the_open_one_allows(
-    schema: dict[str, Any], value: object
-) -> None:
+def test_closed_schemas_allow_no_more_than_open_ones(schema: dict[str, Any], value: object) -> None:
     closed = with_closed_objects(schema)
     if accepts(closed, value):
         assert accepts(schema, value)
@@ -224,7 +222,7 @@ def test_types_are_implied_in_items() -> None:
     ],
     ids=["type", "reference", "not", "if", "const", "enum"],
 )
-def test_what_has_said_otherwise_stays(schema: dict[str, object]) -> None:
+def test_schemas_that_define_other_properties_stay(schema: dict[str, object]) -> None:
     assert with_implied_types(schema) == schema
 
 
@@ -333,7 +331,7 @@ def test_response_formats_become_grammars(
         {"type": "json_schema", "value": {"schema": False}},
     ],
 )
-def test_what_is_neither_object_nor_text_is_not_supported(grammar: dict[str, Any]) -> None:
+def test_grammars_must_be_objects_or_texts(grammar: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=r"^Input validation error: grammar is not supported"):
         native(grammar)
 
@@ -374,7 +372,7 @@ def test_text_that_is_no_schema_is_not_valid(text: str, reason: str) -> None:
         ["a+"],
     ],
 )
-def test_what_has_the_form_of_no_grammar_does_not_fit_the_body(grammar: object) -> None:
+def test_malformed_grammars_do_not_fit_the_body(grammar: object) -> None:
     with pytest.raises(ShapeError):
         GenerateParameters.model_validate({"grammar": grammar})
 
@@ -391,7 +389,7 @@ def test_what_has_the_form_of_no_grammar_does_not_fit_the_body(grammar: object) 
         "json_object",
     ],
 )
-def test_what_has_the_form_of_no_response_format_does_not_fit_either(
+def test_malformed_response_formats_do_not_fit_the_body(
     response_format: object,
 ) -> None:
     with pytest.raises(ShapeError):

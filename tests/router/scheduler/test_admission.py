@@ -105,7 +105,7 @@ def test_an_identical_prompt_waits_for_the_first_one_instead_of_computing_it_aga
     assert len({tuple(client.tokens) for client in clients}) == 1
 
 
-def test_who_waits_for_a_prompt_goes_on_alone_when_its_client_leaves() -> None:
+def test_a_request_goes_on_when_the_one_that_computes_its_prompt_leaves() -> None:
     driver = new_driver(prefill=8)
     first, second = submit(driver, range(60)), submit(driver, range(60))
     driver.turn()
@@ -147,7 +147,7 @@ def test_a_prompt_in_flight_is_not_shared_before_it_is_answered() -> None:
 
 
 @pytest.mark.parametrize("prefill", [8, 64])
-def test_what_is_not_finite_is_never_shared(prefill: int) -> None:
+def test_blocks_that_are_not_finite_are_never_shared(prefill: int) -> None:
     """A chunk that is not finite is reported as such, though its prompt is not complete."""
     driver = new_driver(prefill=prefill)
     driver.shard.corrupt.add(0)

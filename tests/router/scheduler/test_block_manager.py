@@ -244,7 +244,7 @@ def enter(cache: PrefixCache, keys: Sequence[bytes], first_block: int) -> list[C
 
 
 def blocks_of(cache: PrefixCache, keys: Sequence[bytes]) -> list[int]:
-    return [found.block for found in cache.find(keys)]
+    return [block.block for block in cache.find(keys)]
 
 
 def test_the_longest_known_beginning_is_found() -> None:
@@ -270,9 +270,9 @@ def test_eviction_takes_the_chain_that_was_used_longest_ago() -> None:
     old, new = enter(cache, [b"a1", b"a2"], 1), enter(cache, [b"b1", b"b2"], 3)
     cache.unpin(old)
     cache.unpin(new)
-    found = cache.find([b"a1"])
-    cache.pin(found)
-    cache.unpin(found)
+    blocks = cache.find([b"a1"])
+    cache.pin(blocks)
+    cache.unpin(blocks)
     assert [cache.evict() for _ in range(4)] == [2, 4, 3, 1], "a hit renews what it covers alone"
 
 

@@ -159,23 +159,23 @@ class Trie:
 
     def insert(self, tokens: list[int]) -> int:
         keys = self.keys(tokens)
-        found = self.cache.find(keys)
-        self.cache.pin(found)
+        blocks = self.cache.find(keys)
+        self.cache.pin(blocks)
         new = []
-        for key in keys[len(found) :]:
+        for key in keys[len(blocks) :]:
             block = self.cache.enter(key, self._next_block)
             assert block is not None
             new.append(block)
             self._next_block += 1
-        self.cache.unpin([*found, *new])
-        return len(found) * self.size
+        self.cache.unpin([*blocks, *new])
+        return len(blocks) * self.size
 
     def find(self, tokens: list[int]) -> int:
         """Tokens found; they count as used."""
-        found = self.cache.find(self.keys(tokens))
-        self.cache.pin(found)
-        self.cache.unpin(found)
-        return len(found) * self.size
+        blocks = self.cache.find(self.keys(tokens))
+        self.cache.pin(blocks)
+        self.cache.unpin(blocks)
+        return len(blocks) * self.size
 
 
 class TestTrie:
@@ -286,7 +286,7 @@ class TestQueue:
     def test_nothing_comes_from_an_empty_queue(self) -> None:
         assert next_batch(new_driver()) == []
 
-    def test_what_waits_comes_together(self) -> None:
+    def test_waiting_requests_join_one_batch(self) -> None:
         driver = new_driver(prefill=2)
         append(driver)
         append(driver)
@@ -343,7 +343,7 @@ class TestQueue:
         driver.run()
         driver.check_idle()
 
-    def test_who_has_left_is_dropped(self) -> None:
+    def test_requests_whose_clients_left_are_dropped(self) -> None:
         """TGI notices when the entry is popped; here it leaves the queue at once."""
         driver = new_driver()
         append(driver)
@@ -355,7 +355,7 @@ class TestQueue:
 class TestLoop:
     """2.2: prompts and decodes of a step."""
 
-    def test_with_chunking_prompts_are_computed_beside_the_decodes(self) -> None:
+    def test_with_chunking_prompts_are_computed_together_with_decodes(self) -> None:
         driver = new_driver(num_tokens=64)
         append(driver, new=4)
         driver.turn()

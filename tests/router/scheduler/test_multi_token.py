@@ -147,7 +147,7 @@ def test_without_draft_tokens_in_a_step_there_is_no_column() -> None:
     assert finish(driver) == 6
 
 
-def test_columns_say_what_each_row_may_fill() -> None:
+def test_columns_limit_what_each_row_may_fill() -> None:
     driver = new_driver(lengths=Lengths(chain([2, 0, 4], repeat(0))), prefill=80)
     submit(driver, (4, 20), (4, 20))
     submit(driver, (4, 40), guided=True)
@@ -363,7 +363,7 @@ def test_positions_outside_the_allowance_are_an_error(positions: int) -> None:
         answered(positions)
 
 
-def test_a_row_that_the_answer_does_not_tell_of_is_an_error() -> None:
+def test_a_row_missing_from_the_answer_is_an_error() -> None:
     with pytest.raises(ValueError, match="positions where 1 to 4"):
         answered(5, slot=7)
 

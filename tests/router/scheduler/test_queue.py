@@ -150,8 +150,8 @@ class WaitingMachine(RuleBasedStateMachine):
     def take_the_shortest(self) -> None:
         """The first of the shortest prompts among the ones of highest priority, in order of service."""
         highest = max(item.scheduling.priority for item in self.waiting)
-        known = [item for item in self.waiting if item.scheduling.priority == highest]
-        shortest = min(known, key=lambda item: item.num_prompt_tokens)
+        candidates = [item for item in self.waiting if item.scheduling.priority == highest]
+        shortest = min(candidates, key=lambda item: item.num_prompt_tokens)
         assert self.queue.shortest() is shortest
         self.queue.take(shortest)
         self.waiting.remove(shortest)

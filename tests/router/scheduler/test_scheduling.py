@@ -47,8 +47,7 @@ from millrace_testing.schedules.requests import (
 from millrace_testing.shards.hash_choices import Choices, RandomLengths
 from millrace_testing.shards.hash_shard import HashShard
 from millrace_testing.shards.hash_tokens import expected_tokens
-from millrace_testing.shards.held_shards import HeldShards
-from millrace_testing.shards.open_steps import NUM_TURNS, AlwaysOpen
+from millrace_testing.shards.held_shards import NUM_TURNS, AlwaysOpen, HeldShards
 
 COST = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001) | {"step": 0.002})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 from typing import Any
@@ -168,9 +167,7 @@ async def test_a_tenant_of_any_bytes_can_be_logged() -> None:
     output = io.BytesIO()
     with logging_to(output):
         async with serving(fairness="tenant") as edge:
-            host, port = edge.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(sent)
+            reader, writer = await edge.send(sent)
             assert b" 200 " in await reader.readline()
             await reader.read()
             writer.close()

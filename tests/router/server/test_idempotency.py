@@ -785,15 +785,7 @@ async def test_the_end_of_the_server_ends_what_is_kept() -> None:
 @asynccontextmanager
 async def streaming_deaf(edge: Edge) -> AsyncIterator[asyncio.StreamWriter]:
     """Request a stream on its own connection, and never read from it."""
-    host, port = edge.url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    # As aiohttp writes it, for it to be the same request.
-    body = json.dumps(ASKED).encode()
-    writer.write(
-        b"POST /generate_stream HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        b"idempotency-key: k\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-    )
+    _, writer = await edge.open("/generate_stream", ASKED, **KEY)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
-    await edge.batcher.arrived.wait()
     yield writer
     writer.transport.abort()

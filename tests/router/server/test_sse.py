@@ -1,4 +1,4 @@
-"""Streams that end badly: errors after the status, and clients that stop reading."""
+"""Streams: errors after the status, clients that stop reading, and frames that arrive once and in order."""
 
 from __future__ import annotations
 
@@ -40,18 +40,6 @@ def cut_short(_: ValidRequest, stream: TokenStream) -> None:
     """Send a token and then no end."""
     stream.token(token_event(1, "x"))
     stream.finished_at = 1.0
-
-
-async def test_a_stream_that_is_cut_short_has_its_own_error() -> None:
-    async with serving(cut_short) as edge:
-        status, text, _ = await edge.post("/generate_stream", ASKED)
-        assert (await edge.post("/generate", ASKED))[1]["error_type"] == "incomplete_generation"
-    assert status == 200
-    assert text.split("\n\n")[1:] == [
-        'data: {"error":"Incomplete generation stream",'
-        '"error_type":"incomplete_generation_stream"}',
-        "",
-    ]
 
 
 async def test_a_stream_cut_short_ends_with_openais_error() -> None:
@@ -103,7 +91,7 @@ async def test_a_late_defect_is_followed_by_nothing(monkeypatch: pytest.MonkeyPa
     output = io.BytesIO()
     with logging_to(output):
         async with serving(None, keep_alive_seconds=0.01) as edge:
-            reader, writer = await ask_for_stream(edge)
+            reader, writer = await edge.open("/generate_stream", ASKED, connection="close")
             head = await reader.readuntil(b":\n\n")
             edge.batcher.streams[0].token(token_event(1, "odd"))
             text = head + await reader.read()
@@ -210,7 +198,9 @@ async def test_what_was_held_waits_until_the_client_has_read() -> None:
 
 async def test_http_1_0_gets_no_chunks() -> None:
     async with serving(None) as edge:
-        reader, writer = await ask_for_stream(edge, version=b"1.0")
+        reader, writer = await edge.open(
+            "/generate_stream", ASKED, version="1.0", connection="close"
+        )
         stream = edge.batcher.streams[0]
         stream.token(token_event(1, "a"))
         head = await reader.readuntil(b"\r\n\r\n")
@@ -351,23 +341,8 @@ async def test_what_cannot_expire_any_more_is_begun_in_silence(
 
 async def deaf_client(edge: Edge) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Ask for a stream and never read from it."""
-    reader, writer = await ask_for_stream(edge)
+    reader, writer = await edge.open("/generate_stream", ASKED, connection="close")
     writer.transport.pause_reading()  # type: ignore[attr-defined]
-    return reader, writer
-
-
-async def ask_for_stream(
-    edge: Edge, *, version: bytes = b"1.1"
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Request a stream on its own connection."""
-    host, port = edge.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    body = json.dumps(ASKED).encode()
-    writer.write(
-        b"POST /generate_stream HTTP/%b\r\nhost: x\r\ncontent-type: application/json\r\n"
-        b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (version, len(body), body)
-    )
-    await edge.batcher.arrived.wait()
     return reader, writer
 
 

@@ -1,4 +1,4 @@
-"""The spans of requests over the HTTP edge: names, moments, attributes, and what is never in them."""
+"""The spans of requests over the HTTP edge, and the headers that join them to a trace."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Channels to real servers, with and without TLS."""
 
 from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
@@ -9,23 +8,25 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
 import grpc
 import pytest
 import structlog
 import trustme
-
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_router.config import RouterConfig
-from millrace_router.shards.channels import TlsError, is_exposed, tls_from
+from millrace_router.shards.channels import TlsError
+from millrace_router.shards.channels import is_exposed
+from millrace_router.shards.channels import tls_from
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.start.running import start
 from millrace_router.start.shards import StartupError
-from millrace_testing.launcher.deployment import Certificate, certificate
-from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard, FakeShardService
-
+from millrace_testing.launcher.deployment import Certificate
+from millrace_testing.launcher.deployment import certificate
+from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.shards.fake_shard import FakeShardService
+from millrace_testing.shards.hash_tokens import VOCAB_SIZE
 
 def config(**given: Any) -> RouterConfig:
     return RouterConfig(**{"model_folder": Path("model")} | given)
@@ -82,7 +83,7 @@ async def test_a_router_with_a_certificate_reaches_its_shard(
     assert await reaches(f"localhost:{port}", mine)
 
 
-async def test_without_papers_or_with_others_it_does_not(
+async def test_shards_are_not_reached_without_matching_certificates(
     port: int, tmp_path: Path, authority: trustme.CA
 ) -> None:
     stranger = certificate(tmp_path, "stranger", trusts=authority)
@@ -90,7 +91,7 @@ async def test_without_papers_or_with_others_it_does_not(
     assert not await reaches(f"localhost:{port}", stranger)
 
 
-async def test_it_speaks_to_no_shard_of_another_authority_or_name(
+async def test_shards_of_another_authority_or_name_are_refused(
     port: int, tmp_path: Path, authority: trustme.CA
 ) -> None:
     doubter = certificate(tmp_path, "doubter", authority=authority, trusts=trustme.CA())
@@ -128,7 +129,7 @@ async def test_the_start_fails_with_files_that_do_not_belong_together(tmp_path: 
         await start(config(model_folder=model, **wrong))
 
 
-async def test_a_router_that_is_refused_says_so_while_it_waits(
+async def test_a_router_that_is_refused_logs_it_while_it_waits(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace_router.start.shards.INFO_SECONDS", 0.01)

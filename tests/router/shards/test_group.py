@@ -285,7 +285,7 @@ async def test_waiting_with_a_limit_ends_with_the_shard(address: str) -> None:
             await shards.receive()
 
 
-async def test_what_is_waited_for_is_forgotten_with_its_epoch(address: str) -> None:
+async def test_pending_answers_are_forgotten_with_their_epoch(address: str) -> None:
     async with held_step(address) as (shards, shard, _):
         assert shard.gate is not None
         shard.gate.set()

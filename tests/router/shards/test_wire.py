@@ -1,20 +1,21 @@
-"""Columns of a step's answer, whatever the counts."""
+"""The messages of the shards: columns of a step's answer, and parameters."""
 
 from __future__ import annotations
-
-from dataclasses import fields, replace
-
+from dataclasses import fields
+from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from millrace_proto import generate_pb2 as pb
-from millrace_proto.sampling import Dry, Sampling, SequenceRules
+from millrace_proto.sampling import Dry
+from millrace_proto.sampling import Sampling
+from millrace_proto.sampling import SequenceRules
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import PromptChunk
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.step_result import result_from_pb
-from millrace_router.shards.wire import parameters_to_pb, plan_to_pb
+from millrace_router.shards.wire import parameters_to_pb
+from millrace_router.shards.wire import plan_to_pb
 
 COUNTS = st.lists(st.integers(0, 3), max_size=6) | st.lists(st.just(1), max_size=6)
 
@@ -27,7 +28,7 @@ def test_each_token_has_its_slot_and_candidates(counts: list[int], *, with_top: 
     for slot, count in zip(slots, counts, strict=True):
         for _ in range(count):
             token_id = len(expected)
-            top = [(token_id + place, -float(place)) for place in range(token_id % 3)]
+            top = [(token_id + index, -float(index)) for index in range(token_id % 3)]
             answer.ids.append(token_id)
             answer.logprobs.append(-token_id / 2)
             if with_top:
@@ -47,8 +48,8 @@ def test_each_prompt_has_its_scores_and_candidates(rows: list[tuple[int, int]]) 
         answer.prefill_slots.append(slot)
         answer.prefill_counts.append(count)
         answer.prefill_top_counts.append(width)
-        logprobs = [-slot - place / 4 for place in range(count)]
-        ids = [100 * slot + place for place in range(count * width)]
+        logprobs = [-slot - index / 4 for index in range(count)]
+        ids = [100 * slot + index for index in range(count * width)]
         answer.prefill_logprobs.extend(logprobs)
         answer.prefill_top_ids.extend(ids)
         answer.prefill_top_logprobs.extend(-float(id_) for id_ in ids)
@@ -67,7 +68,7 @@ def test_columns_of_different_length_are_an_error(column: str) -> None:
 
 
 @pytest.mark.parametrize("chunks", [[], [(7, 3)]], ids=["decode", "prefill"])
-def test_what_decodes_are_allowed_is_two_columns_beside_their_slots(
+def test_allowed_positions_are_two_columns_next_to_the_slots(
     chunks: list[tuple[int, int]],
 ) -> None:
     plan: StepPlan = StepPlan(
@@ -98,7 +99,7 @@ def test_positions_filled_by_decodes_are_reported_by_slot() -> None:
         result_from_pb([answer])
 
 
-def test_a_step_that_changes_nothing_says_nothing_of_changes() -> None:
+def test_a_step_that_changes_nothing_sends_no_changes() -> None:
     plan = StepPlan(decodes=[3])
     message = plan_to_pb(plan, epoch=1, number=2)
     assert message == pb.StepRequest(epoch=1, number=2, decode=pb.Decode(decode_slots=[3]))
@@ -170,7 +171,7 @@ def test_stop_tokens_are_sent_only_for_a_minimum() -> None:
     assert not read(replace(REQUEST, min_new_tokens=0)).rules.stop_ids
 
 
-def test_what_an_older_router_wrote_has_no_rules() -> None:
+def test_messages_of_older_routers_have_no_rules() -> None:
     arrived = Sampling.from_pb(pb.NextTokenChooserParameters(temperature=1))
     assert not arrived.rules
     assert (arrived.top_n_sigma, arrived.xtc_probability) == (0, 0)

@@ -1,4 +1,4 @@
-"""Checks between flags and capacity, and the errors of a start."""
+"""The start of the router: flags against capacity, adapters, the journal, KV-cache events, and errors."""
 
 from __future__ import annotations
 

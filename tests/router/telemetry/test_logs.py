@@ -1,7 +1,6 @@
 """Log lines: both formats, other libraries' lines, requests that were given up."""
 
 from __future__ import annotations
-
 import asyncio
 import io
 import logging
@@ -10,28 +9,33 @@ import select
 import stat
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from logging import LogRecord, makeLogRecord
+from contextlib import contextmanager
+from contextlib import suppress
+from logging import LogRecord
+from logging import makeLogRecord
 from pathlib import Path
 from threading import Event
-
 import orjson
 import pytest
 import structlog
-from structlog.contextvars import bound_contextvars, merge_contextvars
+from structlog.contextvars import bound_contextvars
+from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
-
 from millrace_router.config import RouterConfig
 from millrace_router.start.running import start
 from millrace_router.start.shards import StartupError
-from millrace_router.telemetry import progress_log, request_log
+from millrace_router.telemetry import request_log
+from millrace_router.telemetry import request_log as progress_log
 from millrace_router.telemetry.instruments import Counter
-from millrace_router.telemetry.progress_log import ProgressLog
-from millrace_router.telemetry.request_log import NUM_FULL_FILES, RequestFile, RequestLog
-from millrace_testing.router.edge import logging_to, serving
+from millrace_router.telemetry.request_log import NUM_FULL_FILES
+from millrace_router.telemetry.request_log import ProgressLog
+from millrace_router.telemetry.request_log import RequestFile
+from millrace_router.telemetry.request_log import RequestLog
+from millrace_testing.router.edge import logging_to
+from millrace_testing.router.edge import serving
 from millrace_testing.router.fake_router import tiny_tokenizer
-from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard
-
+from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.shards.fake_shard import serve_fake_shard
 
 def fields(output: io.BytesIO) -> list[dict[str, object]]:
     return [orjson.loads(line)["fields"] for line in output.getvalue().splitlines()]
@@ -107,9 +111,8 @@ async def test_malformed_requests_are_not_quoted(json_output: bool) -> None:
     output = io.BytesIO()
     with logging_to(output, json_output=json_output):
         async with serving() as edge:
-            host, port = edge.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"GET /health HTTP/1.1\r\nauthorization: hush\r\nb\x00d secret\r\n\r\n")
+            broken = b"GET /health HTTP/1.1\r\nauthorization: hush\r\nb\x00d secret\r\n\r\n"
+            reader, writer = await edge.send(broken)
             assert b"400" in await reader.readline()
             writer.close()
     assert b"an HTTP connection failed" in output.getvalue()
@@ -293,7 +296,7 @@ def test_a_file_that_another_empties_is_filled_from_its_beginning(path: Path) ->
     assert path.read_text() == "3\n"
 
 
-def test_a_full_disk_costs_lines_alone(path: Path) -> None:
+def test_a_full_disk_costs_only_lines(path: Path) -> None:
     output = io.BytesIO()
     path.symlink_to("/dev/full")
     with logging_to(output), opened(path) as file:
@@ -323,7 +326,7 @@ def test_half_a_line_spoils_no_other(path: Path, monkeypatch: pytest.MonkeyPatch
     assert file.num_lost == 1
 
 
-def test_a_folder_that_goes_away_costs_lines_alone(path: Path) -> None:
+def test_a_folder_that_goes_away_costs_only_lines(path: Path) -> None:
     folder = path.parent / "logs"
     folder.mkdir()
     with logging_to(io.BytesIO()), opened(folder / "requests.log") as file:

@@ -1,23 +1,26 @@
-"""The text of /metrics."""
+"""The text of /metrics, recent values, and the report of the load."""
 
 from __future__ import annotations
-
 import json
 import random
 import re
 from bisect import bisect_left
-
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as LibraryCounter
 from prometheus_client.parser import text_string_to_metric_families
-
-from millrace_router.telemetry.exposition import CONTENT_TYPE, render
+from millrace_router.telemetry.instruments import CONTENT_TYPE
+from millrace_router.telemetry.instruments import render
 from millrace_router.telemetry.load_report import LoadReport
-from millrace_router.telemetry.metrics import DURATION_BUCKETS, MAX_NAMES, OTHER, Metrics
-from millrace_router.telemetry.recent import Recent, quantile
-from millrace_testing.router.edge import limits_with, serving
+from millrace_router.telemetry.metrics import DURATION_BUCKETS
+from millrace_router.telemetry.metrics import MAX_NAMES
+from millrace_router.telemetry.metrics import OTHER
+from millrace_router.telemetry.metrics import Metrics
+from millrace_router.telemetry.recent import Recent
+from millrace_router.telemetry.recent import quantile
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import serving
 
 TGI_NAMES = {
     "counter": (
@@ -108,7 +111,7 @@ def test_the_clients_own_parser_reads_it_back() -> None:
     assert samples["tgi_request_generated_tokens_sum", None] == 1e9 + 1
 
 
-def test_what_alerts_watch_is_there_from_the_start() -> None:
+def test_series_for_alerts_exist_from_the_start() -> None:
     metrics = new_metrics()
     metrics.show_recoveries()
     metrics.recoveries.labels(reason="hung").inc()
@@ -149,7 +152,7 @@ def test_library_collectors_are_written_without_additions_and_escaped() -> None:
     )
 
 
-async def test_what_requests_leave_behind() -> None:
+async def test_requests_leave_the_expected_metrics() -> None:
     async with serving(limits=limits_with(max_concurrent_requests=1)) as edge:
         await edge.post("/generate", {"inputs": "a b", "parameters": {"max_new_tokens": 2}})
         await edge.post("/generate", {"inputs": "", "parameters": {}})
@@ -221,7 +224,7 @@ def test_utilization_is_that_of_the_scarcer_of_slots_and_blocks(
     }
 
 
-def test_both_forms_say_the_same() -> None:
+def test_both_forms_of_the_report_agree() -> None:
     load = LoadReport(busy_metrics(kv_usage=0.25, running=1, waiting=2), 4, Clock())
     text, as_json = load.render("text"), load.render("json")
     assert text is not None
@@ -298,7 +301,7 @@ def test_rates_are_those_of_the_last_minute() -> None:
     assert recent.uptime_seconds == 120.0
 
 
-def test_who_asks_after_a_while_gets_the_time_since_the_last_question() -> None:
+def test_the_rate_covers_the_time_since_the_last_reading() -> None:
     metrics, clock, recent = started()
     clock.now += 5.0
     recent.window()
@@ -358,12 +361,12 @@ def test_percentiles_are_in_the_bucket_of_the_true_ones(share: float) -> None:
     for value in values:
         metrics.time_to_first_token_seconds.observe(value)
     clock.now += 10.0
-    found = recent.window().first_token_seconds(share)
-    assert found is not None
+    percentile = recent.window().first_token_seconds(share)
+    assert percentile is not None
     bounds = np.array([0.0, *DURATION_BUCKETS])
     expected = np.quantile(values, share, method="inverted_cdf")
     at = int(np.searchsorted(bounds, expected))
-    assert bounds[at - 1] <= found <= bounds[at]
+    assert bounds[at - 1] <= percentile <= bounds[at]
 
 
 def test_quantile_handles_empty_and_outermost_buckets() -> None:

@@ -1,25 +1,25 @@
-"""Chat templates: common forms, available functions, and errors."""
+"""Chat templates: common forms, the templates of published models, available functions, and errors."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 import threading
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
-
 from millrace_router.errors import TemplateError
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.model_files import ModelFiles
 from millrace_router.tool_calls.formats.registry import format_of
-from millrace_router.tool_calls.tool import Tool, ToolChoice
-from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT, with_tool_prompt
+from millrace_router.tool_calls.tool import Tool
+from millrace_router.tool_calls.tool import ToolChoice
+from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT
+from millrace_router.tool_calls.tool_prompt import with_tool_prompt
 from millrace_testing.text import chat_templates as sources
 from millrace_testing.text import published
 
@@ -147,7 +147,7 @@ def test_lines_that_hold_only_a_tag_leave_nothing() -> None:
     assert render(source, [USER, SYSTEM]) == "a\n  user\n  system\nb"
 
 
-def test_raise_exception_tells_the_client() -> None:
+def test_raise_exception_reaches_the_client() -> None:
     with pytest.raises(TemplateError) as raised:
         render(INST, [USER, USER])
     expected = "Template error: Roles must take turns: user, assistant, user, ..."
@@ -549,7 +549,7 @@ def test_arguments_are_an_object_if_they_can_be(given: object, seen: object) -> 
     assert message["content"] == ""
 
 
-def test_what_else_a_message_has_reaches_the_template() -> None:
+def test_other_fields_of_a_message_reach_the_template() -> None:
     thoughts = {"role": "assistant", "content": "So.", "reasoning_content": "Hm.", "name": "bot"}
     messages = [USER_TURN, thoughts]
     prompt = template("qwen-3").render(messages, continue_final_message=False)

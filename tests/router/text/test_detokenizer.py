@@ -1,30 +1,35 @@
-"""Incremental text against the decode of the whole."""
+"""Incremental text against the decode of the whole, for each kind of decoder, and stop strings."""
 
 from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import Any, SupportsIndex, cast
-
+from typing import Any
+from typing import SupportsIndex
+from typing import cast
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken
+from tokenizers import decoders
+from tokenizers import models
+from tokenizers import normalizers
+from tokenizers import pre_tokenizers
+from tokenizers import trainers
 from tokenizers import Tokenizer as RustTokenizer
-
 from millrace_router.text.byte_decoder import ByteDecoder
 from millrace_router.text.detokenizer import IncrementalDetokenizer
-from millrace_router.text.stopping import StopMatcher, StopTrimmer
+from millrace_router.text.stopping import StopMatcher
+from millrace_router.text.stopping import StopTrimmer
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_testing.text.texts import (
-    CORPUS,
-    KINDS,
-    byte_fallback,
-    byte_level,
-    metaspace,
-    tokenizer,
-    word_piece,
-)
+from millrace_testing.text.texts import CORPUS
+from millrace_testing.text.texts import KINDS
+from millrace_testing.text.texts import byte_fallback
+from millrace_testing.text.texts import byte_level
+from millrace_testing.text.texts import metaspace
+from millrace_testing.text.texts import tokenizer
+from millrace_testing.text.texts import word_piece
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 ALPHABET = "abcdefghi the lazy 你好世界天气 😀👩‍💻🎉 éöœñ Привет .,!?'\n\t"
@@ -92,9 +97,9 @@ def test_invalid_bytes_are_shown_and_hold_nothing_back(kind: str, raw: bytes) ->
     one = tokenizer(kind)
     text = IncrementalDetokenizer(one, one.encode("the"))
     shown = ""
-    for place, id_ in enumerate(byte_ids(one, raw), start=1):
+    for index, id_ in enumerate(byte_ids(one, raw), start=1):
         shown += text.step(id_)
-        so_far = raw[:place].decode(errors="replace")
+        so_far = raw[:index].decode(errors="replace")
         assert so_far.startswith(shown)
         # What is withheld is shorter than a character can be.
         assert len(so_far) - len(shown) <= 3
@@ -459,7 +464,7 @@ def test_trimmer_holds_back_only_what_may_begin_a_stop(pieces: list[str], stops:
 
 @settings(deadline=None, max_examples=150)
 @given(pieces=st.lists(st.text("ab", max_size=5), max_size=12), stop=st.text("ab", min_size=1))
-def test_what_is_held_back_is_the_longest_beginning_of_a_stop(pieces: list[str], stop: str) -> None:
+def test_the_longest_beginning_of_a_stop_is_held_back(pieces: list[str], stop: str) -> None:
     """The sequence may repeat itself, so that one prefix ends with another."""
     trimmer = StopTrimmer([stop])
     text = shown = ""

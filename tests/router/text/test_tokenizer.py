@@ -1,4 +1,4 @@
-"""Tokenizer: the Rust tokenizer behind bounds, with byte offsets."""
+"""Tokenizer: the Rust tokenizer behind bounds, with byte offsets; and the files of a model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_spans_are_byte_slices_that_cover_the_text(text: str) -> None:
     assert [span.id for span in spans] == list(tokenizer("byte_level").encode(text))
     for span in spans:
         assert raw[span.start : span.stop].decode() == span.text
-    covered = {place for span in spans for place in range(span.start, span.stop)}
+    covered = {offset for span in spans for offset in range(span.start, span.stop)}
     assert covered == set(range(len(raw)))
 
 
@@ -329,8 +329,8 @@ TEXTS = st.text("ab\n🙂", max_size=4)
 @example(texts=["ab", "ba", "", "aa"], part="a")
 @example(texts=["a", "b"], part="ab")
 def test_each_token_with_the_part_is_found_once(texts: list[str], part: str) -> None:
-    found = list(TokenTexts(texts).having(part))
-    assert found == [index for index, text in enumerate(texts) if part in text]
+    tokens = list(TokenTexts(texts).having(part))
+    assert tokens == [index for index, text in enumerate(texts) if part in text]
 
 
 def test_no_part_reaches_over_two_tokens() -> None:
@@ -477,8 +477,8 @@ def cache(tmp_path: Path) -> Path:
     [(None, COMMIT), ("main", COMMIT), ("refs/pr/1", OTHER), (OTHER, OTHER)],
 )
 def test_a_snapshot_is_found(cache: Path, revision: str | None, commit: str) -> None:
-    found = find_snapshot("org/model", revision=revision, cache=cache)
-    assert found == cache / "models--org--model" / "snapshots" / commit
+    folder = find_snapshot("org/model", revision=revision, cache=cache)
+    assert folder == cache / "models--org--model" / "snapshots" / commit
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def forced(parameters: dict[str, Any], arguments: str, *, strict: bool) -> bool:
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
-def test_what_schemas_leave_unsaid(strict: bool) -> None:
+def test_arguments_are_objects_of_listed_properties(strict: bool) -> None:
     assert forced({}, '{"a": 1}', strict=strict)
     assert not forced({}, "[1]", strict=strict)
     listed = {"properties": {"a": {"type": "integer"}}}
@@ -284,7 +284,9 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize("parameters", UNSUPPORTED, ids=str)
-def test_what_cannot_be_kept_is_refused_only_for_strict_tools(parameters: dict[str, Any]) -> None:
+def test_constraints_that_cannot_be_kept_are_refused_only_for_strict_tools(
+    parameters: dict[str, Any],
+) -> None:
     assert forced(parameters, '{"a": ["x"]}', strict=False)
     with pytest.raises(GrammarInvalid) as raised:
         forced(parameters, '{"a": ["x"]}', strict=True)
@@ -327,7 +329,7 @@ def test_limits_of_grammars_hold() -> None:
     assert made.grammar([wordy], REQUIRED) is not None
 
 
-def test_what_is_no_tool_is_refused() -> None:
+def test_invalid_tools_are_refused() -> None:
     made = chosen("hermes")
     with pytest.raises(ToolError, match="Tool with name rain not found"):
         made.grammar(TOOLS, ToolChoice("named", "rain"))
@@ -383,7 +385,7 @@ BY_TEMPLATE = {
 
 
 @pytest.mark.parametrize(("template", "expected"), BY_TEMPLATE.values(), ids=BY_TEMPLATE)
-def test_the_template_tells(template: str | None, expected: str) -> None:
+def test_the_template_selects_the_format(template: str | None, expected: str) -> None:
     assert format_of(template).name == expected
 
 

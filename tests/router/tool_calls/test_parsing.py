@@ -243,7 +243,7 @@ def written(name: str, calls: Sequence[tuple[str, str]]) -> str:
 @pytest.mark.parametrize("name", [*FORMATS, "named"])
 @settings(max_examples=25, deadline=None)
 @given(calls=CALLS, indent=st.sampled_from([None, 2]))
-def test_what_a_model_calls_is_what_the_client_gets(
+def test_clients_get_the_models_calls(
     name: str, calls: list[tuple[str, dict[str, Any]]], indent: int | None
 ) -> None:
     texts = [(called, json.dumps(arguments, indent=indent)) for called, arguments in calls]
@@ -389,7 +389,7 @@ def test_a_value_ends_where_it_ends(
 @example('"', '\\u00e9\\n"')
 @example('"', '\\x"')
 @example('"', "\n")
-def test_what_is_json_and_what_is_not(first: str, rest: str) -> None:
+def test_json_is_recognised_as_by_the_standard(first: str, rest: str) -> None:
     text = first + rest
     end, has_failed = scan(list(text))
     assert end == end_of(text)
@@ -399,7 +399,7 @@ def test_what_is_json_and_what_is_not(first: str, rest: str) -> None:
 @pytest.mark.parametrize(
     "text", ['{"a": NaN}', "[Infinity]", "{'a': 1}", "[nul]", "[+1]", '"\x00"', "nope", "]"]
 )
-def test_what_python_or_people_write_is_none(text: str) -> None:
+def test_other_spellings_are_not_json(text: str) -> None:
     assert scan([text]) == (None, True)
 
 

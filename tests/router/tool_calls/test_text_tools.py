@@ -222,7 +222,7 @@ def test_expressions_match_their_texts_only(
         'start: "ab".."cd"',
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(source: str) -> None:
+def test_constraints_that_cannot_be_kept_are_refused_by_name(source: str) -> None:
     with pytest.raises(ToolError, match="the grammar of a tool"):
         quoted_rule(Grammar(GrammarKind.LARK, source))
 

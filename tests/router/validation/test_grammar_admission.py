@@ -168,7 +168,7 @@ async def test_a_refusal_is_forgotten_after_ten_minutes_and_an_acceptance_is_not
     assert await parts.reason(regex("a")) is None
 
 
-async def test_what_was_asked_for_longest_ago_is_forgotten() -> None:
+async def test_the_answer_used_longest_ago_is_forgotten() -> None:
     compiler = FakeCompiler(refusal=lambda _: "no")
     parts = Parts(compiler)
     for number in range(MAX_REMEMBERED):
@@ -199,7 +199,7 @@ async def test_many_that_ask_for_the_same_ask_once() -> None:
     assert not parts.grammars._locks
 
 
-async def test_who_leaves_while_asking_leaves_the_question_to_the_next() -> None:
+async def test_a_check_passes_to_the_next_request_when_its_client_leaves() -> None:
     parts = Parts(compiler := GatedCompiler())
     first = asyncio.create_task(parts.grammars.check(regex()))
     await until(lambda: compiler.num_running == 1)
@@ -240,7 +240,7 @@ async def test_only_so_many_may_wait() -> None:
     await parts.grammars.check(regex("one more"))
 
 
-async def test_who_may_not_wait_so_long_is_sent_away_and_the_question_with_him() -> None:
+async def test_requests_that_may_not_wait_end_their_check() -> None:
     parts = Parts(compiler := GatedCompiler())
     with pytest.raises(QueueExpired):
         await parts.grammars.check(regex(), wait_seconds=0.01)
@@ -249,7 +249,7 @@ async def test_who_may_not_wait_so_long_is_sent_away_and_the_question_with_him()
     await parts.grammars.check(regex(), wait_seconds=10.0)
 
 
-async def test_what_is_known_takes_no_time() -> None:
+async def test_known_grammars_are_accepted_at_once() -> None:
     parts = Parts(FakeCompiler())
     await parts.grammars.check(regex())
     await parts.grammars.check(regex(), wait_seconds=0.0)
@@ -346,7 +346,7 @@ async def test_a_defect_of_the_shards_is_a_refusal() -> None:
     assert compiler.num_asked == 1
 
 
-async def test_shards_that_have_no_room_say_nothing_about_the_grammar() -> None:
+async def test_busy_shards_do_not_judge_the_grammar() -> None:
     class Busy:
         is_busy = True
 
@@ -362,7 +362,7 @@ async def test_shards_that_have_no_room_say_nothing_about_the_grammar() -> None:
     assert await parts.reason(regex()) is None
 
 
-async def test_shards_that_do_not_answer_in_time_say_nothing_about_the_grammar() -> None:
+async def test_late_shards_do_not_judge_the_grammar() -> None:
     parts = Parts(compiler := GatedCompiler(), check_seconds=0.01)
     with pytest.raises(Overloaded, match="cannot be compiled now"):
         await parts.grammars.check(regex())
@@ -387,7 +387,7 @@ async def test_one_that_is_known_is_compiled_again_before_a_step_would_have_to()
 
 
 @pytest.mark.parametrize("error", [ShardBusy("8"), ShardLost("gone"), ShardError("panicked")])
-async def test_one_that_is_known_is_taken_whatever_the_shards_say(error: ShardError) -> None:
+async def test_known_grammars_are_accepted_whatever_the_shards_answer(error: ShardError) -> None:
     class Failing:
         fails = False
 
@@ -412,7 +412,7 @@ async def test_one_that_is_known_waits_no_longer_than_is_worth_it() -> None:
     await parts.grammars.check(regex())
 
 
-async def test_what_the_shards_say_is_counted() -> None:
+async def test_answers_of_the_shards_are_counted() -> None:
     refusal = {"b": "no", "c": "no"}.get
     parts = Parts(FakeCompiler(refusal=lambda grammar: refusal(grammar.source)))
     for source in "aabbc":

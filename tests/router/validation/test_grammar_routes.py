@@ -1,28 +1,26 @@
 """Grammars over HTTP: what reaches the shards, what is refused with which status, and what else waits meanwhile."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
-
 import pytest
-
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import FinishReason, Grammar, GrammarKind, ValidRequest
+from millrace_router.request.request import FinishReason
+from millrace_router.request.request import Grammar
+from millrace_router.request.request import GrammarKind
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.services import Services
 from millrace_router.start.shards import RouterDeployment
-from millrace_testing.router.edge import (
-    FakeBatcher,
-    finished,
-    limits_with,
-    play,
-    services_over,
-    serving,
-    token_event,
-)
+from millrace_testing.router.edge import FakeBatcher
+from millrace_testing.router.edge import finished
+from millrace_testing.router.edge import limits_with
+from millrace_testing.router.edge import play
+from millrace_testing.router.edge import services_over
+from millrace_testing.router.edge import serving
+from millrace_testing.router.edge import token_event
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 OF_SCHEMA = Grammar(
@@ -62,9 +60,8 @@ def message_of(answer: Any) -> str:
 @pytest.mark.parametrize("path", WITH_REGEX)
 async def test_a_grammar_reaches_the_shards(path: str) -> None:
     async with served() as edge:
-        status, _, _ = await edge.post(path, WITH_REGEX[path])
+        _ = await edge.answer(path, WITH_REGEX[path])
         (request,) = edge.batcher.requests
-    assert status == 200
     assert request.grammar == Grammar(GrammarKind.REGEX, "a+")
     assert edge.batcher.compiler.asked == [request.grammar]
 
@@ -134,7 +131,7 @@ def test_more_choices_than_permits_are_never_allowed() -> None:
     services.tokenizer.close()
 
 
-async def test_a_body_that_is_no_grammar_says_where() -> None:
+async def test_invalid_bodies_of_grammars_are_located() -> None:
     async with served() as edge:
         body = {"inputs": "a", "parameters": {"grammar": {"type": "yaml", "value": "a"}}}
         status, answer, _ = await edge.post("/generate", body)
@@ -210,7 +207,7 @@ async def test_a_restart_of_the_shards_is_waited_for(*, has_given_up: bool) -> N
         assert (status, answer) == (200, {"generated_text": " x x x"})
 
 
-async def test_who_may_not_wait_for_a_restart_is_sent_away() -> None:
+async def test_requests_that_may_not_wait_for_a_restart_are_refused() -> None:
     async with served() as edge:
         edge.batcher.status.begin_outage("killed")
         headers = {"x-max-queue-ms": "20"}
@@ -252,7 +249,9 @@ def ends(reason: FinishReason) -> Callable[[ValidRequest, TokenStream], None]:
         (FinishReason.LENGTH, "length", "length"),
     ],
 )
-async def test_how_a_guided_generation_ends(reason: FinishReason, native: str, openai: str) -> None:
+async def test_guided_generations_report_their_finish_reason(
+    reason: FinishReason, native: str, openai: str
+) -> None:
     details = {"inputs": "a", "parameters": {"grammar": REGEX, "details": True}}
     async with served(script=ends(reason)) as edge:
         _, answer, _ = await edge.post("/generate", details)
@@ -263,7 +262,7 @@ async def test_how_a_guided_generation_ends(reason: FinishReason, native: str, o
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_what_else_can_be_asked_of_sampling(path: str) -> None:
+async def test_further_sampling_parameters_are_accepted(path: str) -> None:
     body = {
         **OPENAI[path],
         "temperature": 0.5,
@@ -276,8 +275,7 @@ async def test_what_else_can_be_asked_of_sampling(path: str) -> None:
     greedy = {**body, "temperature": 0, "logit_bias": None}
     async with served() as edge:
         for asked in (body, {**OPENAI[path], **neutral}, greedy):
-            status, answer, _ = await edge.post(path, asked)
-            assert status == 200, answer
+            await edge.answer(path, asked)
         first, second, third = (request.sampling for request in edge.batcher.requests)
     assert (first.min_p, first.top_k, first.typical_p) == (0.25, 3, 0.5)
     assert first.bias == ((5, -100.0), (2, 1.5))
@@ -308,7 +306,7 @@ async def test_what_else_can_be_asked_of_sampling(path: str) -> None:
         ),
     ],
 )
-async def test_what_cannot_be_asked_of_sampling(
+async def test_invalid_sampling_parameters_are_refused(
     path: str, fields: dict[str, Any], message: str
 ) -> None:
     async with served() as edge:
@@ -375,8 +373,7 @@ async def test_grammars_of_any_size_are_read(pad: str, *, strict_tgi: bool) -> N
 
     async with served(strict_tgi=strict_tgi) as edge:
         for path, body in asked(SCHEMA).items():
-            status, answer, _ = await edge.post(path, body)
-            assert status == 200, answer
+            answer = await edge.answer(path, body)
         deep = {"properties": {}, **nested(129)}
         for path, body in asked(deep).items():
             status, answer, _ = await edge.post(path, body)
@@ -399,8 +396,7 @@ async def test_a_grammar_is_bounded_over_http() -> None:
         return {"inputs": "a", "parameters": {"grammar": {**REGEX, "value": "a" * num_bytes}}}
 
     async with served() as edge:
-        status, _, _ = await edge.post("/generate", asked(2**17))
-        assert status == 200
+        _ = await edge.answer("/generate", asked(2**17))
         status, answer, _ = await edge.post("/generate", asked(2**17 + 1))
     assert (status, message_of(answer)) == (
         422,

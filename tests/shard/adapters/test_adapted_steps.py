@@ -1,32 +1,32 @@
 """Adapters behind the runner: prompt log probabilities, cached prefixes, drafts, graphs."""
 
 from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-
 from millrace_shard.batch.step import Forward
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 from millrace_shard.speculation.loading import Speculation
-from millrace_testing.engines.steps import Stepper, beside, ints
-from millrace_testing.models.adapted_ranks import AdaptedJob, generate_on_a_rank
-from millrace_testing.models.adapters import (
-    AdaptedModel,
-    load_adapted,
-    make_adapter,
-    write_canonical,
-)
-from millrace_testing.models.models import logprobs, prompt_of, save_tiny
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.engines.steps import Stepper
+from millrace_testing.engines.steps import beside
+from millrace_testing.engines.steps import ints
+from millrace_testing.models.adapters import AdaptedJob
+from millrace_testing.models.adapters import AdaptedModel
+from millrace_testing.models.adapters import generate_on_a_rank
+from millrace_testing.models.adapters import load_adapted
+from millrace_testing.models.adapters import make_adapter
+from millrace_testing.models.adapters import write_canonical
+from millrace_testing.models.models import logprobs
+from millrace_testing.models.models import prompt_of
+from millrace_testing.models.models import save_tiny
+from millrace_testing.shards.ranks import run_ranks
 
 PROMPT = prompt_of(40, seed=1)
 BLOCK = 16
@@ -125,15 +125,15 @@ def test_drafts_of_the_base_do_not_change_what_an_adapter_generates(
             int(alone.run(alone.admission(slot, PROMPT[: 9 + slot], adapter_slot=slot)).ids[0])
         ]
         expected += [int(alone.decode([slot]).ids[0]) for _ in range(8)]
-        found = drafting.run(
+        result = drafting.run(
             drafting.admission(slot, PROMPT[: 9 + slot], adapter_slot=slot)
         ).ids.tolist()
-        while len(found) < 9:
+        while len(result) < 9:
             step = Forward(
                 decode_slots=ints([slot]), decode_tokens=ints([4]), draft_tokens=ints([3])
             )
-            found += drafting.run(step).ids.tolist()
-        assert found[:9] == expected
+            result += drafting.run(step).ids.tolist()
+        assert result[:9] == expected
 
 
 def test_a_step_of_the_base_sees_no_rows_of_adapters(bench: Bench) -> None:

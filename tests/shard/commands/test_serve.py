@@ -46,7 +46,7 @@ from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
 from millrace_testing.models.models import CPU, save_tiny
-from millrace_testing.shards.forked import Forked
+from millrace_testing.shards.ranks import Forked
 
 SECONDS = 120.0
 PROMPT = [5, 9, 2, 44, 17, 3]

@@ -32,8 +32,8 @@ from millrace_testing.engines.engine_driver import PROMPT, WARMUP, Driver, forwa
 from millrace_testing.engines.fake_engine import greedy
 from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models.models import save_tiny
-from millrace_testing.shards.forked import Forked
 from millrace_testing.shards.poison_shard import Poison, poisoned_main
+from millrace_testing.shards.ranks import Forked
 
 OTHER = [7, 1, 1, 60, 80, 33, 21, 2, 2, 90]
 STAGES: dict[str, tuple[Any, str]] = {

@@ -23,8 +23,7 @@ from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.models.load import load_model
-from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, make_kernels, tiles_by
 
 NUM_TOKENS = 6
 SAMPLING = (

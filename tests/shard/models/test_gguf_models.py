@@ -15,7 +15,7 @@ from millrace_shard.weights.gguf.config import CLASSES
 from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_testing.models.gguf_files import BLOCK_TYPES, TinyGguf, read_config
 from millrace_testing.models.models import Driver, Run, logprobs, prompt_of
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.shards.ranks import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (5, 40)]
 NUM_TOKENS = 3

@@ -20,7 +20,7 @@ from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import KERNELS, make_kernels
 from millrace_testing.models.models import Driver, Run, edit_json, prompt_of, save_tiny
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.shards.ranks import run_ranks
 
 CPU = torch.device("cpu")
 INT8, E4M3, E5M2 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2

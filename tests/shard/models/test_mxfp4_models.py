@@ -1,13 +1,10 @@
 """gpt-oss with experts in MXFP4, against the class of transformers with the numbers that the codes stand for."""
 
 from __future__ import annotations
-
 from pathlib import Path
-
 import pytest
 import torch
 from transformers import PreTrainedModel
-
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
@@ -15,9 +12,13 @@ from millrace_shard.kernels.expert_weights import ExpertsWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.models.models import Driver, Run, logprobs, prompt_of, save_tiny
-from millrace_testing.quantized.mxfp4 import save_mxfp4
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.models.models import Driver
+from millrace_testing.models.models import Run
+from millrace_testing.models.models import logprobs
+from millrace_testing.models.models import prompt_of
+from millrace_testing.models.models import save_tiny
+from millrace_testing.quantized.checkpoints import save_mxfp4
+from millrace_testing.shards.ranks import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (5, 40)]
 NUM_TOKENS = 3
@@ -79,7 +80,7 @@ def test_the_compiled_operator_of_experts_multiplies_the_codes(
         init(self, weights, integer=integer)
         packed_bytes.append(sum(each.nbytes for each in self._weights))
 
-    found = []
+    result = []
     for folder in (quantized, plain):
         with monkeypatch.context() as patch, torch.inference_mode():
             patch.setattr(TiledExperts, "__init__", counting)
@@ -91,9 +92,9 @@ def test_the_compiled_operator_of_experts_multiplies_the_codes(
                 device=torch.device("cpu"),
             )
             runs = Driver(model, kernels, dtype=torch.bfloat16).generate(PROMPTS, NUM_TOKENS)
-        found.append([logprobs(run)[0] for run in runs])
+        result.append([logprobs(run)[0] for run in runs])
     # The numbers of the codes are exact in bfloat16, so only the order of sums differs, and what int8 rounds.
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*result, strict=True):
         assert (ours - theirs).square().mean().sqrt() < (0.1 if integer else 0.02)
     headers = 2 * 8 * 1152
     layers = 6

@@ -37,7 +37,7 @@ from millrace_testing.models.models import (
 )
 from millrace_testing.quantized.checkpoints import save_mixed, save_quantized
 from millrace_testing.quantized.linears import FORMATS
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.shards.ranks import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (5, 40)]
 NUM_TOKENS = 3

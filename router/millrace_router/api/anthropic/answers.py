@@ -74,10 +74,10 @@ def may_be_retried(error: RouterError) -> bool:
 
 def error_answer(status: HTTPStatus, message: str, request_id: str) -> MessagesErrorResponseJson:
     """Render a failure; an event of a stream has the same shape."""
-    kind = ERROR_TYPES.get(status, CLIENTS_FAULT)
+    error_type = ERROR_TYPES.get(status, CLIENTS_FAULT)
     return {
         "type": "error",
-        "error": {"type": kind, "message": message},
+        "error": {"type": error_type, "message": message},
         "request_id": request_id,
     }
 
@@ -243,12 +243,12 @@ class MessageEvents:
     ) -> NamedJson:
         return _named({"type": "content_block_delta", "index": self._num_blocks - 1, "delta": json})
 
-    def _begin(self, kind: int, block: BlockJson) -> Iterator[NamedJson]:
+    def _begin(self, key: int, block: BlockJson) -> Iterator[NamedJson]:
         yield from self._close()
         yield _named(
             {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
         )
-        self._open = kind
+        self._open = key
         self._num_blocks += 1
 
     def _close(self) -> Iterator[NamedJson]:

@@ -310,6 +310,8 @@ def _text_of(part: ContentPart, dialect: Dialect) -> str:
     return part.text
 
 
-def called(id_: str | None, name: str, arguments: object, kind: str = "function") -> dict[str, Any]:
+def called(
+    id_: str | None, name: str, arguments: object, call_type: str = "function"
+) -> dict[str, Any]:
     """Return a call as templates take it; `arguments` are JSON text or the object itself."""
-    return {"id": id_, "type": kind, "function": {"name": name, "arguments": arguments}}
+    return {"id": id_, "type": call_type, "function": {"name": name, "arguments": arguments}}

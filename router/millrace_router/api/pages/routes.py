@@ -149,13 +149,13 @@ def prefers_html(accept: str) -> bool:
     """Whether `text/html` is the first of the best media ranges; `*/*`, which probes send, does not count."""
     ranges = [_range(part) for part in accept.split(",")]
     best = max((quality for _, quality in ranges), default=0.0)
-    first = next((kind for kind, quality in ranges if quality == best), None)
+    first = next((media_type for media_type, quality in ranges if quality == best), None)
     return best > 0 and first == "text/html"
 
 
 def _range(part: str) -> tuple[str, float]:
     """Parse a media range; its quality is 0 if it is malformed."""
-    kind, *parameters = (word.strip().lower() for word in part.split(";"))
+    media_type, *parameters = (word.strip().lower() for word in part.split(";"))
     quality = 1.0
     for parameter in parameters:
         name, _, value = parameter.partition("=")
@@ -164,7 +164,7 @@ def _range(part: str) -> tuple[str, float]:
                 quality = min(max(float(value), 0.0), 1.0)
             except ValueError:
                 quality = 0.0
-    return kind, quality
+    return media_type, quality
 
 
 def _answer(

@@ -86,12 +86,12 @@ async def invocations(request: web.Request) -> web.StreamResponse:
 
 def _kind_of(body: object) -> _Kind:
     """Return the first kind that fits; if none of several fits, the first one, whose handler refuses the body."""
-    kinds = [kind for kind in KINDS if isinstance(body, dict) and kind.key in body]
-    if not kinds:
+    candidates = [kind for kind in KINDS if isinstance(body, dict) and kind.key in body]
+    if not candidates:
         raise BodyShapeError("needs one of `inputs`, `messages` and `prompt`")
-    if len(kinds) > 1:
-        return next((kind for kind in kinds if _fits(body, kind.model)), kinds[0])
-    return kinds[0]
+    if len(candidates) > 1:
+        return next((kind for kind in candidates if _fits(body, kind.model)), candidates[0])
+    return candidates[0]
 
 
 def _fits(body: object, model: type[BaseModel]) -> bool:

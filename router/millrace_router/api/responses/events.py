@@ -243,8 +243,8 @@ class ResponseEvents:
         if delta.id is not None:
             yield from self._close("completed")
             called_as = self._head.called_as[delta.name or ""]
-            kind = GrowingCustomCall if called_as.is_custom else GrowingCall
-            self._open = kind(delta.id, called_as)
+            item_class = GrowingCustomCall if called_as.is_custom else GrowingCall
+            self._open = item_class(delta.id, called_as)
             yield self._of_item("response.output_item.added", self._item("in_progress"))
         if isinstance(self._open, GrowingCustomCall):
             if text := self._open.push(delta.arguments):

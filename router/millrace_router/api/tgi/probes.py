@@ -12,7 +12,7 @@ from millrace_router.errors import RouterError, ShuttingDown, Unhealthy
 from millrace_router.server.bodies import json_response
 from millrace_router.server.operation import Operation
 from millrace_router.server.services import SERVICES, Services
-from millrace_router.telemetry.exposition import CONTENT_TYPE, render
+from millrace_router.telemetry.instruments import CONTENT_TYPE, render
 from millrace_router.telemetry.recent import Recent
 from millrace_router.version import VERSION
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace_router.config import RouterConfig, split_commas
-from millrace_router.journal.errors import JournalError, JournalUnusable
+from millrace_router.journal.frames import JournalError, JournalUnusable
 from millrace_router.journal.reader import read_epochs
 from millrace_router.journal.replay.player import Outcome, Player
 from millrace_router.journal.replay.report import as_json, head, table

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.errors import JournalUnusable
+from millrace_router.journal.frames import JournalUnusable
 from millrace_router.journal.header import Header
 from millrace_router.journal.reader import AdapterChanged, Answered, Epoch, Event, Failed, Sent
 from millrace_router.journal.replay.comparison import Comparison, Difference

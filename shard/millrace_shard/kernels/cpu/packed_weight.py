@@ -112,7 +112,7 @@ def _pack(parts: list[QuantizedTensor], *, integer: bool, gated: bool) -> Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """What the operator's choice of code depends on."""
+    """The properties of a weight that the operator's choice of code depends on."""
 
     inputs: int
     group_size: int

@@ -59,7 +59,7 @@ class TiledExperts:
         for reason in reasons:
             logger.warning("experts: %s", reason)
         self._weights = [weight for weight, _ in (*gates_ups, *downs)]
-        """What the tables refer to."""
+        """Tensors whose memory the tables point to."""
         router, rule = weights.router, weights.router.rule
         scoring = list(Scoring).index(rule.scoring)
         self._router = (

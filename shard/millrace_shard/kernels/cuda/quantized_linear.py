@@ -49,7 +49,7 @@ class PackedCodes:
     values: Tensor
     """float32 [16] or [256]: what each code stands for."""
     least: int | None
-    """What code 0 stands for, if it is an integer and each further code stands for one more."""
+    """The value of code 0, if it is an integer and each further code stands for one more."""
     has_remainder: bool
     """Whether the values are not exact in the dtype of the products."""
     scales: Tensor

@@ -20,7 +20,7 @@ from millrace_shard.weights.unmapped_tensors import TensorUnmapper
 
 
 class Style(Enum):
-    """What the ranks have of a module or parameter; the values are transformers' names."""
+    """The parts of a module or parameter that ranks have; the values are transformers' names."""
 
     REPLICATED = "replicate"
     """Each rank has the whole."""
@@ -100,7 +100,7 @@ INPUTS = frozenset((Style.ROWWISE, Style.ROWWISE_SPLIT))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShare:
-    """What one rank has of a linear [outputs, inputs]."""
+    """The part of a linear [outputs, inputs] that one rank has."""
 
     style: Style
     outputs: tuple[Span, ...]
@@ -255,7 +255,7 @@ _Matrix = tuple[Style, int, int]
 
 
 def plan_for(config: PretrainedConfig, ranks: int) -> TensorParallelPlan:
-    """How `ranks` share the class of `config`. Raises UnsupportedModel, naming the possible numbers of ranks."""
+    """The split of the class of `config` over `ranks`. Raises UnsupportedModel with the possible numbers."""
     if ranks == 1:
         return TensorParallelPlan.whole()
     kind = class_of(config)

@@ -99,7 +99,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersLoader:
-    """What a rank needs to read its part of the checkpoint in `folder`."""
+    """Loads a rank's part of the checkpoint in `folder`."""
 
     folder: Path
     config: PretrainedConfig

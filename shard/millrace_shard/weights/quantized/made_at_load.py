@@ -42,7 +42,7 @@ class MadeAtLoad:
     method: str
     """The value of --quantize."""
     summary: str
-    """What is computed, for the log."""
+    """The computed format, for the log."""
     linear: Quantize
     head: Quantize | None = None
     """None: the output head keeps its dtype."""

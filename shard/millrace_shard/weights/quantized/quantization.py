@@ -1,4 +1,4 @@
-"""How the linears of a checkpoint are quantised."""
+"""The quantisation of a checkpoint's linears."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Quantization:
     """The method and its settings, for the log."""
     format_of: FormatOf
     notes: tuple[str, ...] = ()
-    """What differs from the settings of the checkpoint, for the log."""
+    """Differences from the settings of the checkpoint, for the log."""
 
     def check_groups(self, modules: Sequence[tuple[str, int]]) -> None:
         """Raise UnsupportedModel unless kernels take the groups of each (module, inputs)."""

@@ -43,7 +43,7 @@ TRANSFORMS = ("transform_config", "rotation_config", "hadamard_config")
 
 
 def read_quantization(folder: Path, flag: str | None) -> Quantization | None:
-    """How the checkpoint in `folder` is quantised; None if it is not.
+    """The quantisation of the checkpoint in `folder`; None if it is not quantised.
 
     Raises UnsupportedModel for methods that are not supported, and if --quantize, which is `flag`, contradicts it.
     """

@@ -20,9 +20,15 @@ from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_testing.engines.kv_reference import CACHE_DTYPES, SCALES, as_kept
-from millrace_testing.engines.tile_units import TILE_UNITS, need_brgemm, tiles_by
-from millrace_testing.models.poison import poison
+from millrace_testing.engines.kernels import (
+    CACHE_DTYPES,
+    SCALES,
+    TILE_UNITS,
+    as_kept,
+    need_brgemm,
+    tiles_by,
+)
+from millrace_testing.models.models import poison
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCE = {BF16: 0.02, FP32: 5e-6}

@@ -1,23 +1,24 @@
 """int8 linears: rounded rows, the same by tiles and in plain torch, and with any other rows."""
 
 from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterator
-
+from collections.abc import Callable
+from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-
 from millrace_shard.kernels.base import Linear
-from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear, with_int8
+from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear
+from millrace_shard.kernels.cpu.int8_linear import with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized import quantize_rows, rounded_rows
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_shard.kernels.quantized import quantize_rows
+from millrace_shard.kernels.quantized import rounded_rows
+from millrace_testing.engines.kernels import TILE_UNITS
+from millrace_testing.engines.kernels import tiles_by
 
 BF16 = torch.bfloat16
 SIZES = [(96, 64), (576, 576), (1000, 130), (70, 4100), (24, 33), (1, 16)]
@@ -59,8 +60,10 @@ def test_every_32_inputs_of_a_row_have_their_own_scale() -> None:
         [[127.0, 0.6], [12.7, 0.06], [1270, 4]]
     )
     rounded = rounded_rows(rows)
-    found = torch.stack((rounded[0, :2], rounded[0, 32:34], rounded[0, 64:66]))
-    torch.testing.assert_close(found, torch.tensor([[127.0, 1.0], [12.7, 0.1], [1270, 0]]).double())
+    result = torch.stack((rounded[0, :2], rounded[0, 32:34], rounded[0, 64:66]))
+    torch.testing.assert_close(
+        result, torch.tensor([[127.0, 1.0], [12.7, 0.1], [1270, 0]]).double()
+    )
     assert int(rounded.count_nonzero()) == 5
 
 

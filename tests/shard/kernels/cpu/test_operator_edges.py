@@ -31,7 +31,7 @@ from millrace_shard.kernels.layer_weights import (
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.tile_units import TILE_UNITS, need_brgemm, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, need_brgemm, tiles_by
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")

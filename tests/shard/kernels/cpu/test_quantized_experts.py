@@ -20,8 +20,8 @@ from millrace_shard.kernels.experts_agreement import RULES, experts_weights
 from millrace_shard.kernels.layer_blocks import ComposedExperts
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.quantized import CodeFormat, PlainQuantizedLinear, QuantizedTensor
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
-from millrace_testing.quantized.defined_experts import defined_experts
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
+from millrace_testing.quantized.code_formats import defined_experts
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")

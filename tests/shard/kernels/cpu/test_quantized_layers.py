@@ -28,7 +28,7 @@ from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16, CPU, DIM = torch.bfloat16, torch.device("cpu"), 64
 QUERIES, CONTEXTS = (70, 3, 9), (70, 270, 300)

@@ -18,7 +18,7 @@ from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.quantized import PlainQuantizedLinear, QuantizedTensor, rounded_rows
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 OUTPUTS = 70

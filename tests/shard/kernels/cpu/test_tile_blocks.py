@@ -1,42 +1,39 @@
 """Halves of a layer by tiles against float64, and against themselves: alone, in batches, in chunks and threaded."""
 
 from __future__ import annotations
-
 import math
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Layer, LayerCache
+from millrace_shard.kernels.base import Layer
+from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.cpu.tile_blocks import (
-    PanelLinear,
-    TiledAttention,
-    TiledLayers,
-    TiledMlp,
-)
+from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
+from millrace_shard.kernels.cpu.tile_blocks import TiledAttention
+from millrace_shard.kernels.cpu.tile_blocks import TiledLayers
+from millrace_shard.kernels.cpu.tile_blocks import TiledMlp
 from millrace_shard.kernels.layer_blocks import ComposedLayers
-from millrace_shard.kernels.layer_weights import (
-    AttentionWeights,
-    HeadNorms,
-    LinearWeights,
-    MlpWeights,
-    NormWeights,
-    Rotation,
-)
+from millrace_shard.kernels.layer_weights import AttentionWeights
+from millrace_shard.kernels.layer_weights import HeadNorms
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.layer_weights import MlpWeights
+from millrace_shard.kernels.layer_weights import NormWeights
+from millrace_shard.kernels.layer_weights import Rotation
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS
+from millrace_testing.engines.kernels import tiles_by
 
 BF16 = torch.bfloat16
 EPS = 1e-5
@@ -300,7 +297,7 @@ def test_all_layers_at_once_are_one_after_the_other(
     apart = kernels.layers(layers, lambda x: x)
     assert isinstance(apart, ComposedLayers)
     residual = torch.randn(sum(CONTEXTS), shapes[0].hidden).to(BF16)
-    found = []
+    result = []
     for run_layers in (together, apart):
         caches = [shape.cache() for shape in shapes]
         firsts = [c - q for c, q in zip(CONTEXTS, counts, strict=True)]
@@ -311,8 +308,8 @@ def test_all_layers_at_once_are_one_after_the_other(
         changed = residual[late]
         y = run_layers(changed, tables_of(counts, CONTEXTS), caches)
         pages = [each for cache in caches for each in (cache.keys, cache.values)]
-        found.append([y, changed, *pages])
-    for left, right in zip(*found, strict=True):
+        result.append([y, changed, *pages])
+    for left, right in zip(*result, strict=True):
         assert torch.equal(left, right)
 
 

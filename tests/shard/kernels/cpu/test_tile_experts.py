@@ -1,27 +1,27 @@
 """The operator of experts against its definition in float64, and a row's bits among other rows."""
 
 from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
-
 from millrace_shard.kernels.agreement import Random
 from millrace_shard.kernels.base import Experts
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
-from millrace_shard.kernels.expert_weights import ExpertsWeights, RoutingRule, Scoring
-from millrace_shard.kernels.experts_agreement import RULES, experts_weights
+from millrace_shard.kernels.expert_weights import ExpertsWeights
+from millrace_shard.kernels.expert_weights import RoutingRule
+from millrace_shard.kernels.expert_weights import Scoring
+from millrace_shard.kernels.experts_agreement import RULES
+from millrace_shard.kernels.experts_agreement import experts_weights
 from millrace_shard.kernels.layer_blocks import ComposedExperts
 from millrace_shard.kernels.layer_weights import Activation
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.quantized.defined_experts import defined_experts
+from millrace_testing.quantized.code_formats import defined_experts
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -86,8 +86,8 @@ def test_a_row_has_the_same_bits_beside_any_rows_and_on_any_threads(
     expected = made(x)
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
-        for found in steps_of(made, x, shape):
-            assert torch.equal(found, expected)
+        for result in steps_of(made, x, shape):
+            assert torch.equal(result, expected)
 
 
 def test_more_pairs_than_are_computed_at_once(kernels: CpuKernels) -> None:

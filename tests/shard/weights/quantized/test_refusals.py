@@ -1,30 +1,36 @@
 """Checkpoints that are refused, in one line that names method, field, tensor and file."""
 
 from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch import Tensor
-
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
+from millrace_shard.errors import ModelError
+from millrace_shard.errors import UnsupportedModel
+from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
-from millrace_shard.weights.quantized.quantization_config import SUPPORTED, read_quantization
-from millrace_testing.models.models import CONFIGS, CPU, edit_json, save_tiny
+from millrace_shard.weights.quantized.quantization_config import SUPPORTED
+from millrace_shard.weights.quantized.quantization_config import read_quantization
+from millrace_testing.models.models import CONFIGS
+from millrace_testing.models.models import CPU
+from millrace_testing.models.models import edit_json
+from millrace_testing.models.models import save_tiny
+from millrace_testing.quantized.checkpoints import save_mxfp4
 from millrace_testing.quantized.checkpoints import save_quantized
 from millrace_testing.quantized.linears import FORMATS
-from millrace_testing.quantized.mxfp4 import save_mxfp4
 
 GPTQ = FORMATS["gptq"].config
 PACKED = FORMATS["pack-quantized"].config
@@ -153,9 +159,9 @@ def test_settings_are_found_in_other_files(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).write_text(json.dumps(raw))
-    found = read_quantization(tmp_path, None)
-    assert found is not None
-    assert found.method == method
+    result = read_quantization(tmp_path, None)
+    assert result is not None
+    assert result.method == method
 
 
 def scale_of(value: float) -> Callable[[Tensor], Tensor]:
@@ -336,7 +342,7 @@ def test_every_damage_to_every_tensor_is_named(name: str, tmp_path: Path) -> Non
     for kind in kinds:
         tensor = f"{FIRST_MODULE}.{kind}"
         for message, changed in damages(kind, whole[tensor]):
-            rest = {each: found for each, found in whole.items() if each != tensor}
+            rest = {each: result for each, result in whole.items() if each != tensor}
             save_file(rest if changed is None else {**rest, tensor: changed}, path)
             text = refusal(tmp_path, WeightsError)
             named = FIRST_MODULE if changed is None else tensor

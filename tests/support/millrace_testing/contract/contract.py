@@ -20,7 +20,7 @@ from yarl import URL
 
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge, echo, serving
+from millrace_testing.router.edge import Edge, echo, events_in, serving
 
 TEMPLATE = "{{ messages | map(attribute='content') | join(' ') }}"
 JSON = {"content-type": "application/json"}
@@ -149,7 +149,7 @@ class Held:
         assert fits(parsed(body, reply.body), reply.body), shown
         if reply.events is not None:
             assert response.content_type == EVENTS, shown
-            assert fits(events_of(body), list(reply.events)), shown
+            assert fits(events_in(body.decode()), list(reply.events)), shown
         self._check_generated(rule, column)
 
     def _check_generated(self, rule: Rule, column: str) -> None:
@@ -174,17 +174,6 @@ def parsed(body: bytes, pattern: Any) -> Any:
     if isinstance(pattern, str | re.Pattern):
         return body.decode()
     return None if isinstance(pattern, EllipsisType) else orjson.loads(body)
-
-
-def events_of(body: bytes) -> list[Any]:
-    """The data of each event of a stream, parsed if it is JSON."""
-    assert body.endswith(b"\n\n"), body
-    events: list[Any] = []
-    for frame in body.decode().removesuffix("\n\n").split("\n\n"):
-        assert frame.startswith("data: "), frame
-        data = frame.removeprefix("data: ")
-        events.append(orjson.loads(data) if data.startswith("{") else data)
-    return events
 
 
 SERIES = (

@@ -29,8 +29,7 @@ from millrace_shard.models.load import load_model
 from millrace_shard.speculation.loading import Speculation
 from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.structured_output.manager import GrammarManager
-from millrace_testing.models.models import save_tiny
-from millrace_testing.models.poison import poison
+from millrace_testing.models.models import poison, save_tiny
 
 NUM_BLOCKS = 48
 MAX_TOKENS = 96

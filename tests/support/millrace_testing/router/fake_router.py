@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import math
-import os
-import sys
-import termios
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from millrace_launcher.__main__ import main
-from millrace_launcher.processes import process
-from millrace_launcher.settings.commands import Programs
-from millrace_launcher.supervision import launcher, restarts, shards, webserver
 from millrace_proto import generate_pb2 as pb
 from millrace_router.adapters.admission import AdapterAdmission
 from millrace_router.adapters.residency import Residency
@@ -60,8 +50,9 @@ from millrace_router.start.engine import entries_of
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing.adapters.fake_adapters import MODULE, AdapterLoadError, FakeAdapters
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID, VOCAB_SIZE, FakeShard
+from millrace_testing.shards.fake_shard import FakeShard
 from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID, VOCAB_SIZE
 
 EOS_TOKEN_IDS = frozenset({EOS_TOKEN_ID})
 
@@ -325,16 +316,3 @@ def request(
 ) -> ValidRequest:
     """A greedy request."""
     return ValidRequest(input_ids=tuple(ids), max_new_tokens=max_new_tokens, adapter=adapter)
-
-
-CHILDREN = (sys.executable, str(Path(__file__).with_name("children.py")))
-
-if __name__ == "__main__":
-    if "FAKE_TERMINAL" in os.environ:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    restarts.FIRST_DELAY_SECONDS = float(os.environ.get("FAKE_DELAY", "0"))
-    launcher.LOST_GRACE_SECONDS = process.DRAIN_SECONDS = 60.0
-    launcher.LAST_WORDS_SECONDS = 0.1
-    shards.STEADY_SECONDS = webserver.STEADY_SECONDS = math.inf
-    programs = Programs(shard=(*CHILDREN, "shard"), router=(*CHILDREN, "router"))
-    sys.exit(main(sys.argv[1:], programs))

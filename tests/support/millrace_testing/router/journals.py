@@ -26,9 +26,9 @@ from millrace_router.telemetry.instruments import Counter
 from millrace_testing.adapters.fake_adapters import MODULE, adapters_for, version_of
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.schedules.requests import VERSIONS
-from millrace_testing.shards.fake_shard import VOCAB_SIZE
 from millrace_testing.shards.hash_choices import Choices, RandomLengths
 from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import VOCAB_SIZE
 
 MOST_BYTES = 1 << 20
 

@@ -11,16 +11,6 @@ CHAT = "/v1/chat/completions"
 Json = dict[str, Any]
 
 
-async def chunks_of(edge: Edge, body: Json) -> list[Json]:
-    """The chunks of a stream that ends as it should, its usage among them."""
-    async with edge.client.post(edge.url + CHAT, json={**body, "stream": True}) as response:
-        text = await response.text()
-        assert response.status == 200, text
-    *events, done, empty = text.split("\n\n")
-    assert (done, empty) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
-
-
 def added_up(chunks: list[Json]) -> list[Json]:
     """Message and finish reason of each choice, by index.
 
@@ -131,12 +121,7 @@ def response_events_in(body: str) -> list[Json]:
 
 async def events_of(edge: Edge, body: Json, **headers: str) -> list[Json]:
     """The events of a stream that begins as it should."""
-    asked = {**body, "stream": True}
-    async with edge.client.post(edge.url + RESPONSES, json=asked, headers=headers) as response:
-        text = await response.text()
-        assert response.status == 200, text
-        assert response.content_type == "text/event-stream"
-    return response_events_in(text)
+    return response_events_in(await edge.stream(RESPONSES, body, **headers))
 
 
 class Told:

@@ -26,8 +26,8 @@ from millrace_router.shards.wire import open_to_pb, plan_to_pb
 from millrace_testing.adapters.fake_adapters import MODULE
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.schedules.client import Client
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
 from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID
 
 CYCLE_TURNS = 6.0
 """Turns after which an adapter makes room."""
@@ -115,7 +115,7 @@ class ScheduleDriver:
         self.entries[request_id] = entry
         client = Client(request, entry.stream, self.shard.eos_every)
         self.clients[request_id] = client
-        self.adapters.submit(entry, self._now)
+        self.adapters.submit(entry)
         return client
 
     def _close(self, entry: Entry) -> None:
@@ -154,7 +154,7 @@ class ScheduleDriver:
         )
         for request in self.planner.expulsion.take():
             self.num_expelled += 1
-            self.adapters.wait_again(request, self._now)
+            self.adapters.wait_again(request)
         if plan is None:
             return None
         for row in plan.admitted:
