@@ -13,13 +13,12 @@ import psutil
 import pytest
 
 from millrace.server import LocalServers
-from millrace.verify.__main__ import main
+from millrace.verify.__main__ import main, replay
 from millrace.verify.client import MOST_TRIES, Client, ServerError, counting
 from millrace.verify.comparison import Verdict
 from millrace.verify.inside import verify_model
 from millrace.verify.options import CASES, read_options
 from millrace.verify.questions import Question
-from millrace.verify.replay import replay
 from millrace.verify.suite import (
     ServerInfo,
     plain_greedy,
