@@ -20,7 +20,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers import AutoTokenizer
 
 from millrace_shard.errors import ModelError
 from millrace_shard.variables import Variables
@@ -348,6 +347,9 @@ def with_fast_tokenizer(folder: Path, *, side_root: Path) -> Path:
 
 
 def _save(folder: Path, path: Path) -> None:
+    # The import takes seconds, and most models have a tokenizer.json.
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, use_fast=True, trust_remote_code=False
