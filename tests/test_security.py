@@ -4,11 +4,13 @@
 """
 
 from __future__ import annotations
+
 import ast
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,51 +1,57 @@
 """The batcher over a fake shard that checks every step and whose tokens depend on the whole sequence."""
 
 from __future__ import annotations
+
 import asyncio
 import gc
 import time
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from millrace_router.engine.batcher import Batcher
-from millrace_router.errors import GenerationError
-from millrace_router.errors import QueueExpired
-from millrace_router.errors import ShuttingDown
+from millrace_router.errors import GenerationError, QueueExpired, ShuttingDown
 from millrace_router.request.entry import entry_of
-from millrace_router.request.request import FinishReason
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
-from millrace_router.request.request import Pooling
-from millrace_router.request.request import SchedulingParameters
-from millrace_router.request.request import ValidRequest
+from millrace_router.request.request import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Pooling,
+    SchedulingParameters,
+    ValidRequest,
+)
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.fake_router import DirectShards
-from millrace_testing.router.fake_router import collect
-from millrace_testing.router.fake_router import end_of
-from millrace_testing.router.fake_router import ids_of
-from millrace_testing.router.fake_router import new_batcher
-from millrace_testing.router.fake_router import next_token
-from millrace_testing.router.fake_router import request
-from millrace_testing.router.fake_router import running
-from millrace_testing.shards.fake_shard import FakeShard
-from millrace_testing.shards.fake_shard import continuation
+from millrace_testing.router.fake_router import (
+    DirectShards,
+    collect,
+    end_of,
+    ids_of,
+    new_batcher,
+    next_token,
+    request,
+    running,
+)
+from millrace_testing.shards.fake_shard import FakeShard, continuation
 from millrace_testing.shards.hash_shard import HashShard
-from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID
-from millrace_testing.shards.hash_tokens import expected_prompt_candidates
-from millrace_testing.shards.hash_tokens import expected_prompt_logprobs
-from millrace_testing.shards.hash_tokens import expected_tokens
-from millrace_testing.shards.hash_tokens import pooled_values
-from millrace_testing.shards.held_shards import AlwaysOpen
-from millrace_testing.shards.held_shards import NeverOpen
-from millrace_testing.shards.held_shards import admissions
-from millrace_testing.shards.held_shards import late_batcher
-from millrace_testing.shards.held_shards import turns
+from millrace_testing.shards.hash_tokens import (
+    EOS_TOKEN_ID,
+    expected_prompt_candidates,
+    expected_prompt_logprobs,
+    expected_tokens,
+    pooled_values,
+)
+from millrace_testing.shards.held_shards import (
+    AlwaysOpen,
+    NeverOpen,
+    admissions,
+    late_batcher,
+    turns,
+)
 
 requests = st.lists(
     st.tuples(

@@ -1,42 +1,44 @@
 """Permits, endings and clients that leave, over real sockets where sockets matter."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any
+
 import pytest
-from millrace_router.engine.infer import Infer
-from millrace_router.engine.infer import Permits
-from millrace_router.errors import GenerationError
-from millrace_router.errors import IncompleteGeneration
-from millrace_router.errors import Overloaded
-from millrace_router.errors import QueueExpired
-from millrace_router.errors import ShuttingDown
-from millrace_router.errors import ValidationError
+
+from millrace_router.engine.infer import Infer, Permits
+from millrace_router.errors import (
+    GenerationError,
+    IncompleteGeneration,
+    Overloaded,
+    QueueExpired,
+    ShuttingDown,
+    ValidationError,
+)
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import SchedulingParameters
-from millrace_router.request.token_stream import TokenEvent
-from millrace_router.request.token_stream import read_tokens
+from millrace_router.request.token_stream import TokenEvent, read_tokens
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.validator import Validator
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import FakeBatcher
-from millrace_testing.router.edge import echo
-from millrace_testing.router.edge import fail
-from millrace_testing.router.edge import finished
-from millrace_testing.router.edge import grammars_of
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import services_over
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
-from millrace_testing.router.fake_router import DirectShards
-from millrace_testing.router.fake_router import new_batcher
-from millrace_testing.router.fake_router import running
-from millrace_testing.router.fake_router import tiny_tokenizer
+from millrace_testing.router.edge import (
+    Edge,
+    FakeBatcher,
+    echo,
+    fail,
+    finished,
+    grammars_of,
+    limits_with,
+    play,
+    services_over,
+    serving,
+    token_event,
+)
+from millrace_testing.router.fake_router import DirectShards, new_batcher, running, tiny_tokenizer
 from millrace_testing.shards.hash_shard import HashShard
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}

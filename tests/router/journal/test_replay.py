@@ -1,52 +1,43 @@
 """Replays of journals on a hash shard: equal answers, or the first difference."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
+
 import pytest
+
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal.frames import JournalUnusable
-from millrace_router.journal.header import Header
-from millrace_router.journal.header import header_from_json
-from millrace_router.journal.header import header_to_json
+from millrace_router.journal.header import Header, header_from_json, header_to_json
 from millrace_router.journal.journal import Journal
-from millrace_router.journal.reader import AdapterChanged
-from millrace_router.journal.reader import Answered
-from millrace_router.journal.reader import Failed
-from millrace_router.journal.reader import Sent
-from millrace_router.journal.reader import read_events
+from millrace_router.journal.reader import AdapterChanged, Answered, Failed, Sent, read_events
 from millrace_router.journal.replay.command import replay
 from millrace_router.journal.replay.comparison import Comparison
-from millrace_router.journal.replay.player import Player
-from millrace_router.journal.replay.player import Unanswered
-from millrace_router.journal.replay.player import settled
-from millrace_router.journal.replay.player import token_at
+from millrace_router.journal.replay.player import Player, Unanswered, settled, token_at
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.scheduler.step_plan import Budgets
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.instruments import Counter
-from millrace_testing.router.fake_router import collect
-from millrace_testing.router.fake_router import ids_of
-from millrace_testing.router.fake_router import new_batcher
-from millrace_testing.router.fake_router import request
-from millrace_testing.router.fake_router import running
-from millrace_testing.router.journals import BUDGETS
-from millrace_testing.router.journals import RecordedDriver
-from millrace_testing.router.journals import ReplayShards
-from millrace_testing.router.journals import header
-from millrace_testing.router.journals import journal_in
-from millrace_testing.router.journals import new_shard
-from millrace_testing.router.journals import replayed
-from millrace_testing.router.journals import requests
-from millrace_testing.shards.fake_shard import FakeShard
-from millrace_testing.shards.fake_shard import continuation
-from millrace_testing.shards.fake_shard import serve_fake_shard
+from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
+from millrace_testing.router.journals import (
+    BUDGETS,
+    RecordedDriver,
+    ReplayShards,
+    header,
+    journal_in,
+    new_shard,
+    replayed,
+    requests,
+)
+from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard
 from millrace_testing.shards.hash_shard import HashShard
+
 
 def record(
     folder: Path,

@@ -1,21 +1,19 @@
 """Events over real sockets and their recorder: a reference subscriber, a gap, and a late subscriber."""
 
 from __future__ import annotations
+
 import os
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
 import pytest
-from millrace_router.kv_events.publisher import EventPublisher
-from millrace_router.kv_events.publisher import Replays
-from millrace_router.kv_events.recorder import EventRecorder
-from millrace_router.kv_events.recorder import block_hash
+
+from millrace_router.kv_events.publisher import EventPublisher, Replays
+from millrace_router.kv_events.recorder import EventRecorder, block_hash
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_testing.kv_events.cache_life import BLOCK_SIZE
-from millrace_testing.kv_events.cache_life import BlockIndex
-from millrace_testing.kv_events.cache_life import CacheLife
+from millrace_testing.kv_events.cache_life import BLOCK_SIZE, BlockIndex, CacheLife
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
 msgpack = pytest.importorskip("msgpack", reason="msgpack is not installed")

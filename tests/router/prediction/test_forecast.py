@@ -1,27 +1,25 @@
 """Forecasts for batches whose results can be calculated, and under load."""
 
 from __future__ import annotations
+
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import mean
-from statistics import median
+from statistics import mean, median
+
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from millrace.simulate.deployment import Deployment
 from millrace.simulate.pipeline import Flight
 from millrace.simulate.simulated_request import Arrival
-from millrace_router.prediction.cost import COEFFICIENTS
-from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.prediction.traffic import AnswerLengths
-from millrace_testing.router.watched_engine import COSTS
-from millrace_testing.router.watched_engine import WatchedEngine
-from millrace_testing.router.watched_engine import watched
+from millrace_testing.router.watched_engine import COSTS, WatchedEngine, watched
 
 COST = dict(zip(COEFFICIENTS, COSTS, strict=True))
 BLOCK = 16

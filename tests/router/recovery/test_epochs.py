@@ -1,32 +1,29 @@
 """Epochs while shards are away: attempts, restarts, interrupts, hangs, and the status that routes see."""
 
 from __future__ import annotations
+
 import asyncio
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+
 import pytest
 from structlog.testing import capture_logs
+
 from millrace_router.errors import RouterError
-from millrace_router.prediction.cost import COEFFICIENTS
-from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.recovery import epochs
-from millrace_router.recovery.epochs import EpochManager
-from millrace_router.recovery.epochs import GroupRestart
-from millrace_router.recovery.epochs import Interrupt
-from millrace_router.recovery.hang_detector import SLOWEST
-from millrace_router.recovery.hang_detector import StepTimer
+from millrace_router.recovery.epochs import EpochManager, GroupRestart, Interrupt
+from millrace_router.recovery.hang_detector import SLOWEST, StepTimer
 from millrace_router.recovery.launcher_channel import LauncherChannel
-from millrace_router.recovery.shard_status import NUM_REMEMBERED
-from millrace_router.recovery.shard_status import Outage
-from millrace_router.recovery.shard_status import ShardStatus
+from millrace_router.recovery.shard_status import NUM_REMEMBERED, Outage, ShardStatus
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
-from millrace_testing.shards.fake_shard import FakeShard
-from millrace_testing.shards.fake_shard import serve_fake_shard
+from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard
+
 
 class AbsentShards(StepChannel):
     """Two ranks that do not listen: each attempt reports the other one."""

@@ -1,33 +1,34 @@
 """The poison search, the quarantine that it fills, and the route that shows the records."""
 
 from __future__ import annotations
+
 import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterable
-from dataclasses import fields
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
 from hashlib import sha256
 from typing import Any
+
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_proto.sampling import Sampling
-from millrace_proto.sampling import SequenceRules
+
+from millrace_proto.sampling import Sampling, SequenceRules
 from millrace_router.recovery.poison_search import PoisonSearch
-from millrace_router.recovery.quarantine import REFUSED_SECONDS
-from millrace_router.recovery.quarantine import Quarantine
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
-from millrace_router.request.request import Pooling
-from millrace_router.request.request import SchedulingParameters
-from millrace_router.request.request import ValidRequest
+from millrace_router.recovery.quarantine import REFUSED_SECONDS, Quarantine
+from millrace_router.request.request import (
+    Grammar,
+    GrammarKind,
+    Pooling,
+    SchedulingParameters,
+    ValidRequest,
+)
 from millrace_testing.adapters.fake_adapters import version_of
 from millrace_testing.router.edge import serving
+
 
 def positions(members: list[int]) -> dict[int, int]:
     return {member: 10 + member for member in members}

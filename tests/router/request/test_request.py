@@ -1,28 +1,24 @@
 """Requests: their scheduling parameters, the hashes of their blocks, and numbers of 32 bits."""
 
 from __future__ import annotations
+
 import math
 import re
 import struct
 from dataclasses import astuple
+
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
-from millrace_router.errors import QueueTooLong
-from millrace_router.errors import ValidationError
-from millrace_router.request.block_hashes import BlockHashes
-from millrace_router.request.block_hashes import child_key
-from millrace_router.request.block_hashes import root_key
-from millrace_router.request.float32 import rounded
-from millrace_router.request.float32 import shortest
-from millrace_router.request.limits import MILLRACE
-from millrace_router.request.limits import TGI
-from millrace_router.request.limits import dialect_of
+
+from millrace_router.errors import QueueTooLong, ValidationError
+from millrace_router.request.block_hashes import BlockHashes, child_key, root_key
+from millrace_router.request.float32 import rounded, shortest
+from millrace_router.request.limits import MILLRACE, TGI, dialect_of
 from millrace_router.request.request import SchedulingParameters
-from millrace_router.request.scheduling import scheduling_from
-from millrace_router.request.scheduling import tenant_of
+from millrace_router.request.scheduling import scheduling_from, tenant_of
+
 
 def scheduling(priority: int | None = None, **headers: str) -> SchedulingParameters:
     """Scheduling parameters without tenants; `x_priority` stands for `x-priority`."""

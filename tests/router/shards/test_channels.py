@@ -1,6 +1,7 @@
 """Channels to real servers, with and without TLS."""
 
 from __future__ import annotations
+
 import asyncio
 import subprocess
 import sys
@@ -8,25 +9,24 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
 import grpc
 import pytest
 import structlog
 import trustme
+
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_router.config import RouterConfig
-from millrace_router.shards.channels import TlsError
-from millrace_router.shards.channels import is_exposed
-from millrace_router.shards.channels import tls_from
+from millrace_router.shards.channels import TlsError, is_exposed, tls_from
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.start.running import start
 from millrace_router.start.shards import StartupError
-from millrace_testing.launcher.deployment import Certificate
-from millrace_testing.launcher.deployment import certificate
-from millrace_testing.shards.fake_shard import FakeShard
-from millrace_testing.shards.fake_shard import FakeShardService
+from millrace_testing.launcher.deployment import Certificate, certificate
+from millrace_testing.shards.fake_shard import FakeShard, FakeShardService
 from millrace_testing.shards.hash_tokens import VOCAB_SIZE
+
 
 def config(**given: Any) -> RouterConfig:
     return RouterConfig(**{"model_folder": Path("model")} | given)

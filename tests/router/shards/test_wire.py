@@ -1,21 +1,20 @@
 """The messages of the shards: columns of a step's answer, and parameters."""
 
 from __future__ import annotations
-from dataclasses import fields
-from dataclasses import replace
+
+from dataclasses import fields, replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from millrace_proto import generate_pb2 as pb
-from millrace_proto.sampling import Dry
-from millrace_proto.sampling import Sampling
-from millrace_proto.sampling import SequenceRules
+from millrace_proto.sampling import Dry, Sampling, SequenceRules
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import PromptChunk
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.step_result import result_from_pb
-from millrace_router.shards.wire import parameters_to_pb
-from millrace_router.shards.wire import plan_to_pb
+from millrace_router.shards.wire import parameters_to_pb, plan_to_pb
 
 COUNTS = st.lists(st.integers(0, 3), max_size=6) | st.lists(st.just(1), max_size=6)
 

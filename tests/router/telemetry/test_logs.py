@@ -1,6 +1,7 @@
 """Log lines: both formats, other libraries' lines, requests that were given up."""
 
 from __future__ import annotations
+
 import asyncio
 import io
 import logging
@@ -9,33 +10,33 @@ import select
 import stat
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import suppress
-from logging import LogRecord
-from logging import makeLogRecord
+from contextlib import contextmanager, suppress
+from logging import LogRecord, makeLogRecord
 from pathlib import Path
 from threading import Event
+
 import orjson
 import pytest
 import structlog
-from structlog.contextvars import bound_contextvars
-from structlog.contextvars import merge_contextvars
+from structlog.contextvars import bound_contextvars, merge_contextvars
 from structlog.testing import capture_logs
+
 from millrace_router.config import RouterConfig
 from millrace_router.start.running import start
 from millrace_router.start.shards import StartupError
 from millrace_router.telemetry import request_log
 from millrace_router.telemetry import request_log as progress_log
 from millrace_router.telemetry.instruments import Counter
-from millrace_router.telemetry.request_log import NUM_FULL_FILES
-from millrace_router.telemetry.request_log import ProgressLog
-from millrace_router.telemetry.request_log import RequestFile
-from millrace_router.telemetry.request_log import RequestLog
-from millrace_testing.router.edge import logging_to
-from millrace_testing.router.edge import serving
+from millrace_router.telemetry.request_log import (
+    NUM_FULL_FILES,
+    ProgressLog,
+    RequestFile,
+    RequestLog,
+)
+from millrace_testing.router.edge import logging_to, serving
 from millrace_testing.router.fake_router import tiny_tokenizer
-from millrace_testing.shards.fake_shard import FakeShard
-from millrace_testing.shards.fake_shard import serve_fake_shard
+from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard
+
 
 def fields(output: io.BytesIO) -> list[dict[str, object]]:
     return [orjson.loads(line)["fields"] for line in output.getvalue().splitlines()]

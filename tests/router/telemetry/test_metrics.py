@@ -1,26 +1,23 @@
 """The text of /metrics, recent values, and the report of the load."""
 
 from __future__ import annotations
+
 import json
 import random
 import re
 from bisect import bisect_left
+
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as LibraryCounter
 from prometheus_client.parser import text_string_to_metric_families
-from millrace_router.telemetry.instruments import CONTENT_TYPE
-from millrace_router.telemetry.instruments import render
+
+from millrace_router.telemetry.instruments import CONTENT_TYPE, render
 from millrace_router.telemetry.load_report import LoadReport
-from millrace_router.telemetry.metrics import DURATION_BUCKETS
-from millrace_router.telemetry.metrics import MAX_NAMES
-from millrace_router.telemetry.metrics import OTHER
-from millrace_router.telemetry.metrics import Metrics
-from millrace_router.telemetry.recent import Recent
-from millrace_router.telemetry.recent import quantile
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import serving
+from millrace_router.telemetry.metrics import DURATION_BUCKETS, MAX_NAMES, OTHER, Metrics
+from millrace_router.telemetry.recent import Recent, quantile
+from millrace_testing.router.edge import limits_with, serving
 
 TGI_NAMES = {
     "counter": (

@@ -1,35 +1,30 @@
 """Incremental text against the decode of the whole, for each kind of decoder, and stop strings."""
 
 from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import Any
-from typing import SupportsIndex
-from typing import cast
+from typing import Any, SupportsIndex, cast
+
 import pytest
-from hypothesis import example
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
-from tokenizers import decoders
-from tokenizers import models
-from tokenizers import normalizers
-from tokenizers import pre_tokenizers
-from tokenizers import trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
+
 from millrace_router.text.byte_decoder import ByteDecoder
 from millrace_router.text.detokenizer import IncrementalDetokenizer
-from millrace_router.text.stopping import StopMatcher
-from millrace_router.text.stopping import StopTrimmer
+from millrace_router.text.stopping import StopMatcher, StopTrimmer
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_testing.text.texts import CORPUS
-from millrace_testing.text.texts import KINDS
-from millrace_testing.text.texts import byte_fallback
-from millrace_testing.text.texts import byte_level
-from millrace_testing.text.texts import metaspace
-from millrace_testing.text.texts import tokenizer
-from millrace_testing.text.texts import word_piece
+from millrace_testing.text.texts import (
+    CORPUS,
+    KINDS,
+    byte_fallback,
+    byte_level,
+    metaspace,
+    tokenizer,
+    word_piece,
+)
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 ALPHABET = "abcdefghi the lazy 你好世界天气 😀👩‍💻🎉 éöœñ Привет .,!?'\n\t"

@@ -1,26 +1,28 @@
 """Grammars over HTTP: what reaches the shards, what is refused with which status, and what else waits meanwhile."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
+
 import pytest
+
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import FinishReason
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
-from millrace_router.request.request import ValidRequest
+from millrace_router.request.request import FinishReason, Grammar, GrammarKind, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.services import Services
 from millrace_router.start.shards import RouterDeployment
-from millrace_testing.router.edge import FakeBatcher
-from millrace_testing.router.edge import finished
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import play
-from millrace_testing.router.edge import services_over
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import token_event
+from millrace_testing.router.edge import (
+    FakeBatcher,
+    finished,
+    limits_with,
+    play,
+    services_over,
+    serving,
+    token_event,
+)
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 OF_SCHEMA = Grammar(

@@ -1,45 +1,40 @@
 """Every rule of TGI's validation: message, order, defaults of models, and messages on shapes."""
 
 from __future__ import annotations
+
 import json
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
+
 import pytest
 from pydantic import ValidationError as ShapeError
-from millrace_proto.sampling import NO_RULES
-from millrace_proto.sampling import Dry
-from millrace_proto.sampling import Sampling
+
+from millrace_proto.sampling import NO_RULES, Dry, Sampling
 from millrace_router.api.anthropic.request import MessagesRequest
-from millrace_router.api.openai.request import ChatCompletionRequest
-from millrace_router.api.openai.request import CompletionRequest
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
 from millrace_router.api.responses.request import ResponsesRequest
-from millrace_router.api.tgi.request import CompatGenerateRequest
-from millrace_router.api.tgi.request import GenerateParameters
-from millrace_router.errors import SizeError
-from millrace_router.errors import ValidationError
-from millrace_router.request.generation_request import FieldNames
-from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateParameters
+from millrace_router.errors import SizeError, ValidationError
+from millrace_router.request.generation_request import FieldNames, GenerationRequest
 from millrace_router.request.grammar import RawGrammar
-from millrace_router.request.limits import TGI
-from millrace_router.request.limits import Limits
-from millrace_router.request.request import Grammar
-from millrace_router.request.request import GrammarKind
-from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.limits import TGI, Limits
+from millrace_router.request.request import Grammar, GrammarKind, SchedulingParameters
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.validation.sampling_defaults import NO_DEFAULTS
-from millrace_router.validation.sampling_defaults import SamplingDefaults
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from millrace_router.validation.shape_messages import shape_error
 from millrace_router.validation.validator import Validator
-from millrace_testing.router.edge import LIMITS
-from millrace_testing.router.edge import Edge
-from millrace_testing.router.edge import FakeCompiler
-from millrace_testing.router.edge import echo
-from millrace_testing.router.edge import grammars_of
-from millrace_testing.router.edge import limits_with
-from millrace_testing.router.edge import serving
-from millrace_testing.router.edge import word_tokenizer
+from millrace_testing.router.edge import (
+    LIMITS,
+    Edge,
+    FakeCompiler,
+    echo,
+    grammars_of,
+    limits_with,
+    serving,
+    word_tokenizer,
+)
 from millrace_testing.text.texts import tokenizer
 
 UINT64_MAX = 2**64 - 1

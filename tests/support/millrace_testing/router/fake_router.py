@@ -184,22 +184,18 @@ def new_batcher(
     )
     metrics, cost = Metrics(max_input_tokens=1000, max_total_tokens=1000), CostModel()
     channel = cast("StepChannel", channel)
-    in_flight = InFlight(
-        channel,
-        late or LatePlanning(cost, most=0.0),
-        depth=depth,
-        on_router_seconds=cost.overhead.add_answer,
-    )
+    late, answered = late or LatePlanning(cost, most=0.0), cost.overhead.add_answer
+    in_flight = InFlight(channel, late, depth=depth, on_router_seconds=answered)
     launcher, status = launcher or LauncherChannel(None), ShardStatus(grace_seconds)
     epochs = EpochManager(channel, launcher, status, cost, metrics, oldest=in_flight.oldest)
-
     planners = partial(_new_planner, shard, budgets, cost, prefix_caching=prefix_caching)
     waiting = WaitingQueue() if waiting is None else waiting
     recovery = RecoveryPolicy(planners, Quarantine())
     adapters = _adapters(channel, shard.adapters, waiting, metrics, cycle_seconds)
+    forecaster = _forecaster(budgets, cost, shard)
     predictor = LatencyPredictor(
         cost,
-        _forecaster(budgets, cost, shard),
+        forecaster,
         metrics,
         in_flight=in_flight,
         recovery=recovery,
