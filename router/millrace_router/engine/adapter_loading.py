@@ -213,7 +213,7 @@ class AdapterLoading(AdapterHooks):
         self._advance()
 
     async def _try_load(self, slot: AdapterSlot) -> bool:
-        """Load a place; False if its requests ended with an error. Raises ShardLost or ShardHung."""
+        """Load a slot; return False if its requests ended with an error. Raises ShardLost or ShardHung."""
         began = time.monotonic()
         try:
             await self._channel.load_adapter(slot.number, slot.digest, timeout=CALL_SECONDS)

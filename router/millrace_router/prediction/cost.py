@@ -213,9 +213,9 @@ class CostModel:
 
         """
         if set(coefficients) - {*EXTRA_COEFFICIENTS, *ADAPTER_COEFFICIENTS} != set(COEFFICIENTS):
-            raise ValueError(f"a cost model has the coefficients {', '.join(COEFFICIENTS)}")
+            raise ValueError(f"a cost model needs the coefficients {', '.join(COEFFICIENTS)}")
         if not all(0.0 <= value < math.inf for value in coefficients.values()):
-            raise ValueError(f"costs are finite and not negative: {dict(coefficients)}")
+            raise ValueError(f"costs must be finite and not negative: {dict(coefficients)}")
         model = cls()
         model._coefficients = [float(coefficients[name]) for name in COEFFICIENTS]
         once = coefficients.get("extra_step", 0.0)

@@ -60,18 +60,18 @@ class Appraisal:
 
 @dataclass(frozen=True, slots=True)
 class _Queue:
-    """What a request that arrives now waits behind."""
+    """The running and waiting requests that a request which arrives now has to wait for."""
 
     running: Sequence[RunningRow]
     num_kv_tokens: int
     num_ahead: int
     """Requests that are served before it."""
     prompt_ahead: float
-    """Mean number of tokens to compute of each of those."""
+    """Mean number of tokens to compute for each of those."""
     num_free: int
-    """Free places in the batch for the requests ahead and for it."""
+    """Free slots in the batch for the requests ahead and for it."""
     num_left: int
-    """Prompt tokens of it to compute."""
+    """Tokens of its prompt to compute."""
     max_new_tokens: int
 
 
@@ -99,7 +99,7 @@ class Forecaster:
     """Predicts queue time, first token and end of a request from the running batch.
 
     A request waits for the prompts ahead of it, at the rate that steps with the batch's decodes leave to prompts, or
-    until more rows have ended than there are requests ahead without a place, whichever takes longer. Rows end as the
+    until more rows have ended than there are requests ahead without a slot, whichever takes longer. Rows end as the
     last answers did. The cost model prices the steps in between at the size of the batch.
     """
 
@@ -248,7 +248,7 @@ class Forecaster:
         return min(free_slots, int(max(0.0, free) / needed * num_joining))
 
     def _typical_step(self, queue: _Queue, num_kv_tokens: float) -> _Step | None:
-        """Return a step once requests with `num_kv_tokens` each have the free places; None before the first fit."""
+        """Return a step once requests with `num_kv_tokens` each have the free slots; None before the first fit."""
         num_rows = len(queue.running)
         num_joining = max(not num_rows, min(queue.num_ahead + 1, queue.num_free))
         decodes = num_rows + num_joining
@@ -298,21 +298,21 @@ class Forecaster:
             if not row.num_tokens_planned
         ]
         longest, start = max(left, default=(0, 0))
-        has_place = queue.num_ahead < queue.num_free
-        if self._shortest_first and has_place and queue.num_left <= longest_overtaking(longest):
+        has_slot = queue.num_ahead < queue.num_free
+        if self._shortest_first and has_slot and queue.num_left <= longest_overtaking(longest):
             return 0.0
         unfinished = sum([each for each, _ in left])
         num_steps = (unfinished + queue.num_ahead * queue.prompt_ahead) / step.room
-        if not has_place:
-            num_steps = max(num_steps, self._steps_until_place(queue))
-        # Rows that end leave a place at the end of a step; without rows, none is in flight.
+        if not has_slot:
+            num_steps = max(num_steps, self._steps_until_slot(queue))
+        # Rows that end leave a slot at the end of a step; without rows, none is in flight.
         seconds = max(0.0, num_steps - bool(queue.running)) * step.seconds
         seconds += queue.num_ahead * step.prompt_seconds(queue.prompt_ahead)
         return seconds + step.prompt_seconds(unfinished, start)
 
-    def _steps_until_place(self, queue: _Queue) -> float:
-        """Steps until one row more has ended than there are requests ahead without a place."""
-        # A row ends, and its place is free, `depth` steps after the plan of its last token.
+    def _steps_until_slot(self, queue: _Queue) -> float:
+        """Steps until one row more has ended than there are requests ahead without a slot."""
+        # A row ends, and its slot is free, `depth` steps after the plan of its last token.
         turnover = 2 * (self._depth - 1)
         lengths = self._traffic.steps_to_come(queue.max_new_tokens)
         ends = [turnover + 1 + left for left in self._traffic.steps_left(queue.running)]

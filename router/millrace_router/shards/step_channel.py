@@ -19,16 +19,16 @@ class StepObserver(Protocol):
     """Receives every message to the shards and every answer. No method raises."""
 
     def sent(self, message: pb.StepRequest) -> None:
-        """A message is sent to the shards."""
+        """Receive a message that is sent to the shards."""
 
     def answered(self, answers: Sequence[pb.StepResponse]) -> None:
-        """All ranks answered the oldest unanswered message; `answers` are in order of rank."""
+        """Receive all ranks' answers to the oldest unanswered message, in order of rank."""
 
     def failed(self, kind: str, reason: str) -> None:
-        """The epoch failed."""
+        """Record that the epoch has failed."""
 
     def adapter_changed(self, epoch: int, slot: int, digest: str | None) -> None:
-        """All ranks have the adapter `digest` in `slot`, or none there."""
+        """Record that all ranks have the adapter `digest` in `slot`, or none there."""
 
 
 class StepChannel:

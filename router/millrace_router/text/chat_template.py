@@ -205,7 +205,7 @@ class ChatTemplate:
         """
         chosen = self._with_tools if tools else self._plain
         if continue_final_message and add_generation_prompt:
-            raise TemplateError("a message that is continued is followed by no generation prompt")
+            raise TemplateError("a continued message must not be followed by a generation prompt")
         is_implied = add_generation_prompt is None and continue_final_message is None
         continues = _is_open(messages) if is_implied else bool(continue_final_message)
         context = {

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     configure(arguments.logger_level, json_output=arguments.json_output)
-    _say_what_has_no_effect(arguments)
+    _warn_of_unused_flags(arguments)
     try:
         checkpoints = Checkpoints.find(
             arguments.model_id,
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _say_what_has_no_effect(arguments: argparse.Namespace) -> None:
+def _warn_of_unused_flags(arguments: argparse.Namespace) -> None:
     if arguments.extension != SAFETENSORS:
         log.warning("--extension has no effect: only %s files are loaded", SAFETENSORS)
     if arguments.auto_convert:

@@ -57,8 +57,8 @@ def test_defaults_are_those_of_the_router() -> None:
     ("changes", "complaint"),
     [
         ({"cost_model": {}}, "the server has not served enough to know"),
-        ({"cost_model": {"step": 1.0}}, "a cost model has the coefficients"),
-        ({"cost_model": COST | {"step": -1.0}}, "costs are finite and not negative"),
+        ({"cost_model": {"step": 1.0}}, "a cost model needs the coefficients"),
+        ({"cost_model": COST | {"step": -1.0}}, "costs must be finite and not negative"),
         ({"num_blocks": 50}, "beyond the KV blocks, 784 tokens"),
         ({"max_input_tokens": 900}, "max_input_tokens must be < max_total_tokens"),
         ({"priority_ageing": -1}, "greater than or equal to 0"),

@@ -223,8 +223,8 @@ def spoilt(value: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
-    "no B": (without(B), f"'{A}' has no lora_B"),
-    "no A": (without(A), f"'{B}' has no lora_A"),
+    "no B": (without(B), f"'{A}' comes without its lora_B"),
+    "no A": (without(A), f"'{B}' comes without its lora_A"),
     "inputs": (changed(A, torch.zeros(8, 15)), rf"'{A}' has the shape [8, 15], .* needs [8, 16]"),
     "outputs": (changed(B, torch.zeros(17, 8)), rf"'{B}' has the shape [17, 8], .* needs [16, 8]"),
     "rank of A": (
@@ -271,7 +271,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "copy alone": (
         changed("base_model.model.lm_head.base_layer.weight", torch.zeros(40, 16)),
-        "has no lora_A with it",
+        "comes without its lora_A",
     ),
     "surplus": (changed("x", torch.zeros(1)), "'x' is not of LoRA"),
     "bias": (
@@ -314,7 +314,7 @@ def test_each_defect_is_named(
     [
         ({"r": 4}, "needs [4, 16]"),
         ({"rank_pattern": {"q_proj": 9}}, "needs [9, 16]"),
-        ({"lora_bias": True}, "has no bias with it"),
+        ({"lora_bias": True}, "comes without its bias"),
         ({"lora_alpha": 1e300}, "lora_alpha"),
     ],
 )

@@ -235,7 +235,7 @@ async def test_a_pickle_is_not_downloaded(files: dict[str, bytes], tmp_path: Pat
         ({"redirects": {WEIGHTS: "https://evil.example/x"}}, "redirects to another host"),
         ({"redirects": {WEIGHTS: "file:///etc/passwd"}}, "redirects to another host"),
         ({"redirects": {WEIGHTS: "http://[x"}}, "redirects to no address"),
-        ({"redirects": {WEIGHTS: WEIGHTS}}, "redirects without an end"),
+        ({"redirects": {WEIGHTS: WEIGHTS}}, "redirects too often"),
     ],
     ids=lambda one: str(one)[:60],
 )

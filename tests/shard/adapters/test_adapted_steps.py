@@ -126,15 +126,15 @@ def test_drafts_of_the_base_do_not_change_what_an_adapter_generates(
             int(alone.run(alone.admission(slot, PROMPT[: 9 + slot], adapter_slot=slot)).ids[0])
         ]
         expected += [int(alone.decode([slot]).ids[0]) for _ in range(8)]
-        found = drafting.run(
+        result = drafting.run(
             drafting.admission(slot, PROMPT[: 9 + slot], adapter_slot=slot)
         ).ids.tolist()
-        while len(found) < 9:
+        while len(result) < 9:
             step = Forward(
                 decode_slots=ints([slot]), decode_tokens=ints([4]), draft_tokens=ints([3])
             )
-            found += drafting.run(step).ids.tolist()
-        assert found[:9] == expected
+            result += drafting.run(step).ids.tolist()
+        assert result[:9] == expected
 
 
 def test_a_step_of_the_base_sees_no_rows_of_adapters(bench: Bench) -> None:

@@ -668,15 +668,15 @@ def test_steps_with_drafts_are_sent_ahead(driver: Driver) -> None:
     admitted = driver.admit(0, LOOP, room=24, parameters=BIASED), driver.admit(3, room=24)
     steps = [driver.send(forward(*admitted, chunks=[(0, len(LOOP)), (3, len(PROMPT))]))]
     steps += [driver.send(multi_token(0, 3)) for _ in range(4)]
-    found: dict[int, list[int]] = {0: [], 3: []}
+    result: dict[int, list[int]] = {0: [], 3: []}
     for step in steps:
         outcome = step.result(30).outcome
         assert isinstance(outcome, StepResult)
         ids = iter(outcome.ids.tolist())
         for slot, count in zip(outcome.slots.tolist(), outcome.counts.tolist(), strict=True):
-            found[slot] += [next(ids) for _ in range(count)]
-    assert found[0] == among_few(LOOP, len(found[0]))
-    assert found[3] == fake_greedy(PROMPT, len(found[3]))
+            result[slot] += [next(ids) for _ in range(count)]
+    assert result[0] == among_few(LOOP, len(result[0]))
+    assert result[3] == fake_greedy(PROMPT, len(result[3]))
 
 
 def test_a_draft_that_is_not_finite_fails_its_row_alone(driver: Driver) -> None:

@@ -29,11 +29,11 @@ def test_tied_and_strided_tensors_keep_their_values_and_types(tmp_path: Path) ->
     tensors = {"embed": embedding, "head": embedding, "slice": whole[:, 1:3], "transposed": whole.T}
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     assert convert(tmp_path, tmp_path) == [tmp_path / "model.safetensors"]
-    found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == tensors.keys()
+    result = load_file(tmp_path / "model.safetensors")
+    assert result.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
+        assert result[name].dtype == tensor.dtype
+        assert torch.equal(result[name], tensor)
 
 
 def test_many_files_are_spread_anew_with_an_index(tmp_path: Path) -> None:

@@ -58,10 +58,10 @@ def test_answers_match_whole_forward_passes(
     lines = "\n\n".join(question(ids) for ids in prompts)
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     assert main(["reference", str(folder)]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     model = load_reference(folder)
-    assert len(found) == len(prompts)
-    for ids, answer in zip(prompts, found, strict=True):
+    assert len(result) == len(prompts)
+    for ids, answer in zip(prompts, result, strict=True):
         tokens, logprobs, others = by_hand(model, ids)
         assert answer["ids"] == tokens
         assert answer["logprobs"] == pytest.approx(logprobs, abs=1e-4)

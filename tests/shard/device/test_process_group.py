@@ -210,15 +210,15 @@ def test_collectives_of_two_ranks_return_exact_results(two_ranks: TwoRanks) -> N
 def test_small_sums_go_through_shared_memory_and_others_do_not(two_ranks: TwoRanks) -> None:
     total = torch.arange(8.0) * 2 + 10
     for results, _ in two_ranks.by_rank:
-        found = results["one_shot"]
-        assert torch.equal(found["small"], total)
-        assert torch.equal(found["again"], total.view(2, 4) * 2)
-        assert found["bf16"].dtype is torch.bfloat16
-        assert found["bf16"].tolist() == total.tolist()
-        assert found["odd"].tolist() == total[:3].tolist()
-        assert found["int"].tolist() == total.tolist()
-        assert found["large"].tolist() == found["limit"].tolist() == total.tolist()
-        assert found["sizes"] == [32, 32, 16, MAX_BYTES]
+        result = results["one_shot"]
+        assert torch.equal(result["small"], total)
+        assert torch.equal(result["again"], total.view(2, 4) * 2)
+        assert result["bf16"].dtype is torch.bfloat16
+        assert result["bf16"].tolist() == total.tolist()
+        assert result["odd"].tolist() == total[:3].tolist()
+        assert result["int"].tolist() == total.tolist()
+        assert result["large"].tolist() == result["limit"].tolist() == total.tolist()
+        assert result["sizes"] == [32, 32, 16, MAX_BYTES]
 
 
 def test_no_rank_shares_memory_unless_all_can(two_ranks: TwoRanks) -> None:
@@ -254,11 +254,11 @@ def test_in_rank_order_a_row_is_summed_alike_whatever_is_beside_it(tmp_path: Pat
     parts = [part_of(rank) for rank in range(3)]
     expected = (parts[0] + parts[1]) + parts[2]
     rounded = (parts[0].bfloat16().float() + parts[1].bfloat16()) + parts[2].bfloat16()
-    for found in by_rank:
+    for result in by_rank:
         for num_rows in ROWS:
-            assert torch.equal(found["float32"][num_rows], expected[:num_rows])
-            assert torch.equal(found["bfloat16"][num_rows], rounded[:num_rows].bfloat16())
-        assert found["integers"].tolist() == [3, 3]
+            assert torch.equal(result["float32"][num_rows], expected[:num_rows])
+            assert torch.equal(result["bfloat16"][num_rows], rounded[:num_rows].bfloat16())
+        assert result["integers"].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -354,11 +354,11 @@ def ranks() -> Iterator[ExitStack]:
 
 
 def started(ranks: ExitStack, rank: int, port: int) -> Rank:
-    found = Rank(rank, port)
+    result = Rank(rank, port)
     # It waits for the process and closes its pipe.
-    ranks.enter_context(found.process)
-    ranks.callback(found.process.kill)
-    return found
+    ranks.enter_context(result.process)
+    ranks.callback(result.process.kill)
+    return result
 
 
 @pytest.mark.parametrize("gone", [0, 1])

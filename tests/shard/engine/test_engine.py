@@ -211,11 +211,11 @@ def test_a_cached_prefix_is_read_and_not_cleared(driver: Driver) -> None:
 
 def test_blocks_are_granted_as_a_sequence_grows(driver: Driver) -> None:
     driver.run(forward(driver.admit(0, room=0), chunks=[(0, 6)]))
-    found = []
+    result = []
     for step in range(8):
         grown = [(0, driver.free.pop(0))] if (6 + step) % BLOCK_SIZE == 0 else []
-        found.append(tokens(driver.run(forward(decodes=[0], grown=grown)))[0])
-    assert found == greedy(PROMPT, 9)[1:]
+        result.append(tokens(driver.run(forward(decodes=[0], grown=grown)))[0])
+    assert result == greedy(PROMPT, 9)[1:]
 
 
 def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> None:

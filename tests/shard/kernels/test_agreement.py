@@ -232,8 +232,8 @@ class ChangesBaseRows(PlainKernels):
 def test_deterministic_kernels_that_change_rows_of_the_base_are_found() -> None:
     for deterministic, is_fault in ((True, True), (False, False)):
         kernels = ChangesBaseRows(deterministic=deterministic)
-        found = adapter_difference(kernels, ORACLE, dtype=torch.float32, head_dim=32)
-        assert (found == math.inf) is is_fault
+        result = adapter_difference(kernels, ORACLE, dtype=torch.float32, head_dim=32)
+        assert (result == math.inf) is is_fault
 
 
 def test_kernels_that_fail_the_check_do_not_serve_with_adapters(

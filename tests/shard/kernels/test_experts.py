@@ -62,10 +62,10 @@ def defined(rule: RoutingRule, logits: list[float], correction: list[float]) -> 
 def test_choice_and_shares_are_what_their_definitions_say(name: str) -> None:
     rule, logits, correction = RULES[name], random(50, NUM_EXPERTS), random(NUM_EXPERTS, seed=1)
     chosen, shares = rule.choose(logits, correction)
-    for row, experts, found in zip(logits.tolist(), chosen.tolist(), shares, strict=True):
+    for row, experts, result in zip(logits.tolist(), chosen.tolist(), shares, strict=True):
         expected = defined(rule, row, correction.tolist())
         assert experts == list(expected)
-        torch.testing.assert_close(found, torch.tensor(list(expected.values())))
+        torch.testing.assert_close(result, torch.tensor(list(expected.values())))
 
 
 @pytest.mark.parametrize("name", RULES)

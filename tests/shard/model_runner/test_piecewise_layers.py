@@ -146,10 +146,10 @@ def test_pieces_without_memory_match_large_steps(
 
 def test_sums_over_ranks_are_part_of_a_piece(setup: tuple[CausalModel, Kernels]) -> None:
     model, kernels = setup
-    found: list[Layer] = []
+    result: list[Layer] = []
 
     def keep(layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
-        found.extend(layers)
+        result.extend(layers)
         return kernels.layers(layers, reduce)
 
     def double(x: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def test_sums_over_ranks_are_part_of_a_piece(setup: tuple[CausalModel, Kernels])
     sequences = stepper(setup)
     sequences.run(sequences.admission(0, prompt_of(6)))
     tokens = sequences.batch.ragged(ints([0]), ints([0]), ints([6]), ints(range(6)))
-    layers = PiecewiseLayers(found, double, kernels.layers(found, double))
+    layers = PiecewiseLayers(result, double, kernels.layers(result, double))
     residual = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     residuals = [residual.clone(), residual]
     with torch.inference_mode():
@@ -187,8 +187,8 @@ def test_layers_of_another_kind_have_no_pieces(tmp_path: Path) -> None:
     recorder = Recorder()
     settings = GraphSettings(None, recorder.new_capture)
     single = ProcessGroup.single()
-    found = with_pieces(model, kernels, sequences.cache, sequences.batch, settings, single)
-    assert found is model
+    result = with_pieces(model, kernels, sequences.cache, sequences.batch, settings, single)
+    assert result is model
     assert recorder.recordings == []
 
 

@@ -86,8 +86,8 @@ def test_states_and_logits_match_transformers(name: str, tmp_path: Path) -> None
         states = reference.get_decoder()(ids).last_hidden_state[0, -1]
         logits = reference(ids).logits[0, -1, list(IDS)]
     runner = stepper(tmp_path)
-    found = torch.tensor(pooled(runner, [33, 47], Pooling()))
-    torch.testing.assert_close(found, states, atol=TOLERANCE, rtol=0)
+    result = torch.tensor(pooled(runner, [33, 47], Pooling()))
+    torch.testing.assert_close(result, states, atol=TOLERANCE, rtol=0)
     scored = torch.tensor(pooled(stepper(tmp_path), [80], Pooling(IDS)))
     torch.testing.assert_close(scored, logits, atol=TOLERANCE, rtol=0)
 
@@ -99,11 +99,11 @@ def test_bits_depend_neither_on_chunks_nor_on_the_batch(
     kernels: str, dtype: torch.dtype, pooling: Pooling, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, "qwen3")
-    found = [
+    result = [
         pooled(stepper(tmp_path, kernels=kernels, dtype=dtype), cuts, pooling, others=others)
         for cuts, others in ((CUTS[0], False), (CUTS[1], True), (CUTS[2], True), (CUTS[3], True))
     ]
-    assert found[1:] == found[:1] * 3
+    assert result[1:] == result[:1] * 3
 
 
 def test_other_rows_of_the_step_yield_what_they_would_alone(tmp_path: Path) -> None:
@@ -122,9 +122,9 @@ def test_other_rows_of_the_step_yield_what_they_would_alone(tmp_path: Path) -> N
         chunk_slots=ints([1, 0]),
         chunk_tokens=ints([80, 20]),
     )
-    found = together.run(both), together.decode([0])
-    assert found[0].slots.tolist() == [0]
-    for one, other in zip(found, expected, strict=True):
+    result = together.run(both), together.decode([0])
+    assert result[0].slots.tolist() == [0]
+    for one, other in zip(result, expected, strict=True):
         assert one.ids.tolist() == other.ids.tolist()
         assert one.logprobs.tolist() == other.logprobs.tolist()
 
@@ -200,8 +200,8 @@ def test_a_checkpoint_without_a_head_has_states(tmp_path: Path) -> None:
         expected = model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
     runner = stepper(tmp_path)
     assert runner.runner._model.info.headless
-    found = torch.tensor(pooled(runner, [33, 47], Pooling()))
-    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    result = torch.tensor(pooled(runner, [33, 47], Pooling()))
+    torch.testing.assert_close(result, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_a_head_may_be_missing_only_from_a_model_for_embeddings(tmp_path: Path) -> None:

@@ -287,9 +287,9 @@ def test_fields_of_the_outer_object_count(tmp_path: Path) -> None:
     path.write_text(json.dumps(raw | {"eos_token_id": [5, 6], "dtype": "bfloat16"}))
     raw["text_config"].pop("dtype", None)
     path.write_text(json.dumps(raw | {"eos_token_id": [5, 6], "dtype": "bfloat16"}))
-    found = ModelDescription.read(tmp_path)
-    assert found.eos_token_ids == (5, 6)
-    assert found.dtype == torch.bfloat16
+    result = ModelDescription.read(tmp_path)
+    assert result.eos_token_ids == (5, 6)
+    assert result.dtype == torch.bfloat16
 
 
 def test_a_head_of_its_own_though_the_outer_object_ties_it(tmp_path: Path) -> None:

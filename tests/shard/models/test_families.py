@@ -127,8 +127,8 @@ def test_biases_follow_the_config(
 def test_windows_follow_the_config(
     model_type: str, overrides: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    found = spec(model_type, **overrides)
-    assert tuple(layer.attention.window for layer in found.layers) == windows
+    result = spec(model_type, **overrides)
+    assert tuple(layer.attention.window for layer in result.layers) == windows
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,9 @@ def test_what_changes_nothing_is_accepted(overrides: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_possible_splits(world_size: int) -> None:
-    found = spec()
-    check_split(found, world_size)
-    attention = found.layers[0].attention
+    result = spec()
+    check_split(result, world_size)
+    attention = result.layers[0].attention
     assert kv_heads_per_rank(attention, world_size) == {1: 2, 2: 1, 4: 1}[world_size]
 
 
@@ -270,9 +270,9 @@ def test_possible_splits(world_size: int) -> None:
 def test_impossible_splits_name_the_possible_ones(
     overrides: dict[str, Any], world_size: int, possible: str
 ) -> None:
-    found = spec(**overrides)
+    result = spec(**overrides)
     with pytest.raises(UnsupportedModel) as refusal:
-        check_split(found, world_size)
+        check_split(result, world_size)
     assert str(refusal.value).endswith(f"these numbers of shards work: {possible}")
 
 

@@ -53,9 +53,9 @@ def config(rope: dict[str, Any], **overrides: Any) -> LlamaConfig:
 
 
 def rope(settings: dict[str, Any], **overrides: Any) -> RopeSpec:
-    found = rope_of(config(settings, **overrides))
-    assert found is not None
-    return found
+    result = rope_of(config(settings, **overrides))
+    assert result is not None
+    return result
 
 
 def reference(module: torch.nn.Module, positions: Tensor) -> Tensor:

@@ -127,14 +127,14 @@ PACKED = {
 def on_a_rank(group: ProcessGroup, folder: Path) -> dict[str, list[Run]]:
     torch.set_num_threads(1)
     names = {name: folder / name for name in ON_RANKS}
-    found = {
+    result = {
         name: load(each, group=group).generate(PROMPTS, NUM_TOKENS, chunk=9)
         for name, each in names.items()
     }
     CONFIG_MAPPING["glm"].base_model_tp_plan = PACKED
     packed = load(folder / "glm", group=group)
     assert packed.model.geometry.layers == (KVLayer(1, 16),) * 2
-    return found | {"packed": packed.generate(PROMPTS, NUM_TOKENS, chunk=9)}
+    return result | {"packed": packed.generate(PROMPTS, NUM_TOKENS, chunk=9)}
 
 
 def test_two_ranks_generate_what_transformers_does(tmp_path: Path) -> None:

@@ -129,5 +129,5 @@ def test_xtc_is_on_as_often_as_asked() -> None:
         (1 - share) * 0.2 + share * 0.4,
     ]
     assert abs(on / count - share) < 4 * math.sqrt(share * (1 - share) / count)
-    for found, p in zip(drawn, expected, strict=True):
-        assert abs(found / count - p) < 4 * math.sqrt(p * (1 - p) / count)
+    for result, p in zip(drawn, expected, strict=True):
+        assert abs(result / count - p) < 4 * math.sqrt(p * (1 - p) / count)

@@ -265,10 +265,10 @@ def test_a_sequence_from_prompt_to_end(shard: Shard) -> None:
     assert np.isnan(first.prefill_logprobs[0])
     assert not np.isnan(list(first.prefill_logprobs)[1:]).any()
     assert first.timings.HasField("concat_ns")
-    found = list(first.ids)
+    result = list(first.ids)
     for _ in range(5):
-        found += steps.ask(decode=decode(0)).ids
-    assert found == greedy(PROMPT, 6)
+        result += steps.ask(decode=decode(0)).ids
+    assert result == greedy(PROMPT, 6)
     dropped = steps.ask(filter_batch=pb.FilterBatch(dropped_slots=[0]))
     assert not dropped.HasField("error")
     assert steps.ask(decode=decode(0)).error.kind == pb.StepError.KIND_FAILED

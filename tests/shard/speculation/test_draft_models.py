@@ -388,11 +388,11 @@ def test_medusa_heads_change_no_bit_and_read_the_right_state(
     propose, drafts = proposer.propose, []
 
     def recorded(rows: Any) -> Any:
-        found = propose(rows)
+        result = propose(rows)
         for row, slot in enumerate(rows.slots.tolist()):
-            if found.counts[row]:
-                drafts.append((slot, int(rows.num_tokens[row]), found.of_row(row)))
-        return found
+            if result.counts[row]:
+                drafts.append((slot, int(rows.num_tokens[row]), result.of_row(row)))
+        return result
 
     monkeypatch.setattr(proposer, "propose", recorded)
     random = np.random.default_rng(depth)

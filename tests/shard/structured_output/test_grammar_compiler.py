@@ -671,9 +671,9 @@ class Texts:
         ]
         masks = self.grammars.start(rows).result()
         for slot, mask in zip(self._last, masks.bits, strict=True):
-            found = allowed(mask)
-            self.masks[slot].append(found)
-            self._last[slot] = (self._random[slot].choice(sorted(found - {0})),)
+            result = allowed(mask)
+            self.masks[slot].append(result)
+            self._last[slot] = (self._random[slot].choice(sorted(result - {0})),)
         return masks
 
 

@@ -513,8 +513,8 @@ def test_a_part_that_would_never_end_is_not_entered() -> None:
         },
     }
     assert accepts(described, '{"b":null}')
-    found = matcher(described)
-    assert not found.consume_all(WORDS.split(b'{"a'))
+    result = matcher(described)
+    assert not result.consume_all(WORDS.split(b'{"a'))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -524,11 +524,11 @@ def test_random_schemas_never_yield_invalid_json(seed: int) -> None:
     for _ in range(NUM_RANDOM):
         described = schemas.schema()
         try:
-            found = matcher(described)
+            result = matcher(described)
         except GrammarInvalid:
             refused += 1
             continue
-        text = walk(found, WORDS, rng, most=300)
+        text = walk(result, WORDS, rng, most=300)
         if text is None:
             unfinished += 1
             continue
@@ -579,8 +579,8 @@ def test_the_official_suite_is_enforced_or_refused() -> None:
             elif test["valid"] and not is_accepted and not title.startswith("format: "):
                 missing.append(title)
     if (report := os.environ.get("JSON_SCHEMA_REPORT")) is not None:
-        found = {"checked": checked, "wrong": wrong, "missing": missing, "refused": refused}
-        Path(report).write_text(json.dumps(found, indent=1))
+        result = {"checked": checked, "wrong": wrong, "missing": missing, "refused": refused}
+        Path(report).write_text(json.dumps(result, indent=1))
     assert not wrong
     assert not missing
     assert checked > 600

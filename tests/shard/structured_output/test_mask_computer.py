@@ -126,9 +126,9 @@ def load(
     rust: Tokenizer, folder: Path, *, more: int = 0, eos: tuple[int, ...] = (0,)
 ) -> Vocabulary:
     size = rust.get_vocab_size() + more
-    found = load_vocabulary(folder_of(rust, folder), vocab_size=size, eos_token_ids=eos)
-    assert found is not None
-    return found
+    result = load_vocabulary(folder_of(rust, folder), vocab_size=size, eos_token_ids=eos)
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback], ids=lambda make: make.__name__)
@@ -176,9 +176,9 @@ def _words(matcher: Matcher) -> NDArray[np.int32]:
 
 def test_a_tokenizer_larger_than_the_model_is_cut(tmp_path: Path) -> None:
     rust = byte_level()
-    found = load_vocabulary(folder_of(rust, tmp_path), vocab_size=300, eos_token_ids=(0,))
-    assert found is not None
-    matcher = Matcher.of(lark_of(regex("(?s:.)*")), found)
+    result = load_vocabulary(folder_of(rust, tmp_path), vocab_size=300, eos_token_ids=(0,))
+    assert result is not None
+    matcher = Matcher.of(lark_of(regex("(?s:.)*")), result)
     assert max(allowed(_words(matcher))) < 300
 
 

@@ -140,9 +140,9 @@ def test_two_starts_at_once_download_once(
     index: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(index, {TINY.member: CONTENT})
-    found: list[bytes] = []
+    result: list[bytes] = []
     threads = [
-        threading.Thread(target=lambda: found.append(fetch(tmp_path / "root").read_bytes()))
+        threading.Thread(target=lambda: result.append(fetch(tmp_path / "root").read_bytes()))
         for _ in range(3)
     ]
     with caplog.at_level(logging.INFO):
@@ -150,7 +150,7 @@ def test_two_starts_at_once_download_once(
             thread.start()
         for thread in threads:
             thread.join()
-    assert found == [CONTENT] * 3
+    assert result == [CONTENT] * 3
     assert len([line for line in caplog.messages if line.startswith("downloading tiny")]) == 1
 
 

@@ -241,13 +241,13 @@ def test_missing_tokenizer_json_is_built_beside_a_read_only_model(tmp_path: Path
     (folder / "model.safetensors").write_bytes(b"weights")
     folder.chmod(0o555)
     chosen = settings(Hub({}), tmp_path)
-    found = resolve(str(folder), revision=None, settings=chosen)
-    assert found.parent == tmp_path / "side"
-    assert (found / "model.safetensors").read_bytes() == b"weights"
-    tokenizer = Tokenizer.from_file(str(found / "tokenizer.json"))
+    result = resolve(str(folder), revision=None, settings=chosen)
+    assert result.parent == tmp_path / "side"
+    assert (result / "model.safetensors").read_bytes() == b"weights"
+    tokenizer = Tokenizer.from_file(str(result / "tokenizer.json"))
     assert tokenizer.encode("mill race", add_special_tokens=False).ids == [5, 6]
     assert not (folder / "tokenizer.json").exists()
-    assert resolve(str(folder), revision=None, settings=chosen) == found
+    assert resolve(str(folder), revision=None, settings=chosen) == result
 
 
 def test_progress_reports_bytes_and_seconds_left() -> None:
@@ -306,11 +306,11 @@ def test_settings_follow_the_environment(
         monkeypatch.delenv(name.upper(), raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = HubSettings.of(Variables())
-    assert found.access.token == token
-    assert found.access.cache == Path(cache).expanduser()
-    assert found.offline is offline
-    assert found.access.endpoint == "https://huggingface.co"
+    result = HubSettings.of(Variables())
+    assert result.access.token == token
+    assert result.access.cache == Path(cache).expanduser()
+    assert result.offline is offline
+    assert result.access.endpoint == "https://huggingface.co"
 
 
 def test_command_prints_the_folder_last_and_no_carriage_return(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def test_a_folder_of_the_name_takes_precedence(
     save_tiny(tmp_path / "tiny", "llama")
     (tmp_path / "tiny" / "tokenizer.json").write_text("{}")
     assert download_weights.main(["tiny"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found == {"model_folder": str(tmp_path / "tiny")}
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == {"model_folder": str(tmp_path / "tiny")}
 
 
 def test_a_revision_is_refused() -> None:

@@ -329,11 +329,11 @@ def test_weights_are_read_ahead_as_others_are_used(
 def test_both_paths_ask_for_a_model_that_they_load(
     model_type: str, tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     close = ReadAhead.close
 
     def close_once_asked(ahead: ReadAhead) -> None:
-        found.extend(asked.next(1))
+        result.extend(asked.next(1))
         close(ahead)
 
     monkeypatch.setattr(ReadAhead, "close", close_once_asked)
@@ -345,4 +345,4 @@ def test_both_paths_ask_for_a_model_that_they_load(
         group=ProcessGroup.single(),
         device=torch.device("cpu"),
     )
-    assert found == [((tmp_path / "model.safetensors").stat().st_size, 0)]
+    assert result == [((tmp_path / "model.safetensors").stat().st_size, 0)]

@@ -200,7 +200,7 @@ def _module(
     any_part = next(iter(parts.values()))
     for name in PARTS if config.lora_bias else PARTS[:2]:
         if name not in parts:
-            raise Invalid(f"the tensor {quoted(any_part.key)} has no {name} with it")
+            raise Invalid(f"the tensor {quoted(any_part.key)} comes without its {name}")
     if "bias" in parts and not config.lora_bias:
         raise Invalid(
             f"the tensor {quoted(parts['bias'].key)} is there, but lora_bias of {CONFIG_FILE} is not set"

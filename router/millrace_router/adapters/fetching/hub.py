@@ -143,7 +143,7 @@ class Hub:
                 url = self.redirect(url, location)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 raise Unavailable(f"the hub does not answer ({type(error).__name__})") from None
-        raise Unavailable("the hub redirects without an end")
+        raise Unavailable("the hub redirects too often")
 
     def headers_for(self, url: str) -> dict[str, str]:
         """Headers of a request; the token goes only to the endpoint."""

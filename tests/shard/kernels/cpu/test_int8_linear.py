@@ -59,8 +59,10 @@ def test_every_32_inputs_of_a_row_have_their_own_scale() -> None:
         [[127.0, 0.6], [12.7, 0.06], [1270, 4]]
     )
     rounded = rounded_rows(rows)
-    found = torch.stack((rounded[0, :2], rounded[0, 32:34], rounded[0, 64:66]))
-    torch.testing.assert_close(found, torch.tensor([[127.0, 1.0], [12.7, 0.1], [1270, 0]]).double())
+    result = torch.stack((rounded[0, :2], rounded[0, 32:34], rounded[0, 64:66]))
+    torch.testing.assert_close(
+        result, torch.tensor([[127.0, 1.0], [12.7, 0.1], [1270, 0]]).double()
+    )
     assert int(rounded.count_nonzero()) == 5
 
 

@@ -300,7 +300,7 @@ def test_all_layers_at_once_are_one_after_the_other(
     apart = kernels.layers(layers, lambda x: x)
     assert isinstance(apart, ComposedLayers)
     residual = torch.randn(sum(CONTEXTS), shapes[0].hidden).to(BF16)
-    found = []
+    result = []
     for run_layers in (together, apart):
         caches = [shape.cache() for shape in shapes]
         firsts = [c - q for c, q in zip(CONTEXTS, counts, strict=True)]
@@ -311,8 +311,8 @@ def test_all_layers_at_once_are_one_after_the_other(
         changed = residual[late]
         y = run_layers(changed, tables_of(counts, CONTEXTS), caches)
         pages = [each for cache in caches for each in (cache.keys, cache.values)]
-        found.append([y, changed, *pages])
-    for left, right in zip(*found, strict=True):
+        result.append([y, changed, *pages])
+    for left, right in zip(*result, strict=True):
         assert torch.equal(left, right)
 
 

@@ -86,8 +86,8 @@ def test_a_row_has_the_same_bits_beside_any_rows_and_on_any_threads(
     expected = made(x)
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
-        for found in steps_of(made, x, shape):
-            assert torch.equal(found, expected)
+        for result in steps_of(made, x, shape):
+            assert torch.equal(result, expected)
 
 
 def test_more_pairs_than_are_computed_at_once(kernels: CpuKernels) -> None:

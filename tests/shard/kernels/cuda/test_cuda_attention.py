@@ -239,12 +239,12 @@ def test_every_tile_has_a_slot() -> None:
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     owners = torch.empty(int(starts[-1]) // 4 + 140, dtype=torch.int32, device=DEVICE)
     _owners[(len(owners),)](starts.int().to(DEVICE), owners, 140, tokens_per_tile=4)
-    found = owners.tolist()
+    result = owners.tolist()
     for sequence, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=False)):
         first = start // 4 + sequence
         num_tiles = -(-count // 4)
-        assert found[first : first + num_tiles] == [sequence] * num_tiles
-        assert found.index(sequence) == first
+        assert result[first : first + num_tiles] == [sequence] * num_tiles
+        assert result.index(sequence) == first
 
 
 def test_spans_tile_the_positions() -> None:

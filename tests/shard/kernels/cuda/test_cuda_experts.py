@@ -79,8 +79,8 @@ def test_the_choice_is_that_of_plain_torch(rule: RoutingRule) -> None:
     bias, correction = made._router.bias, made._router.correction
     biased = logits if bias is None else logits + bias
     chosen, shares = rule.choose(biased, correction)
-    found, found_shares = made._choose(logits)
-    assert torch.equal(found.long(), chosen)
+    result, found_shares = made._choose(logits)
+    assert torch.equal(result.long(), chosen)
     torch.testing.assert_close(found_shares, shares)
 
 

@@ -152,9 +152,9 @@ def test_settings_are_found_in_other_files(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).write_text(json.dumps(raw))
-    found = read_quantization(tmp_path, None)
-    assert found is not None
-    assert found.method == method
+    result = read_quantization(tmp_path, None)
+    assert result is not None
+    assert result.method == method
 
 
 def scale_of(value: float) -> Callable[[Tensor], Tensor]:
@@ -335,7 +335,7 @@ def test_every_damage_to_every_tensor_is_named(name: str, tmp_path: Path) -> Non
     for kind in kinds:
         tensor = f"{FIRST_MODULE}.{kind}"
         for message, changed in damages(kind, whole[tensor]):
-            rest = {each: found for each, found in whole.items() if each != tensor}
+            rest = {each: result for each, result in whole.items() if each != tensor}
             save_file(rest if changed is None else {**rest, tensor: changed}, path)
             text = refusal(tmp_path, WeightsError)
             named = FIRST_MODULE if changed is None else tensor
