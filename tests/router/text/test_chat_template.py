@@ -1,25 +1,25 @@
 """Chat templates: common forms, the templates of published models, available functions, and errors."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 import threading
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
+
 from millrace_router.errors import TemplateError
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.model_files import ModelFiles
 from millrace_router.tool_calls.formats.registry import format_of
-from millrace_router.tool_calls.tool import Tool
-from millrace_router.tool_calls.tool import ToolChoice
-from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT
-from millrace_router.tool_calls.tool_prompt import with_tool_prompt
+from millrace_router.tool_calls.tool import Tool, ToolChoice
+from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT, with_tool_prompt
 from millrace_testing.text import chat_templates as sources
 from millrace_testing.text import published
 
