@@ -329,17 +329,9 @@ def services_over(
         capacity=_capacity(limits),
         request_limits=limits,
     )
-    costs = cost or CostModel()
     services = services_of(
         deployment,
-        Engine(
-            cast("Batcher", batcher),
-            batcher.status,
-            batcher.quarantine,
-            costs,
-            LatePlanning(costs, most=0.0),
-            adapters=None,
-        ),
+        _engine(batcher, cost or CostModel()),
         cast("ShardGroup", batcher.compiler),
         metrics_of(deployment),
         tokenizer=tokenizer or word_tokenizer(),
@@ -360,6 +352,12 @@ def services_over(
         cost=cost,
         keep_alive_seconds=keep_alive_seconds,
     )
+
+
+def _engine(batcher: FakeBatcher, cost: CostModel) -> Engine:
+    late = LatePlanning(cost, most=0.0)
+    one = cast("Batcher", batcher)
+    return Engine(one, batcher.status, batcher.quarantine, cost, late, adapters=None)
 
 
 def _config(**given: Any) -> RouterConfig:

@@ -177,25 +177,15 @@ def new_batcher(
     cycle_seconds: float = 2.0,
 ) -> Batcher:
     """A batcher over `shard`'s blocks; `budgets` take the place of the two numbers before them."""
-    budgets = budgets or Budgets(
-        max_batch_prefill_tokens=max_batch_prefill_tokens,
-        max_batch_size=max_batch_size or shard.max_batch_size,
-        max_draft_tokens=max_draft_tokens,
-    )
+    size = max_batch_size or shard.max_batch_size
+    budgets = budgets or _budgets(max_batch_prefill_tokens, size, max_draft_tokens)
     metrics, cost = Metrics(max_input_tokens=1000, max_total_tokens=1000), CostModel()
     channel = cast("StepChannel", channel)
-    in_flight = InFlight(
-        channel,
-        late or LatePlanning(cost, most=0.0),
-        depth=depth,
-        on_router_seconds=cost.overhead.add_answer,
-    )
+    in_flight = _in_flight(channel, late or LatePlanning(cost, most=0.0), cost, depth)
     launcher, status = launcher or LauncherChannel(None), ShardStatus(grace_seconds)
     epochs = EpochManager(channel, launcher, status, cost, metrics, oldest=in_flight.oldest)
-
-    planners = partial(_new_planner, shard, budgets, cost, prefix_caching=prefix_caching)
+    recovery = _recovery(shard, budgets, cost, prefix_caching=prefix_caching)
     waiting = WaitingQueue() if waiting is None else waiting
-    recovery = RecoveryPolicy(planners, Quarantine())
     adapters = _adapters(channel, shard.adapters, waiting, metrics, cycle_seconds)
     predictor = LatencyPredictor(
         cost,
@@ -217,6 +207,25 @@ def new_batcher(
         metrics=BatchMetrics(metrics),
         adapters=adapters,
     )
+
+
+def _budgets(prefill_tokens: int, size: int, max_draft_tokens: int) -> Budgets:
+    return Budgets(
+        max_batch_prefill_tokens=prefill_tokens,
+        max_batch_size=size,
+        max_draft_tokens=max_draft_tokens,
+    )
+
+
+def _in_flight(channel: StepChannel, late: LatePlanning, cost: CostModel, depth: int) -> InFlight:
+    return InFlight(channel, late, depth=depth, on_router_seconds=cost.overhead.add_answer)
+
+
+def _recovery(
+    shard: FakeShard | HashShard, budgets: Budgets, cost: CostModel, *, prefix_caching: bool
+) -> RecoveryPolicy:
+    planners = partial(_new_planner, shard, budgets, cost, prefix_caching=prefix_caching)
+    return RecoveryPolicy(planners, Quarantine())
 
 
 def _new_planner(
