@@ -283,7 +283,7 @@ def test_int8_is_for_classes_of_transformers_too(tmp_path: Path) -> None:
     assert isinstance(load(config, torch.device("cpu")).kernels, Int8Kernels)
 
 
-def test_defaults_by_device(folder: Path) -> None:
+def test_each_device_has_its_defaults(folder: Path) -> None:
     config = ShardConfig.from_args([str(folder), "--device=cpu"])
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert choose_device(config) == cpu
@@ -401,7 +401,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache", "restored_log")
-def test_flags_of_the_download(
+def test_flags_without_effect_are_reported_by_the_download(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = "--extension .bin --logger-level INFO --json-output --trust-remote-code --merge-lora --auto-convert"

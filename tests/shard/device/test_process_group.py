@@ -198,7 +198,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     return TwoRanks(jobs, references, run_ranks(folder, 2, work_of_a_rank, list(jobs.values())))
 
 
-def test_collectives_of_two_ranks(two_ranks: TwoRanks) -> None:
+def test_collectives_combine_what_two_ranks_send(two_ranks: TwoRanks) -> None:
     for results, _ in two_ranks.by_rank:
         assert results["sum"].tolist() == [[10, 12], [14, 16]]
         assert results["gathered"].tolist() == [[0, 2, 10, 12], [1, 3, 11, 13]]

@@ -58,7 +58,7 @@ def test_greedy_tokens_follow_from_the_whole_context(driver: Driver) -> None:
     assert generate(driver, 3, 7) == greedy(PROMPT, 7)
 
 
-def test_logprobs_and_timings(driver: Driver) -> None:
+def test_a_step_reports_logprobs_and_timings(driver: Driver) -> None:
     result = driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
     expected = logits_for(PROMPT).log_softmax(-1).max()
     assert result.logprobs.tolist() == pytest.approx([float(expected)], abs=1e-6)

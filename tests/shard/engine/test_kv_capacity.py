@@ -35,7 +35,7 @@ def plan(fitting: int = 1000, *, is_budget: bool = False, **limits: Any) -> Capa
     return plan_capacity(request, SHAPE, fitting_blocks=fitting, is_budget=is_budget)
 
 
-def test_a_quarter_of_the_memory_by_default() -> None:
+def test_the_cache_takes_a_quarter_of_the_memory_by_default() -> None:
     assert cpu_memory(available=8 * GB, kv_memory=None) == KVMemory(
         bytes=2 * GB, is_budget=False, max_bytes=8 * GB
     )

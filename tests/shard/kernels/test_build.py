@@ -128,7 +128,7 @@ def test_another_c_library_builds_anew(
     assert compile_library(source, tmp_path, tools) != before
 
 
-def test_no_compiler(tmp_path: Path, source: Path) -> None:
+def test_a_build_without_a_compiler_is_refused(tmp_path: Path, source: Path) -> None:
     with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
         compile_library(source, tmp_path, replace(toolchain(tmp_path), compiler=None))
 
@@ -188,7 +188,9 @@ def test_who_waits_for_anothers_build_says_so(
     assert runs(tmp_path) == 2
 
 
-def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_names_the_cache_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MILLRACE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.cache_folder() == tmp_path / "millrace" / "kernels"

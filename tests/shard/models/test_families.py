@@ -98,7 +98,9 @@ def test_a_page_reads_every_field_of_its_class_and_has_its_defaults(model_type: 
         ("qwen3", {"attention_bias": True}, (True, True, False)),
     ],
 )
-def test_biases(model_type: str, overrides: dict[str, Any], biases: tuple[bool, ...]) -> None:
+def test_each_family_has_its_biases(
+    model_type: str, overrides: dict[str, Any], biases: tuple[bool, ...]
+) -> None:
     layer = spec(model_type, **overrides).layers[0]
     attention = layer.attention
     assert (attention.qkv_bias, attention.out_bias, layer.feed_forward.bias) == biases
@@ -230,7 +232,7 @@ def test_what_changes_nothing_is_accepted(overrides: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_possible_splits(world_size: int) -> None:
+def test_heads_are_split_over_ranks(world_size: int) -> None:
     found = spec()
     check_split(found, world_size)
     attention = found.layers[0].attention

@@ -190,7 +190,7 @@ def test_the_dtype_asked_for_is_that_of_the_computation(tmp_path: Path) -> None:
         assert 1e-4 < difference < 0.5
 
 
-def test_a_folder_without_config(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json in"):
         load(tmp_path)
 

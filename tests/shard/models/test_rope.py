@@ -75,7 +75,7 @@ def test_kinds_that_do_not_depend_on_a_length(name: str) -> None:
     torch.testing.assert_close(table, expected, atol=1e-6, rtol=0)
 
 
-def test_head_dim_of_its_own() -> None:
+def test_the_table_follows_an_explicit_head_dim() -> None:
     wide = config(STATIC["default"], head_dim=20)
     expected = reference(LlamaRotaryEmbedding(wide), torch.arange(9))
     torch.testing.assert_close(rope_table(rope(STATIC["default"], head_dim=20), 9), expected)
@@ -136,7 +136,9 @@ def test_the_longest_sequence_expected_chooses_the_factors_and_the_size() -> Non
         (STATIC["llama3"], 128),
     ],
 )
-def test_longest_position(settings: dict[str, Any], expected: int) -> None:
+def test_the_longest_position_follows_from_the_scaling(
+    settings: dict[str, Any], expected: int
+) -> None:
     assert longest_position(rope(settings)) == expected
 
 

@@ -138,7 +138,7 @@ def test_a_wrong_shape_is_named(folder: Path) -> None:
         weights(folder).rows("model.a.weight", 8, 7)
 
 
-def test_an_empty_folder(tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         WeightsError, match=r"no model\.safetensors and no model\.safetensors\.index"
     ):

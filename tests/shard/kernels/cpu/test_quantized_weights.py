@@ -133,7 +133,7 @@ def test_products_are_those_of_the_exact_codes(table: str, inputs: int, group: i
 @pytest.mark.parametrize(("inputs", "group"), [(576, 16), (704, 96), (704, WHOLE)])
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("table", ["uint4", "nf4", "e2m1", "uint8", "e4m3"])
-def test_any_table_with_offsets_and_in_any_order(
+def test_every_table_multiplies_with_offsets_and_in_any_order(
     table: str, inputs: int, group: int, order: bool
 ) -> None:
     weight = random_weight(table, inputs, group, offsets=table.startswith("uint"), order=order)

@@ -109,7 +109,7 @@ def test_a_row_that_is_not_finite_fails_alone(kernels: CpuKernels) -> None:
         assert torch.equal(after[kept], before[kept])
 
 
-def test_no_rows(kernels: CpuKernels) -> None:
+def test_experts_accept_no_rows(kernels: CpuKernels) -> None:
     assert kernels.experts(weights_of(RULES[0], "in-tiles"))(rows_of(0, "in-tiles")).shape == (
         0,
         64,

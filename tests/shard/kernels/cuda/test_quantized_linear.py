@@ -128,7 +128,7 @@ def test_float32_rows_have_the_same_bits_too() -> None:
         assert torch.equal(linear(x[-rows:]), whole[-rows:])
 
 
-def test_inputs_in_another_order() -> None:
+def test_inputs_in_another_order_are_multiplied_by_their_own_codes() -> None:
     part = random_codes("int4 with zeros", OUTPUTS, 256, 64, in_order=False)
     x = normal(4, 256)
     assert error(head_from(part)(x), x, part) < TOLERANCE

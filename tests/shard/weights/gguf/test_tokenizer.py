@@ -128,7 +128,7 @@ def test_ids_are_those_of_a_tokenizer_by_hand(pre: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pre", PIECES)
-def test_words_of_other_patterns(pre: str, tmp_path: Path) -> None:
+def test_text_is_split_into_the_words_of_its_pattern(pre: str, tmp_path: Path) -> None:
     found = ours(tmp_path, metadata_of(by_hand("gpt-2"), pre))
     expected = PIECES[pre].split("|")
     assert found.pre_tokenizer is not None
@@ -182,7 +182,7 @@ def test_words_that_no_merges_build(pre: str, tmp_path: Path) -> None:
         ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, (1, 2)),
     ],
 )
-def test_ends_of_a_prompt(
+def test_a_prompt_gets_the_ends_that_the_file_requests(
     pre: str, flags: dict[str, bool | None], around: tuple[int | None, int | None], tmp_path: Path
 ) -> None:
     """Where the file says nothing, the pre-tokenizer decides, as in llama.cpp; transformers adds nothing then."""
@@ -332,7 +332,7 @@ def read(*, vocab_size: int = 8, **values: Any) -> Vocabulary:
     return Vocabulary.read(Metadata(found, "m.gguf"), vocab_size=vocab_size)
 
 
-def test_tokens_and_ids() -> None:
+def test_a_vocabulary_finds_tokens_by_id_and_kind() -> None:
     kinds = np.array([TokenKind.CONTROL, TokenKind.NORMAL, TokenKind.NORMAL], np.int32)
     found = read(tokens=["<s>", "a", "b"], token_type=kinds, bos_token_id=0)
     assert found.ids == {"<s>": 0, "a": 1, "b": 2}

@@ -78,7 +78,7 @@ def test_scattered_inputs_count_though_the_config_denies_them(
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [(0, 36), (36, 72), (20, 28), (67, 72)])
-def test_outputs_of_a_rank(tmp_path: Path, name: str, rows: Span) -> None:
+def test_a_rank_reads_only_its_outputs(tmp_path: Path, name: str, rows: Span) -> None:
     tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
     write(tmp_path, tensors, FORMATS[name].config)
     found = read(tmp_path, part(rows=rows))
@@ -87,7 +87,7 @@ def test_outputs_of_a_rank(tmp_path: Path, name: str, rows: Span) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in SCATTERED])
 @pytest.mark.parametrize("columns", [(0, 96), (96, 192), (64, 128), (48, 80), (176, 192)])
-def test_inputs_of_a_rank(tmp_path: Path, name: str, columns: Span) -> None:
+def test_a_rank_reads_only_its_inputs(tmp_path: Path, name: str, columns: Span) -> None:
     tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
     write(tmp_path, tensors, FORMATS[name].config)
     found = read(tmp_path, part(columns=columns))

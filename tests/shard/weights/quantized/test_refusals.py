@@ -147,7 +147,7 @@ def test_a_flag_for_checkpoints_needs_one(tmp_path: Path) -> None:
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "modelopt"),
     ],
 )
-def test_other_places_of_the_settings(
+def test_settings_are_read_from_every_file_that_may_have_them(
     file: str, raw: dict[str, Any], method: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
