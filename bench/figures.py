@@ -26,7 +26,7 @@ PEER = "vllm"
 
 
 class MissingFigureError(Exception):
-    """A page has no markers, or a run lacks a level."""
+    """A page lacks the markers, or a run lacks a level."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> Record:
     measurements = run_levels(file, levels, plan, notes)
     record = Record(
         bench="gguf",
-        title=f"{file.name} beside {PEER}",
+        title=f"{file.name} against {PEER}",
         command=command("gguf"),
         figures={
             "file": file.name,

@@ -72,7 +72,7 @@ class PipSettings:
 
 @dataclass(frozen=True)
 class Choice:
-    """An index besides those of pip's configuration, or none, and the reason in words."""
+    """An index in addition to pip's configured ones, or none, and the reason in words."""
 
     index: str | None
     reason: str
@@ -120,7 +120,7 @@ def choose(
 
 
 def has_nvidia_gpu(path: str, root: Path) -> bool:
-    """Whether the programs on `path`, or the devices below `root`, are those of an NVIDIA GPU."""
+    """Whether the programs on `path`, or the devices below `root`, belong to an NVIDIA GPU."""
     return (
         shutil.which("nvidia-smi", path=path) is not None
         or (root / "proc/driver/nvidia").exists()
@@ -131,8 +131,8 @@ def has_nvidia_gpu(path: str, root: Path) -> bool:
 def ask(index: str, settings: PipSettings, seconds: float) -> str | None:
     """Return None when `index` lists wheels of torch within `seconds`, else what it did instead.
 
-    A name server, a proxy or a trickle of bytes can each take longer than a socket's timeout, so a thread asks, which
-    nobody waits for afterwards.
+    A name server, a proxy or a trickle of bytes can each take longer than a socket's timeout, so a daemon thread
+    sends the request.
     """
     problems = [f"did not answer within {seconds:g} s"]
 
@@ -165,7 +165,7 @@ def _lists_torch(index: str, settings: PipSettings, seconds: float) -> bool:
 
 
 def main() -> None:
-    """Print the indexes for PIP_EXTRA_INDEX_URL, with those of pip's configuration, and the choice."""
+    """Print the indexes for PIP_EXTRA_INDEX_URL, with pip's configured ones, and the choice."""
     settings = PipSettings.read()
     choice = choose(os.environ, settings)
     index = choice.index or "pip's default index"

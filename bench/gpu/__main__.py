@@ -1,4 +1,4 @@
-"""`make bench-gpu`: the stages of `plan`, each in a process of its own, and a page of results, in at most ten minutes.
+"""`make bench-gpu`: the stages of `plan`, each in its own process, and a page of results, in at most ten minutes.
 
 Without a GPU the stages run on the CPU with a tiny model, kernels in Triton's interpreter, and the page says so. This
 program needs only the standard library. A stage needs torch and Millrace's dependencies, and reports missing ones.
@@ -25,7 +25,7 @@ from bench.harness.paths import ROOT
 SOURCES = ("proto", "router", "shard", "launcher", "package", "tests/support", ".")
 DEFAULT_SHAPE = {"cuda": "8b", "cpu": "tiny"}
 STOP_SECONDS = 5.0
-"""A stage is told to end this long before its limit, so that it can end its children and keep its figures."""
+"""A stage must end this long before its limit, so that it can end its children and keep its figures."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class Results:
         activities = [_activity(figure) for figure in figures.all(goals.ACTIVITY)]
         parts = [
             f"Measured limits: {', '.join(limits)}." if limits else "",
-            "" if self._shape == GOALS_SHAPE else f"The goals are those of {GOALS_SHAPE}.",
+            "" if self._shape == GOALS_SHAPE else f"The goals are for {GOALS_SHAPE}.",
             markdown(SPEED_HEADINGS, [_cells(line) for line in speeds(self._figures)]),
             markdown(ACTIVITY_HEADINGS, activities) if activities else "",
         ]

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 BUSY_CORES = 0.1
-"""The most CPU, in cores, that other processes may use beside an undisturbed figure."""
+"""The most CPU, in cores, that other processes may use during an undisturbed measurement."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Experiment(Question):
 def serving(fixture: Fixture, policy: str, *, batch_size: int) -> Iterator[str]:
     """The URL of a server with this policy, for the length of the block; raises ServerError."""
     fixture.other_cores = 0.0
-    # A batch of one is no batch.
+    # Requests one at a time are batches of 1.
     size = 1 if policy == NONE else batch_size
     launcher = (*STATIC_SERVER, policy) if policy in (STATIC, NAIVE) else LAUNCHER
     with fixture.serving(f"--max-batch-size={size}", launcher=launcher) as server:

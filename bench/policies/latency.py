@@ -97,7 +97,7 @@ def run(fixture: Fixture) -> Iterator[tuple[str, Figures]]:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """The median latency beside that of continuous batching, and points that are simulated badly."""
+    """The median latency against continuous batching's, and points that are simulated badly."""
     lines = []
     for share in SHARES:
         medians = {

@@ -72,7 +72,7 @@ class NaivePlanner(StaticPlanner):
         return super().plan(waiting, last_sent=last_sent, last_answered=last_answered)
 
     def row(self, slot: int) -> Row | None:
-        """The row in `slot` whose tokens count, which those of padding do not."""
+        """The row in `slot` whose tokens count; tokens of padding do not."""
         return None if slot in self.padding else super().row(slot)
 
     def end(self, row: Row) -> None:

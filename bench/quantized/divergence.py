@@ -1,4 +1,4 @@
-"""`python -m bench.quantized.divergence`: what rounding of activations costs on a published model, beside llama.cpp.
+"""`python -m bench.quantized.divergence`: the cost of rounding activations on a published model, against llama.cpp.
 
 Everyone multiplies the codes of one GGUF file, such as SmolLM2-135M-Instruct in Q4_1, which `make serve MODEL=smollm2`
 fetches. The truth is float32 by plain torch. The figures are of the token after beginnings of this repository's pages.

@@ -1,4 +1,4 @@
-"""`python -m bench.quantized.offline`: weights of 4 and 8 bits without HTTP, beside OpenVINO's, in turn.
+"""`python -m bench.quantized.offline`: weights of 4 and 8 bits without HTTP, in turns with OpenVINO's.
 
 All engines start from the same random weights. Ratios are to our engine on bfloat16 weights.
 """

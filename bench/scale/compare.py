@@ -1,6 +1,6 @@
 """`python -m bench.scale compare`: the routings on a trace, simulated over numbers of replicas.
 
-A copy of the trace runs for each `--replicas-per-copy` replicas, with prompts of its own, so every replica has the same
+A copy of the trace runs for each `--replicas-per-copy` replicas, with its own prompts, so every replica has the same
 load however many there are. Of more than `--sample` replicas some whole cells are simulated. The replica is an 8B model
 on a GPU with 80 GB: its costs are estimates from the GPU's data sheet, not measurements.
 """

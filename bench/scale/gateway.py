@@ -196,8 +196,8 @@ class PrefixHash(Gateway):
 class KvAware(Gateway):
     """Knows what every replica has cached, and sends a request where its first token comes soonest.
 
-    That is where the fewest prompt tokens are to be computed before: those of the request that are not cached, and
-    those of requests that this gateway has sent and that have not begun. Replicas beyond the bound are passed over.
+    That is where the fewest prompt tokens are to be computed before: the request's tokens that are not cached, and
+    the tokens of requests that this gateway has sent and that have not begun. Replicas beyond the bound are skipped.
     """
 
     def __init__(

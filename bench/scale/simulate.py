@@ -1,6 +1,6 @@
 """`python -m bench.scale simulate`: a fleet behind gateways, under any workload of `millrace simulate`.
 
-Takes the flags of `millrace simulate` beside its own; `--trace` also reads the forms in which Mooncake, Azure and
+Takes the flags of `millrace simulate` and its own; `--trace` also reads the forms in which Mooncake, Azure and
 Qwen-Bailian publish traces. A column of the table is a routing at a point of the sweeps.
 """
 
@@ -18,7 +18,7 @@ from bench.scale.fleet_metrics import FLEET_FIGURES
 from bench.scale.simulated_replica import Routing
 from bench.scale.traces import TraceWorkload
 from millrace.charts.svg import short
-from millrace.simulate.config import ConfigError, plan_from_args
+from millrace.simulate.config import ConfigError, new_parser, plan_from_args
 from millrace.simulate.simulation import Simulation
 from millrace.simulate.trace import TraceError
 
@@ -28,7 +28,11 @@ POLICIES: tuple[Routing, ...] = get_args(Routing)
 def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The fleet's part of the command line, and the rest, which is for `millrace simulate`."""
     parser = argparse.ArgumentParser(
-        "python -m bench.scale simulate", description=__doc__, allow_abbrev=False
+        "python -m bench.scale simulate",
+        description=__doc__,
+        epilog=new_parser().format_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--routing", nargs="+", choices=POLICIES, default=["round-robin"])
     parser.add_argument("--sample", type=int, help="replicas to simulate in place of all")

@@ -1,4 +1,4 @@
-"""The replicas and gateways of a cell; a replica tells of its requests, and can fail and come back."""
+"""The replicas and gateways of a cell; a replica reports its requests' progress, and can fail and come back."""
 
 from __future__ import annotations
 

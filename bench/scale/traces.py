@@ -109,7 +109,7 @@ class TraceWorkload(Workload):
     """A workload whose trace may have a published form, and is sent many times over."""
 
     copies: int = FlagField(default=1, ge=1)
-    """Copies of the trace side by side, each with prompts of its own, at other times."""
+    """Copies of the trace side by side, each with its own prompts, at other times."""
 
     def _recorded(self, trace: Path) -> Iterator[Arrival]:
         return copied(islice(read_published(trace), self.trace_requests), self.copies)

@@ -125,7 +125,7 @@ async def measured(
 ) -> dict[Routing, list[Run]]:
     """Measure each load with each routing, on warm routers.
 
-    Each run has prompts of its own, so blocks that earlier runs left in the caches are never found again.
+    Each run has its own prompts, so blocks that earlier runs left in the caches are never found again.
 
     Raises:
         ReplayError: a router refused a request or broke its answer.
@@ -184,7 +184,7 @@ def _gateway(
 
 
 def learned(found: Sequence[Replica]) -> Deployment:
-    """The routers' flags, and the means of what they have learned of their own times; costs are the given ones."""
+    """The routers' flags, and the means of what they have learned about their times; costs are the given ones."""
     each = [deployment_of(replica.url) for replica in found]
     means = {name: fmean(getattr(one, name) for one in each) for name in LEARNED}
     return each[0].model_copy(update={"cost_model": COSTS, "step_ratios": (), **means})
@@ -242,7 +242,7 @@ def _compared(options: argparse.Namespace, routing: Routing, runs: Sequence[Run]
 
 
 def ratio(pair: Compared, name: str) -> float:
-    """The mean of a simulated figure over that of the measured one."""
+    """The mean of a simulated figure over the measured one's."""
     real, said = fmean(pair["measured"][name]), fmean(pair["simulated"][name])
     if real:
         return said / real

@@ -1,4 +1,4 @@
-"""`python -m bench.scheduling`: a long prompt among running streams, with and without chunks and targets.
+"""`python -m bench.scheduling`: a long prompt among running streams, by steps and targets of their latency.
 
 Measured are the streams' time between tokens and the prompt's time to first token. Each case starts our launcher with
 its flags. `--record` writes the table to bench/results. `--quick` only shows that everything runs.
@@ -25,13 +25,11 @@ SETTLED_TOKENS = 24
 POLL_SECONDS = 0.01
 WORST = "during it, p99, ms"
 
-OFF, ON = "--prefill-chunking=off", "--prefill-chunking=on"
 CASES = (
-    Case("chunking off", (OFF,)),
-    Case("chunking on, steps of 4096", (ON,)),
-    Case("chunking on, steps of 512", (ON, "--max-batch-prefill-tokens=512")),
-    Case("target 100 ms", (ON, "--target-inter-token-latency=100")),
-    Case("target 60 ms", (ON, "--target-inter-token-latency=60")),
+    Case("steps of 4096"),
+    Case("steps of 512", ("--max-batch-prefill-tokens=512",)),
+    Case("target 100 ms", ("--target-inter-token-latency=100",)),
+    Case("target 60 ms", ("--target-inter-token-latency=60",)),
 )
 
 
@@ -113,14 +111,14 @@ def run(fixture: Fixture, case: Case) -> Figures:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """Compare each case with chunking off."""
-    off = table[CASES[0].name]
+    """Compare each case with the first, in which one step takes the whole prompt."""
+    whole = table[CASES[0].name]
     lines = []
     for case in CASES[1:]:
-        better = off[WORST].median / table[case.name][WORST].median
-        dearer = table[case.name]["its TTFT, ms"].median / off["its TTFT, ms"].median
+        better = whole[WORST].median / table[case.name][WORST].median
+        dearer = table[case.name]["its TTFT, ms"].median / whole["its TTFT, ms"].median
         lines.append(
-            f"{case.name}: p99 between tokens {better:.1f} times shorter than with chunking off, for a first token of"
+            f"{case.name}: p99 between tokens {better:.1f} times shorter than in one step, for a first token of"
             f" the long prompt after {dearer:.2f} times as long."
         )
     return lines
@@ -132,9 +130,8 @@ PART = Part(
     method=(
         f"{NUM_STREAMS} streams run; then a prompt of 4 000 tokens arrives (three quarters of the"
         " positions where a model has fewer). Time between tokens of the streams just before, and from"
-        " its arrival to its first token. Without a target a step of 4 096 tokens takes the whole"
-        " prompt, chunking or not: what bounds the pause is the target, or a smaller"
-        " `--max-batch-prefill-tokens`."
+        " its arrival to its first token. Without a target a step of 4 096 tokens takes the whole prompt:"
+        " what bounds the pause is the target, or a smaller `--max-batch-prefill-tokens`."
     ),
     cases=CASES,
     run=run,

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def check_listening(address: str) -> None:
-    """Refuse an address at which nobody listens, which Ray itself tries for minutes."""
+    """Refuse an address at which no process listens, which Ray itself tries for minutes."""
     found = HOST_AND_PORT.fullmatch(address)
     if found is None:
         return

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 KEY = "cluster"
-"""Marks the lines for the launcher among those of ranks."""
+"""Marks the lines for the launcher among the ranks' output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ class LauncherConfig(BaseSettings):
             return parts
         words = [word.strip() for part in parts for word in str(part).split(",")]
         if parts and not any(words):
-            raise ValueError("it has no address")
+            raise ValueError("it must have at least one address")
         return tuple(word for word in words if word)
 
     @field_validator("log_level", mode="before")
@@ -109,7 +109,7 @@ class RankConfig(BaseSettings):
 
 
 class HostVariables(BaseSettings):
-    """Environment variables that are no flags; container runtimes and images set them. An empty one is not absent."""
+    """Environment variables that are not flags; container runtimes and images set them. An empty one is not absent."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore")
 

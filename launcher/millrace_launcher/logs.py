@@ -88,7 +88,7 @@ def tell_end(error: LaunchError, *, json_output: bool) -> None:
 
 
 def has_bar() -> bool:
-    """Whether progress is drawn as a bar, so that it may be told often."""
+    """Whether progress is drawn as a bar, so that it may be reported often."""
     return any(isinstance(handler, BarHandler) for handler in log.handlers)
 
 

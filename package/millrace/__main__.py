@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         tip = tip_for(name)
         sys.stderr.write(
-            f"error: there is no command {name!r}; these are: {', '.join(COMMANDS)}\n"
+            f"error: unknown command {name!r}; the commands are: {', '.join(COMMANDS)}\n"
             + (f"\n  tip: {tip}\n" if tip else "")
         )
         return 2

@@ -31,7 +31,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is no request."""
+    """A line that is not a request."""
 
     line: int
     custom_id: str | None
@@ -92,10 +92,10 @@ def parse(number: int, line: bytes) -> BatchRequest | BadLine:
     except ValueError as error:
         return BadLine(number, None, "invalid_json_line", f"it is not JSON: {error}")
     if not isinstance(value, dict):
-        return BadLine(number, None, "invalid_json_line", "it is no object")
+        return BadLine(number, None, "invalid_json_line", "it must be an object")
     custom_id = value.get("custom_id")
     if not isinstance(custom_id, str):
-        return BadLine(number, None, "missing_required_parameter", "custom_id is no text")
+        return BadLine(number, None, "missing_required_parameter", "custom_id must be a string")
     reason = _reason(value)
     if reason is not None:
         return BadLine(number, custom_id, "invalid_request", reason)
@@ -110,9 +110,9 @@ def _reason(value: Mapping[str, Any]) -> str | None:
         return f"url is none of {', '.join(ROUTES)}"
     body = value.get("body")
     if not isinstance(body, dict):
-        return "body is no object"
+        return "body must be an object"
     if body.get("stream"):
-        return "a batch has no streams"
+        return "a batch cannot stream"
     return None
 
 

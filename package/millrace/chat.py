@@ -20,7 +20,7 @@ class Conversation:
 
     system: str | None = None
     parameters: dict[str, Any] = field(default_factory=dict)
-    """Fields of the request beside the messages: the model, sampling, the length."""
+    """Fields of the request besides the messages: the model, sampling, the length."""
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Screen:
-    """Standard input and output. Without a terminal as input there is no prompt, and stdout has answers alone."""
+    """Standard input and output. Without a terminal as input nothing prompts, and stdout has only answers."""
 
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty()
@@ -75,7 +75,7 @@ class Screen:
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Write a line that is no answer."""
+        """Write a line that is not part of an answer."""
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
@@ -128,7 +128,7 @@ class Session:
         elif line == "/help":
             self._screen.note(HELP)
         else:
-            self._screen.note(f"there is no command {line}; /help shows them")
+            self._screen.note(f"unknown command {line}; /help lists the commands")
 
     def _answer(self, text: str, runner: asyncio.Runner) -> bool:
         """Stream the answer to one message; whether there is one. Ctrl-C ends it, and keeps what was said."""

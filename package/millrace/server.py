@@ -45,7 +45,7 @@ def serving(model: str | None, flags: Sequence[str], *, program: str) -> Iterato
     """Serve a model, or the demo model, on a free port of this machine; the value is the URL.
 
     `flags` are the launcher's; SystemExit 2 with a message that names `program` if they are wrong. On a terminal
-    stderr tells what happens. The server has ended when the block has. Raises StartError.
+    Events are reported on stderr. The server has ended when the block has. Raises StartError.
     """
     settings = read_settings(
         [*(() if model is None else (f"--model-id={model}",)), *flags], program=program
@@ -106,7 +106,7 @@ class LocalServers:
     """Folder of log files."""
     revision: str | None = None
     flags: tuple[str, ...] = ()
-    """The user's flags for every server; those of `running` follow and take precedence."""
+    """The user's flags for every server; the flags of `running` follow and take precedence."""
     launcher: Sequence[str] = LAUNCHER
     """Python's arguments that start the launcher."""
 

@@ -1,7 +1,7 @@
 """Flags from the fields of a configuration: one declaration, one parser, one way back to text.
 
-Router and shard read their command line here, the launcher those of all three. A field is declared with pydantic, which
-checks values, ranges and the environment afterwards; this module needs only the standard library.
+Router and shard read their command line here, and the launcher reads its own and theirs. A field is declared with
+pydantic, which checks values, ranges and the environment afterwards; this module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Declaration(Protocol):
     default: Any
 
     def is_required(self) -> bool:
-        """Whether the field has no default."""
+        """Whether the field lacks a default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Flag:
 
     @property
     def help(self) -> str:
-        """What it does."""
+        """The text for --help."""
         return self.field.description or ""
 
     @property
@@ -125,7 +125,7 @@ def as_text(value: object) -> str | None:
 
 
 def as_options(fields: Mapping[str, Declaration], values: Mapping[str, object]) -> Iterator[str]:
-    """The arguments that give those of `values` which are not the defaults of their fields."""
+    """Arguments for all of `values` that differ from the defaults of their fields."""
     for name, value in values.items():
         field = fields[name]
         if value == field.default:
@@ -189,21 +189,25 @@ def read_arguments(
         if flag.name == positional:
             metavar = flag.option.removeprefix("--").upper()
             parser.add_argument(flag.name, metavar=metavar, help=_plane_help(flag, is_named=False))
-            continue
-        names = [flag.option, *([shorts[flag.name]] if shorts and flag.name in shorts else [])]
-        settings: dict[str, Any] = {"dest": flag.name, "help": _plane_help(flag)}
-        if flag.is_switch:
-            settings["action"] = "store_true"
         else:
-            settings |= {"metavar": flag.type_text}
-            if flag.has_several_values:
-                settings["action"] = "append"
-        parser.add_argument(*names, **settings)
+            short = (shorts or {}).get(flag.name)
+            _add_flag(parser, flag, [flag.option, *([short] if short else [])])
     values = vars(parser.parse_args(argv))
     return {
         name: ",".join(value) if isinstance(value, list) else value
         for name, value in values.items()
     }
+
+
+def _add_flag(parser: argparse.ArgumentParser, flag: Flag, names: Sequence[str]) -> None:
+    settings: dict[str, Any] = {"dest": flag.name, "help": _plane_help(flag)}
+    if flag.is_switch:
+        settings["action"] = "store_true"
+    else:
+        settings["metavar"] = flag.type_text
+        if flag.has_several_values:
+            settings["action"] = "append"
+    parser.add_argument(*names, **settings)
 
 
 def refuse(problems: Iterable[Mapping[str, Any]]) -> NoReturn:
@@ -223,18 +227,18 @@ def _plane_help(flag: Flag, *, is_named: bool = True) -> str:
     return " ".join(words).replace("%", "%%")
 
 
-def _type_text(kind: Any) -> str:  # noqa: ANN401
+def _type_text(type_: Any) -> str:  # noqa: ANN401
     """A type, without None, as it is written in annotations; choices in braces."""
-    origin = get_origin(kind)
+    origin = get_origin(type_)
     if origin is Annotated:
-        return _type_text(get_args(kind)[0])
+        return _type_text(get_args(type_)[0])
     if origin is Literal:
-        return _one_of([str(word) for word in get_args(kind)])
+        return _one_of([str(word) for word in get_args(type_)])
     if origin in (Union, types.UnionType):
-        return _one_of([_type_text(each) for each in get_args(kind) if each is not type(None)])
+        return _one_of([_type_text(each) for each in get_args(type_) if each is not type(None)])
     if origin is not None:
-        return f"{origin.__qualname__}[{','.join(map(_type_text, get_args(kind)))}]"
-    return "..." if kind is ... else str(kind.__qualname__)
+        return f"{origin.__qualname__}[{','.join(map(_type_text, get_args(type_)))}]"
+    return "..." if type_ is ... else str(type_.__qualname__)
 
 
 def _one_of(words: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What both planes say of the choice of the next token: each parameter once, with its ranges and its neutral value.
+"""The parameters of the choice of the next token in both planes, each once, with its ranges and its neutral value.
 
 The fields have the names of `NextTokenChooserParameters` on the wire, of TGI's requests and, but for the penalties, of
 OpenAI's.
@@ -126,7 +126,7 @@ class Dry:
     allowed_length: int
     """Shorter passages are free."""
     window: int
-    """How many of the last tokens are searched; 0 for all."""
+    """The number of last tokens that are searched; 0 for all."""
     breakers: tuple[int, ...] = ()
     """Tokens that no passage contains."""
 
@@ -138,7 +138,7 @@ class Dry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceRules:
-    """Rules that few sequences have; the defaults are no rules."""
+    """Rules that few sequences have; by default there are none."""
 
     allowed_ids: tuple[int, ...] = ()
     """The only tokens that may be drawn; empty: all."""
@@ -242,7 +242,7 @@ class Sampling:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn at random: the client asked for it, or a warper is active."""
+        """Whether tokens are drawn at random: the client requested it, or a warper is active."""
         return self.do_sample or any(getattr(self, name) != NEUTRAL[name] for name in WARPERS)
 
     def refusal(self) -> str | None:
@@ -283,7 +283,7 @@ class Sampling:
 SCALARS: tuple[Field[Any], ...] = tuple(
     one for one in fields(Sampling) if one.name not in {"bias", "rules"}
 )
-"""The parameters that are one number or one switch, whose type is that of the default."""
+"""The parameters that are one number or one switch, with the type of their default."""
 NEUTRAL = {one.name: one.default for one in SCALARS}
 _VALID = {one.name: one.metadata["valid"] for one in SCALARS if one.metadata}
 _STORED = {one.name: one.metadata["stored"] for one in SCALARS if one.metadata}

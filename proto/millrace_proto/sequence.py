@@ -1,4 +1,4 @@
-"""What both planes say of a sequence besides its sampling: its grammar, and what its prompt yields without tokens."""
+"""A sequence in both planes besides its sampling: its grammar, and what its prompt yields without tokens."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ GC_THRESHOLD = 20_000
 """Net allocations of objects between collections of the youngest generation."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-# `__name__` is that of every program here.
+# `__name__` would be `__main__`, as in every program here.
 log = structlog.get_logger("millrace_router")
 
 
@@ -104,7 +104,7 @@ async def serve(config: RouterConfig) -> None:
 def _freeze_objects() -> None:
     """Collect garbage after the start, exempt the remaining objects from collection, and collect rarely from then on.
 
-    A stream makes no reference cycles; those of a request may wait until a few hundred requests have made theirs.
+    A stream makes no reference cycles; the cycles of a few hundred requests may pile up before they are collected.
     """
     gc.collect()
     gc.freeze()

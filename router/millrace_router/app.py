@@ -17,21 +17,16 @@ from millrace_router.api.anthropic import routes as anthropic_routes
 from millrace_router.api.anthropic.routes import is_of_messages, refusal, unauthorized
 from millrace_router.api.body.foreign_routes import foreign_route
 from millrace_router.api.chat.route import error_answer
-from millrace_router.api.openai import completion_routes as completion_routes
+from millrace_router.api.openai import completion_routes
 from millrace_router.api.openai import routes as openai_routes
 from millrace_router.api.openapi import document
-from millrace_router.api.openapi.operations import OPERATIONS
-from millrace_router.api.openapi.pooling_operations import POOLING_OPERATIONS
+from millrace_router.api.openapi.document import OPERATIONS
 from millrace_router.api.pages import routes as page_routes
-from millrace_router.api.platforms import kserve as kserve
-from millrace_router.api.platforms import sagemaker as sagemaker
-from millrace_router.api.platforms import vertex as vertex
+from millrace_router.api.platforms import kserve, sagemaker, vertex
 from millrace_router.api.pooling import routes as pooling_routes
 from millrace_router.api.responses import routes as responses_routes
-from millrace_router.api.tgi import estimate as estimate
-from millrace_router.api.tgi import probes
+from millrace_router.api.tgi import estimate, probes, tokenizer
 from millrace_router.api.tgi import routes as tgi_routes
-from millrace_router.api.tgi import tokenizer as tokenizer
 from millrace_router.config import RouterConfig
 from millrace_router.errors import (
     BodyError,
@@ -46,7 +41,7 @@ from millrace_router.server.access_log import access_log, add_request_id
 from millrace_router.server.bodies import error_response, plain_response
 from millrace_router.server.headers import prepare_app
 from millrace_router.server.idempotency import Runs
-from millrace_router.server.idempotent_route import RUNS, end_request, end_runs
+from millrace_router.server.idempotent_route import END_OPERATION, RUNS, end_request, end_runs
 from millrace_router.server.services import SERVICES, Services, counting_refusals
 from millrace_router.start.shards import batch_size
 from millrace_router.telemetry.load_report import FORMAT_HEADER, REPORT_HEADER, LoadReport
@@ -61,7 +56,7 @@ GENERATING_PATHS = frozenset(
     for operation in OPERATIONS
     if operation.method == "post"
     and HTTPStatus.INTERNAL_SERVER_ERROR in operation.failures
-    and operation not in POOLING_OPERATIONS
+    and operation not in pooling_routes.OPERATIONS
 ) - {"/"}
 """Paths that generate text; on servers for embeddings or scores `/` is another route."""
 ALLOWED_HEADERS = (
@@ -78,7 +73,7 @@ log = structlog.get_logger(__name__)
 
 
 def create_app(services: Services) -> web.Application:
-    """Assemble the application; its state is `services` alone."""
+    """Assemble the application; its only state is `services`."""
     config = services.config
     middlewares: list[Middleware] = [access_log, answer_preflight, describe_errors]
     if services.keys.are_required:
@@ -108,7 +103,7 @@ def create_app(services: Services) -> web.Application:
     kserve.register(app)
     tokenizer.register(app)
     vertex.register(app)
-    app.router.add_delete("/v1/requests/{key}", end_request)
+    app.router.add_delete(END_OPERATION.path, end_request)
     return app
 
 
@@ -145,7 +140,7 @@ async def describe_errors(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def _misdirected(request: web.Request, error: web.HTTPException) -> web.Response:
-    """Answer a request without a route: with OpenAI's error on its paths, with a tip on those of other servers.
+    """Answer a request without a route: with OpenAI's error on its paths, with a tip on paths of other servers.
 
     Else with an empty 404 or 405, as in TGI.
     """
@@ -199,14 +194,14 @@ async def answer_preflight(request: web.Request, handler: Handler) -> web.Stream
     """Answer the preflight requests of browsers; every OPTIONS counts as one."""
     if request.method != "OPTIONS":
         return await handler(request)
-    wanted = request.headers.get("access-control-request-headers", "")
-    if not (wanted.isascii() and wanted.isprintable()):
-        wanted = ""
+    requested_headers = request.headers.get("access-control-request-headers", "")
+    if not (requested_headers.isascii() and requested_headers.isprintable()):
+        requested_headers = ""
     return web.Response(
         headers={
             "access-control-allow-methods": "GET,POST",
             # Browsers do not apply `*` to `Authorization`.
-            "access-control-allow-headers": wanted or ALLOWED_HEADERS,
+            "access-control-allow-headers": requested_headers or ALLOWED_HEADERS,
         }
     )
 
@@ -232,7 +227,7 @@ def allow_origins(
 def report_load(
     load: LoadReport,
 ) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """Make the hook that adds ORCA's report to the answers of requests that ask for it."""
+    """Make the hook that adds ORCA's report to the answers of requests with its header."""
 
     async def hook(request: web.Request, response: web.StreamResponse) -> None:
         form = request.headers.get(FORMAT_HEADER)
@@ -253,7 +248,7 @@ def require_key(keys: ApiKeys, open_paths: Collection[str]) -> Middleware:
         if request.match_info.http_exception is not None or _reads(request, open_paths):
             return await handler(request)
         if request.path in ADMIN_PATHS:
-            # Their own wrapper asks for the other key.
+            # Their own wrapper checks the admin key.
             return await handler(request)
         name = keys.name_of(request.headers)
         if name is None:

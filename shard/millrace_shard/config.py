@@ -19,7 +19,7 @@ LogLevel = Literal["trace", "debug", "info", "warning", "error"]
 
 
 class LogFlags(BaseModel):
-    """What is logged and traced."""
+    """Flags of logs and traces."""
 
     otlp_endpoint: str | None = Field(
         default=None,
@@ -138,7 +138,9 @@ class DeviceFlags(BaseModel):
         " device has it.",
     )
     max_total_tokens: int | None = Field(
-        None, ge=2, description="Longest sequence that will be asked for; RoPE is laid out for it."
+        None,
+        ge=2,
+        description="The longest sequence that requests may have; RoPE is laid out for it.",
     )
     deterministic: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -215,7 +217,7 @@ Quantization = Literal[
 
 
 class WeightFlags(BaseModel):
-    """How a checkpoint is read, quantised and extended."""
+    """Flags of a checkpoint: how it is read, quantised and extended."""
 
     allow_unlisted_model: bool = Field(
         default=False,
@@ -256,9 +258,9 @@ class WeightFlags(BaseModel):
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3fn", "fp8_e5m2", "int8"] = Field(
         default="auto",
-        description="Type of keys and values in the KV cache. int8 has a scale for each token and head, fp8 those of"
-        " the checkpoint, else 1. auto: the model's type, or on CPU fp8_e4m3fn where kv_cache_scheme in config.json"
-        " says so. CUDA has auto alone.",
+        description="Type of keys and values in the KV cache. int8 has a scale for each token and head, fp8 the"
+        " checkpoint's scales, else 1. auto: the model's type, or on CPU fp8_e4m3fn if kv_cache_scheme in config.json"
+        " requests it. CUDA supports only auto.",
     )
     rope_scaling: Literal["linear", "dynamic"] | None = Field(
         default=None, description="Scaling of the position encoding, in place of config.json's."
@@ -266,12 +268,12 @@ class WeightFlags(BaseModel):
     rope_factor: float | None = Field(
         default=None,
         gt=0,
-        description="Factor of --rope-scaling, 1.0 when absent; alone it implies linear.",
+        description="Factor of --rope-scaling, 1.0 when absent; without --rope-scaling it implies linear.",
     )
 
 
 class RequestFlags(BaseModel):
-    """What requests may ask for beside tokens."""
+    """Flags of what requests may use in addition to plain sampling."""
 
     grammar_timeout: float = Field(
         default=2.0,

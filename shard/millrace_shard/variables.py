@@ -1,4 +1,4 @@
-"""Environment variables of the shard's programs that are no flags: each is declared here once."""
+"""Environment variables of the shard's programs that are not flags: each is declared here once."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def test_events_are_read_however_they_are_cut(size: int) -> None:
     assert reader.rest == b'data: {"cut'
 
 
-def test_what_is_no_json_is_refused() -> None:
+def test_texts_that_are_not_json_are_refused() -> None:
     with pytest.raises(orjson.JSONDecodeError):
         Answer().take(b"{")
 

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.load.levels import prompt
-from millrace_router.telemetry.exposition import render
+from millrace_router.telemetry.instruments import render
 from millrace_router.telemetry.metrics import Metrics
 
 

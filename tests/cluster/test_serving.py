@@ -18,7 +18,7 @@ from millrace_ray.serving.errors import ServingError
 from millrace_ray.serving.haproxy import BACKENDS, Server, State
 from millrace_ray.serving.node_proxy import NodeProxy, find_haproxy
 from millrace_ray.serving.scaling import USED, WAIT, WaitPolicy, wanted
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 
 
 def test_every_flag_of_the_launcher_is_known() -> None:
@@ -52,8 +52,8 @@ def test_a_replica_gets_its_launchers_grace() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"model_idd": "m"}, "there is no argument model_idd; did you mean model_id?"),
-        ({"zzzzzz": "m"}, "there is no argument zzzzzz"),
+        ({"model_idd": "m"}, "unknown argument model_idd; did you mean model_id?"),
+        ({"zzzzzz": "m"}, "unknown argument zzzzzz"),
         ({"port": "70000"}, "the argument port is 70000: Input should be less than or equal"),
         ({"num_gpus": "many"}, "the argument num_gpus is many"),
         ({"num_shard": "two"}, "the argument num_shard has to be a whole number, not two"),

@@ -12,7 +12,7 @@ import pytest
 
 from millrace_ray.host import Host, difference
 from millrace_ray.spec import Spec
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 
 HIDING = "import sys; sys.modules['ray'] = None; sys.argv = ['x', sys.argv[1]];"
 ABSENT = "there is no Ray cluster at "

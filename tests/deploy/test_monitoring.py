@@ -21,8 +21,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from millrace_router.telemetry.instruments import Family
 from millrace_router.telemetry.metrics import Metrics
-from millrace_testing.contract.tgi_series import SERIES
-from millrace_testing.launcher.certificates import certificate
+from millrace_testing.contract.contract import SERIES
+from millrace_testing.launcher.deployment import certificate
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/dashboards/millrace.json").read_text())

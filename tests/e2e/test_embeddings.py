@@ -118,7 +118,7 @@ async def test_all_tasks_share_steps_and_change_no_bit_of_each_other(mixed: Serv
     assert again[::-1] == alone
 
 
-def test_scores_are_those_of_transformers(mixed: Server) -> None:
+def test_scores_match_transformers(mixed: Server) -> None:
     folder = Path(httpx.get(f"{mixed.url}/info").json()["model_id"])
     expected = scores(folder, QUERY, TEXTS)
     answer = post(mixed, "/v1/rerank", {"query": QUERY, "documents": TEXTS})

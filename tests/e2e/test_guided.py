@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from millrace_testing.launcher.e2e import Server, launch, sse_events
-from millrace_testing.router.chat import added_up
+from millrace_testing.router.streams import added_up
 
 SCHEMA = {
     "type": "object",

@@ -15,9 +15,8 @@ import trustme
 from bench.faults.streams import Clients, differences, mixed_bodies
 
 from millrace_launcher.demo import demo_folder
-from millrace_testing.launcher.certificates import certificate
+from millrace_testing.launcher.deployment import certificate, kept_port
 from millrace_testing.launcher.e2e import END_SECONDS, Program, Server, launch, start, until
-from millrace_testing.launcher.ports import kept_port
 
 STREAMS = mixed_bodies(8, longest=150)
 MIDDLE = 20

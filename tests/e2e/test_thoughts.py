@@ -13,7 +13,7 @@ import pytest
 
 from millrace_testing.launcher.e2e import END_SECONDS, Server, launch, sse_events
 from millrace_testing.models.models import save_tiny
-from millrace_testing.router.chat import added_up
+from millrace_testing.router.streams import added_up
 from millrace_testing.text.thoughts import tagged_file
 
 TEMPLATE = (

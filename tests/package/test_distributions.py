@@ -62,7 +62,12 @@ def test_the_whole_has_every_program_of_its_parts() -> None:
         programs |= project(part).get("scripts", {})
     own = {name: place for name, place in project()["scripts"].items() if name not in programs}
     assert {**programs, **own} == project()["scripts"]
-    assert set(own) == {"millrace", "millrace-verify", "text-generation-benchmark"}
+    assert set(own) == {
+        "millrace",
+        "millrace-simulate",
+        "millrace-verify",
+        "text-generation-benchmark",
+    }
 
 
 @pytest.mark.parametrize("part", PARTS)

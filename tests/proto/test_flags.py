@@ -88,8 +88,8 @@ def test_arguments_read_back_are_the_values(
     argv = list(as_options(Fields.model_fields, values))
     read_back = read(*argv)
     split = tuple(str(read_back.get("names", "")).split(",")) if names else ()
-    found = Fields.model_validate({**read_back, "names": split})
-    assert found.model_dump(exclude={"sizes"}) == values
+    result = Fields.model_validate({**read_back, "names": split})
+    assert result.model_dump(exclude={"sizes"}) == values
 
 
 def test_a_long_list_is_several_arguments_and_an_empty_one_is_0() -> None:

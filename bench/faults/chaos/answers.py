@@ -1,4 +1,4 @@
-"""Answers: whether they are complete, and how they differ from those of an undisturbed run."""
+"""Whether answers are complete, and how they differ from an undisturbed run's."""
 
 from __future__ import annotations
 

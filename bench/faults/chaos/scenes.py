@@ -1,4 +1,4 @@
-"""Named campaigns: options that differ from those of a campaign of all kinds of faults; and small random models."""
+"""Named campaigns: options that differ from a campaign of all kinds of faults; and small random models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full KV cache whose rows use every part of sampling: the peak of memory in service against that of the warm-up."""
+"""A full KV cache whose rows use every part of sampling: the peak of memory in service against the warm-up's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GIB = 2**30
 
 
 def run(setting: Setting, emit: Emit) -> None:
-    """Emit how often memory ran out, with the peaks; on CPU there are no peaks."""
+    """Emit how often memory ran out, with the peaks; on CPU the peaks are missing."""
     scale = setting.scale
     with opened(scale.model, scale, setting.device, setting.flags) as model:
         if setting.is_cuda:

@@ -1,4 +1,4 @@
-"""Random steps in float32: their tokens on the device against those of a shard with plain torch on CPU."""
+"""Random steps in float32: their tokens on the device against a shard's with plain torch on CPU."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class RandomWeights(Weights):
         return None
 
     def check_layers(self, count: int) -> None:
-        """Do nothing: the layers are those of the config."""
+        """Do nothing: the layers are as the config says."""
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if self._shapes.get(name) != shape:

@@ -271,7 +271,7 @@ class Opened:
     scale: Scale
 
     def session(self, *, max_rows: int, fill: bool = False) -> Session:
-        """An engine as it serves: profiled, with the graphs of its flags. On CPU there are no graphs."""
+        """An engine as it serves: profiled, with the graphs of its flags. On CPU it runs without graphs."""
         device = self.loaded.device
         graphs = graphs_for(self.config, device) if device.type == "cuda" else None
         return start(self.loaded, self.scale, max_rows=max_rows, graphs=graphs, fill=fill)

@@ -1,4 +1,4 @@
-"""One step of a prompt beside decodes, and one replay, over a tiny model: the work of a sanitizer."""
+"""One step of a prompt and decodes, and one replay, over a tiny model: the work of a sanitizer."""
 
 from __future__ import annotations
 

@@ -14,7 +14,9 @@ def clear_socket(path: Path) -> None:
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_socket():
-        raise ArgumentValidation(f"{path} exists and is no socket; choose another --shard-uds-path")
+        raise ArgumentValidation(
+            f"{path} exists and is not a socket; choose another --shard-uds-path"
+        )
     try:
         removed = remove_dead_socket(path)
     except OSError as error:

@@ -45,7 +45,7 @@ class ChildLines:
             relay(held, source=self._source)
 
     def drop(self) -> None:
-        """Let an error wait for good: its message is told in another way."""
+        """Never report the waiting error: its message is reported elsewhere."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -58,10 +58,10 @@ DRAIN_SECONDS = 2.0
 
 
 class ManagedProcess:
-    """A child in its own process group, so that a terminal's Ctrl-C reaches the launcher alone.
+    """A child in its own process group, so that a terminal's Ctrl-C reaches only the launcher.
 
-    It has no session of its own, because Linux may schedule sessions as groups (`sched_autogroup`): a waking router
-    would wait for the end of a shard's time slice, and a shard for the router's.
+    It stays in the launcher's session, because Linux may schedule sessions as groups (`sched_autogroup`): a waking
+    router would wait for the end of a shard's time slice, and a shard for the router's.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ EXAMPLES = (
 WIDEST = 200
 HELP_COLUMN = 36
 SHORT_CHOICES = 36
-"""Most characters of alternatives that stand beside a flag; a wrong value lists longer ones."""
+"""Most characters of alternatives that --help shows next to a flag; longer ones are listed for a wrong value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

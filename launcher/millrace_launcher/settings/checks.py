@@ -26,7 +26,7 @@ WITHOUT_EFFECT = {
     "trust_remote_code": "code from a model repository is never run; a model that needs it is refused",
     "waiting_served_ratio": "prompts are computed in chunks, so running answers never wait for them",
     "max_waiting_tokens": "prompts are computed in chunks, so they never wait for running answers",
-    "prefill_chunking": "prompts are always computed in chunks beside running answers",
+    "prefill_chunking": "prompts are always computed in chunks alongside running answers",
 }
 WITHOUT_EFFECT_ON_CPU = {
     "cuda_graphs": "the model runs on CPU; there is nothing to capture",
@@ -72,7 +72,7 @@ VARIABLES_WITHOUT_EFFECT = {
     "SM_NUM_GPUS": f"{_SAGEMAKER}; NUM_SHARD is read",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "the routes that load and unload adapters need ADMIN_KEY",
 }
-"""Variables of TGI, of its image for SageMaker, or of vLLM, that are no flags."""
+"""Variables of TGI, of its image for SageMaker, or of vLLM, that are not flags."""
 
 
 def check(settings: Settings) -> None:
@@ -141,7 +141,7 @@ def _refuse_unsupported(settings: Settings) -> None:
             raise ArgumentValidation("`ngrok-authtoken` must be set when using ngrok tunneling")
         if router.ngrok_edge is None:
             raise ArgumentValidation("`ngrok-edge` must be set when using ngrok tunneling")
-        raise ArgumentValidation("--ngrok is not supported; run the ngrok agent beside the server")
+        raise ArgumentValidation("--ngrok is not supported; run the ngrok agent next to the server")
 
 
 LAST_PORT = 65535
@@ -151,7 +151,7 @@ def split_address(address: str, flag: str) -> tuple[str, int]:
     """Host and port; raises ArgumentValidation, which names the `flag`."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal():
-        raise ArgumentValidation(f"`{flag}` {address} has no port; it must be HOST:PORT")
+        raise ArgumentValidation(f"`{flag}` {address} lacks a port; it must be HOST:PORT")
     if not 0 < int(port) <= LAST_PORT:
         raise ArgumentValidation(f"`{flag}` {address}: a port is 1 to {LAST_PORT}")
     return host.strip("[]"), int(port)
@@ -206,5 +206,5 @@ def _check_addresses(settings: Settings) -> None:
     if exposed and not given and not shard.allow_insecure_tcp:
         raise ArgumentValidation(
             f"prompts would go to {exposed[0]} in clear text: give --shard-tls-cert, --shard-tls-key and"
-            " --shard-tls-ca, or --allow-insecure-tcp if nobody else can read that network"
+            " --shard-tls-ca, or --allow-insecure-tcp if no one else can read that network"
         )

@@ -96,7 +96,7 @@ class Commands:
     def download(self, *, has_bar: bool = False) -> Command:
         """The command that resolves model and draft model; its last line of stdout has their folders.
 
-        With `has_bar` it tells its progress as often as a bar moves.
+        With `has_bar` it reports its progress as often as a bar moves.
         """
         launcher, draft_model = self.settings.launcher, self.settings.shard.draft_model
         revision = (f"--revision={launcher.revision}",) if launcher.revision else ()

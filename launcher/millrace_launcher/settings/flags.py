@@ -1,4 +1,4 @@
-"""The launcher's flags: those of launcher, router and shard, their groups in --help, and other servers' flags."""
+"""The flags of launcher, router and shard, their groups in --help, and other servers' flags."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def flags_of(
 
 NO_EFFECT = ("No effect", "Refused:", "Old name of")
 """Beginnings of the descriptions of flags that are accepted for TGI's sake."""
-LAST = "Accepted for TGI, without effect of their own"
+LAST = "Accepted for TGI, without effect"
 OTHERS = "Others"
 NAMES: dict[str, str] = {
     "Model": "model_id task revision tokenizer_name tokenizer_config_path quantize quantize_activations dtype"

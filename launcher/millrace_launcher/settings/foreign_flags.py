@@ -121,7 +121,7 @@ WORDS: dict[str, str] = {
     "cp": "--served-model-name gives the model further names",
     "push": "models are not uploaded",
 }
-"""What to know where there is no flag, or the word is a command of Ollama."""
+"""Hints where no flag corresponds, or the word is a command of Ollama."""
 OLLAMA_VARIABLES: dict[str, str] = {
     "OLLAMA_HOST": "HOSTNAME and PORT are read",
     "OLLAMA_ORIGINS": "CORS_ALLOW_ORIGIN is read",

@@ -62,7 +62,7 @@ class ClusterShards:
     def __init__(
         self, commands: Commands, children: Children, moved: Callable[[Placed], None]
     ) -> None:
-        """`moved` is told where the shards are, whenever that changes."""
+        """`moved` receives the shards' addresses whenever they change."""
         self.breaker = Breaker(commands.settings.launcher.max_restarts)
         self.placed: Placed | None = None
         self._commands = commands

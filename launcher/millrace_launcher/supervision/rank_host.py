@@ -18,7 +18,7 @@ from millrace_launcher.supervision.restarts import Breaker, Stop, is_steady
 from millrace_launcher.supervision.shard_group import ORDERLY_FAILURES
 
 START_AGAIN = 75
-"""Exit code of a shard whose group has to meet anew: no failure of its own."""
+"""Exit code of a shard whose group has to meet anew: the shard itself has not failed."""
 AGAIN_SECONDS = 1.0
 """Pause before a rank meets the others anew, if it was not ready."""
 STEADY_SECONDS = 60.0

@@ -41,7 +41,7 @@ class Panel:
     rounds: bool = False
     """Whether round numbers are marked on the x axis, and not the x of the points."""
     labels: Sequence[str] = ()
-    """The names of x = 0, 1, 2 and so on, where x has no number."""
+    """The names of x = 0, 1, 2 and so on, where x is not a number."""
     simulated: Points = field(default_factory=dict)
     """Predicted points of the same series, drawn as dashed lines with hollow marks."""
 

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(argv)
     if not is_url(given.url):
-        parser.error(f"{given.url} is no http:// or https:// address")
+        parser.error(f"{given.url} must be an http:// or https:// address")
     try:
         prompts = None if given.prompts is None else prompts_of(given.prompts)
     except (OSError, ValueError) as error:

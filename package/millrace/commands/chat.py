@@ -1,4 +1,4 @@
-"""`millrace chat [URL | MODEL]`: a chat in the terminal with a running server, or with a model of its own."""
+"""`millrace chat [URL | MODEL]`: a chat in the terminal with a running server, or with a model that it loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAM = "millrace chat"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Chat until the user's end; 1 where there is no server, or a line from a pipe got no answer."""
+    """Chat until the user ends it. Returns 1 without a server, or if a line from a pipe got no answer."""
     words, flags = split(argv)
     parser = _parser()
     given = parser.parse_args(words)

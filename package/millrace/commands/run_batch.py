@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if given.url is not None and flags:
         parser.error("flags after -- are for a server of this command's own, not for a URL")
     if given.url is not None and not is_url(given.url):
-        parser.error(f"{given.url} is no http:// or https:// address")
+        parser.error(f"{given.url} must be an http:// or https:// address")
     try:
         total = count_lines(given.source)
         output = Output(given.output)

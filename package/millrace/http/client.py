@@ -101,7 +101,9 @@ class Client:
                         event = orjson.loads(data)
                         if not isinstance(event, dict):
                             raise RequestError(
-                                response.status, "error", f"an event is no object: {data[:80]!r}"
+                                response.status,
+                                "error",
+                                f"an event is not an object: {data[:80]!r}",
                             )
                         if event.get("error"):
                             raise refusal(response.status, data)

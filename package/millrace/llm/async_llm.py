@@ -111,7 +111,7 @@ class AsyncLLM:
     ) -> None:
         """`model` is a folder, a name on the hub, a GGUF file or a URL; the demo model when absent.
 
-        `flags` are the launcher's, such as `max_total_tokens=4096`. `api_key` is that of the server at a URL.
+        `flags` are the launcher's, such as `max_total_tokens=4096`. `api_key` is for the server at a URL.
         """
         if model is not None and is_url(model) and flags:
             raise TypeError(f"a server at a URL takes no flags, but got {', '.join(flags)}")

@@ -1,4 +1,4 @@
-"""A model for programs without an event loop: `AsyncLLM` on a thread of its own."""
+"""A model for programs without an event loop: `AsyncLLM` on its own thread."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Result = TypeVar("Result")
 class LLM:
     """A model of this process, or a running server by its URL; `close` or `with` ends it.
 
-    Several threads may use it. Errors are those of `AsyncLLM`, and StartError where the model cannot be loaded.
+    Several threads may use it. Raises the same errors as `AsyncLLM`, and StartError where the model cannot be loaded.
     """
 
     def __init__(
         self, model: str | None = None, *, api_key: str | None = None, **flags: object
     ) -> None:
-        """Load the model; the arguments are those of `AsyncLLM`. Raises StartError."""
+        """Load the model, with the arguments of `AsyncLLM`. Raises StartError."""
         self._llm = AsyncLLM(model, api_key=api_key, **flags)
         self._loop = _Loop()
         self._finalizer = weakref.finalize(self, _close, self._llm, self._loop)

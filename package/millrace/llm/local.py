@@ -24,9 +24,9 @@ from millrace_router.api.pooling.run import PoolingInput, embedding_run, score_r
 from millrace_router.engine.generation import Generation
 from millrace_router.errors import RouterError, ValidationError
 from millrace_router.request.adapter import AdapterReference
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import Task
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.validation.rules import check_task
 
 WITHOUT_PLACE = ("echo", "best_of", "prompt_logprobs")
@@ -182,7 +182,7 @@ async def _events(generations: Sequence[Generation]) -> AsyncIterator[tuple[int,
 
 @contextmanager
 def _typed() -> Iterator[None]:
-    """Raise the router's errors as those of this package."""
+    """Raise this package's errors in place of the router's."""
     try:
         yield
     except RouterError as error:

@@ -134,7 +134,7 @@ async def stamped_events(
         except ValueError as error:
             raise BadStreamError(f"an event is no JSON: {data[:80]!r}") from error
         if not isinstance(event, dict):
-            raise BadStreamError(f"an event is no object: {data[:80]!r}")
+            raise BadStreamError(f"an event is not an object: {data[:80]!r}")
         yield arrival, event
 
 

@@ -20,7 +20,7 @@ class Timeline:
     arrivals: list[float] = field(default_factory=list)
     """One for each token, or for each event where an event may hold several."""
     usage: tuple[int, int] | None = None
-    """Tokens of prompt and answer by the server's own count, where it tells."""
+    """Tokens of prompt and answer as the server counts them, where it reports usage."""
 
     @property
     def num_tokens(self) -> int:

@@ -67,7 +67,7 @@ class SimulatedAdapters:
     def submit(self, request: SchedulableRequest, now: float) -> None:
         """Queue a request once its adapter is resident."""
         self._is_used |= request.adapter is not None
-        if not self._admission.submit(request, now):
+        if not self._admission.submit(request):
             self.go_on(now)
 
     def ended(self, request: SchedulableRequest, now: float) -> None:
@@ -96,7 +96,7 @@ class SimulatedAdapters:
         plan = planner.plan(waiting, last_sent=last_sent, last_answered=last_answered)
         if self._admission.expelled:
             for request in planner.expulsion.take():
-                self._admission.wait_again(request, now)
+                self._admission.wait_again(request)
             self.go_on(now)
         if plan is not None:
             self._admission.sent(plan, last_sent + 1)

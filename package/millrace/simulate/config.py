@@ -85,7 +85,7 @@ def plan_from_args(argv: Sequence[str]) -> Plan:
         SystemExit: it asks for help.
 
     """
-    given = vars(_parser().parse_args(argv))
+    given = vars(new_parser().parse_args(argv))
     sweeps = _sweeps(given.pop("sweep"))
     server, cost = given.pop("server"), given.pop("cost")
     if server is None and cost is None:
@@ -176,7 +176,8 @@ def _deployment_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in Deployment.model_fields if values.get(name) is not None}
 
 
-def _parser() -> argparse.ArgumentParser:
+def new_parser() -> argparse.ArgumentParser:
+    """The parser of the command line; it raises ConfigError."""
     parser = _Parser(
         prog="millrace-simulate",
         description="Run the router's scheduler under a virtual clock: what would this load see?",

@@ -60,7 +60,7 @@ class Pipeline:
         self._turn_seconds = deployment.turn_seconds
         self._ratios = cycle(deployment.step_ratios or (1.0,))
         self._open_until: float | None = None
-        """When the step beside the one in flight will be planned; None if it is not delayed."""
+        """When the step after the one in flight will be planned; None if it is not delayed."""
         self._shards_free_at = 0.0
 
     @property

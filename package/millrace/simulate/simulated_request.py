@@ -107,7 +107,7 @@ class SimulatedRequest(SchedulableRequest):
         return self.block_keys(min(self._num_shared, self.num_prompt_tokens // self._block_size))
 
     def block_keys(self, count: int) -> Sequence[bytes]:
-        """Names of its first `count` blocks: those of its group first, then its own."""
+        """Names of its first `count` blocks: its group's first, then its own."""
         keys = self._keys
         if len(keys) < count:
             if len(keys) < self._num_shared:

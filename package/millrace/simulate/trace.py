@@ -1,4 +1,4 @@
-"""Requests from a file: rows of a CSV with a header, or JSON objects, whose fields are those of `Arrival`."""
+"""Requests from a file: rows of a CSV with a header, or JSON objects, with the fields of `Arrival`."""
 
 from __future__ import annotations
 

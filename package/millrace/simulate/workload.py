@@ -142,7 +142,7 @@ class Workload(BaseModel):
         default=0, ge=0, description="System prompts, one of which begins each prompt; 0 for none."
     )
     prefix_tokens: int = Field(
-        default=1000, ge=1, description="Tokens of a system prompt, beside those of the prompt."
+        default=1000, ge=1, description="Tokens of a system prompt, in addition to the prompt's."
     )
     tenant_weights: Annotated[tuple[float, ...], BeforeValidator(_split)] = Field(
         default=(), description="How much each tenant sends, such as 50,1."

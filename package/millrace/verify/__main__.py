@@ -6,6 +6,7 @@ or if no server could be started. With --replay, the exit code of `millrace-rout
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 import tempfile
@@ -18,8 +19,66 @@ from millrace.verify.inside import NoServer, verify_model
 from millrace.verify.options import Options, read_options
 from millrace.verify.outside import verify_server
 from millrace.verify.questions import PromptsError
-from millrace.verify.replay import replay
-from millrace_launcher.errors import ArgumentValidation
+from millrace_launcher import logs
+from millrace_launcher.errors import ArgumentValidation, LaunchError, ShardCannotStart
+from millrace_launcher.processes.children import Children, first
+from millrace_launcher.settings.arguments import read_settings
+from millrace_launcher.settings.commands import Commands, Programs
+from millrace_launcher.settings.prepare import prepare
+from millrace_launcher.supervision.download import resolve_model
+from millrace_launcher.supervision.shard_group import ShardGroup
+
+UNUSABLE = 2
+STOP_SECONDS = 10.0
+
+
+def replay(options: Options, journal: Path, programs: Programs | None = None) -> int:
+    """Replay a journal, a file or a folder, on shards with the user's flags.
+
+    The exit code is the router's: 0 for the recorded answers, 1 for others, 2 if journal or shards cannot be used.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-verify-"))
+        settings = read_settings(
+            [
+                "--log-level=warning",
+                *(() if options.target is None else (f"--model-id={options.target}",)),
+                *(() if options.revision is None else (f"--revision={options.revision}",)),
+                *options.flags,
+                f"--shard-uds-path={folder}/shard",
+            ]
+        )
+        logs.setup(settings.launcher, sys.stderr)
+        chosen = [
+            *(() if options.epoch is None else (f"--epoch={options.epoch}",)),
+            *(("--json",) if options.as_json else ()),
+        ]
+        try:
+            commands = prepare(settings, programs or Programs(), stack)
+            return asyncio.run(_replay(commands, [str(journal), *chosen]))
+        except LaunchError as error:
+            sys.stderr.write(f"error: {error}\n")
+            return UNUSABLE
+
+
+async def _replay(commands: Commands, arguments: Sequence[str]) -> int:
+    """Start every rank, run the router's replay, and end the ranks. Raises LaunchError."""
+    children = Children()
+    folder = await resolve_model(commands, children)
+    group = ShardGroup(commands, children)
+    await children.guard(commands.guard())
+    try:
+        await group.start(folder)
+        if await first(group.ready(), group.death()) == 1:
+            raise ShardCannotStart(group.explain_death(was_ready=False))
+        addresses = ",".join(f"unix:{path}" for path in commands.socket_paths())
+        router = await asyncio.create_subprocess_exec(
+            *commands.programs.router, "replay", f"--shard-addresses={addresses}", *arguments
+        )
+        return await router.wait()
+    finally:
+        await group.terminate(STOP_SECONDS)
+        await children.dismiss_guard()
 
 
 def main(argv: Sequence[str] | None = None, launcher: Sequence[str] = LAUNCHER) -> int:

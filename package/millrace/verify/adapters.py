@@ -26,7 +26,7 @@ NAMES = tuple(TARGETS)
 
 
 def adapter_flags(servers: LocalServers, model: str) -> tuple[str, ...]:
-    """Write two adapters beside the logs, and return flags that register them. Raises StartError."""
+    """Write two adapters next to the logs, and return flags that register them. Raises StartError."""
     folder = (servers.logs / "adapters").absolute()
     try:
         found = write_adapters(checkpoint_of(model, servers.revision), folder)

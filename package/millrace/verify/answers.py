@@ -11,7 +11,7 @@ from typing import Any
 
 _FLOAT32 = struct.Struct("<f")
 TokenId = int | str
-"""A text where the route has no ids."""
+"""Text, where the route returns no ids."""
 Candidates = tuple[tuple[TokenId, float], ...]
 """Likely tokens at one position with their log probabilities, in the server's order."""
 

@@ -76,7 +76,7 @@ def chunk_tokens(info: ServerInfo) -> int:
 
 
 def batched(server: ServerUnderTest, suite: Suite) -> Iterator[Row]:
-    """Ask all requests at once, then beside other traffic, and compare with the answers alone."""
+    """Send all requests at once, then with other traffic, and compare with the answers one at a time."""
     client, promise = server.client, suite.info.promise
     with counting(client) as counted:
         answers = ask_together(client, suite.questions, suite.num_workers)
@@ -103,7 +103,7 @@ def batched(server: ServerUnderTest, suite: Suite) -> Iterator[Row]:
 
 
 def chunked(server: ServerUnderTest, suite: Suite) -> Iterator[Row]:
-    """Compute prompts in small chunks beside decodes."""
+    """Compute prompts in small chunks together with decodes."""
     chunk = chunk_tokens(suite.info)
     longest = max(len(question.input_ids) for question in suite.questions)
     with counting(server.client) as counted:
@@ -270,7 +270,7 @@ class After:
 def crowd(suite: Suite, *, server_tokens: int) -> list[int]:
     """Indexes of questions: those that grow most, repeated until they need DEMAND times the room, then the rest.
 
-    So the server always has one to admit beside sequences that have yet to grow.
+    So the server always has one to admit while other sequences have yet to grow.
     """
     info, questions = suite.info, suite.questions
     growth = [info.num_blocks(q.num_tokens) - info.num_blocks(len(q.input_ids)) for q in questions]

@@ -27,7 +27,7 @@ class Comparison:
 
     num_requests: int
     num_tokens: int
-    """Compared tokens: those of each request up to and including the first that differs."""
+    """Compared tokens: each request's tokens up to and including the first that differs."""
     num_different: int = 0
     """Requests with any different bit."""
     num_other_tokens: int = 0

@@ -14,7 +14,7 @@ from millrace.verify.comparison import REFERENCE_TOLERANCE
 from millrace_launcher.host.runtime import millrace_version
 
 CASES: Mapping[str, str] = {
-    "batched": "solo against batched, and beside unrelated traffic",
+    "batched": "solo against batched, and with unrelated traffic",
     "chunked": "prompts computed whole against in chunks",
     "cached": "without a prefix cache against a cold and a warm one",
     "preempted": "undisturbed against paused and replayed, for want of KV blocks",
@@ -173,7 +173,7 @@ def _cases(text: str) -> tuple[str, ...]:
     names = tuple(name for name in text.split(",") if name)
     unknown = [name for name in names if name not in CASES]
     if unknown or not names:
-        what = f"there is no case {unknown[0]}" if unknown else "no case is named"
+        what = f"unknown case {unknown[0]}" if unknown else "no case is named"
         raise argparse.ArgumentTypeError(f"{what}; these are: {', '.join(CASES)}")
     return names
 

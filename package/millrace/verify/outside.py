@@ -23,11 +23,11 @@ from millrace.verify.suite import (
 )
 
 MOST_ADAPTERS = 3
-NEEDS_SERVERS = "needs servers of its own: name the model in place of the URL"
+NEEDS_SERVERS = "it starts its own servers: name the model in place of the URL"
 
 
 def verify_server(options: Options) -> Report:
-    """Ask requests alone, batched, beside traffic, with a cold and a warm cache, and with adapters.
+    """Send requests alone, batched, with other traffic, with a cold and a warm cache, and with adapters.
 
     Raises NoServer or PromptsError.
     Other clients may use the server meanwhile; alone means that this program asks one request at a time.
@@ -98,7 +98,7 @@ def _adapters(client: Client, suite: Suite) -> Iterator[Row]:
     if names:
         yield adapters_outside(client, suite, names[:MOST_ADAPTERS])
     else:
-        yield unchecked("adapters", "adapters", "the server has no adapters", asked_for=False)
+        yield unchecked("adapters", "adapters", "the server serves no adapters", asked_for=False)
 
 
 CHECKED = {"batched": _batched, "cached": _cached, "adapters": _adapters}

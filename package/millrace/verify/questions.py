@@ -41,7 +41,7 @@ UNRELATED = (
 
 
 class PromptsError(Exception):
-    """The prompt file cannot be read or has no prompts."""
+    """The prompt file cannot be read or contains no prompts."""
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:

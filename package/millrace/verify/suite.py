@@ -193,7 +193,7 @@ def ask_together(
 
 
 def ask_in_traffic(client: Client, suite: Suite) -> tuple[ExactAnswer, ...]:
-    """Ask all at once, beside unrelated requests that repeat until the last answer."""
+    """Send all at once, with unrelated requests that repeat until the last answer."""
     done, running = Event(), Event()
     rounds = count()
 

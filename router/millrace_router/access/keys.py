@@ -19,11 +19,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 log = structlog.get_logger(__name__)
 KEY_NAME: web.RequestKey[str] = web.RequestKey("key_name", str)
-"""Name of the key that a request presented; absent for the key of `--api-key`, and where no key is asked for."""
+"""Name of the key that a request presented; absent for the key of `--api-key`, and on servers without keys."""
 
 
 class KeyFileError(Exception):
-    """The file cannot be read, or a line is none; the message has no key."""
+    """The file of keys cannot be used; the message does not contain a key."""
 
 
 def read_keys(path: Path) -> list[tuple[str, str]]:
@@ -50,7 +50,7 @@ def read_keys(path: Path) -> list[tuple[str, str]]:
         raise KeyFileError(f"{path} is not UTF-8") from None
     keys = list(_entries(path, text))
     if not keys:
-        raise KeyFileError(f"{path} has no key")
+        raise KeyFileError(f"{path} does not contain a key")
     if is_public:
         log.warning("every user of this host can read the file of API keys", path=str(path))
     return keys
@@ -74,7 +74,7 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, str]]:
 
 
 class ApiKeys:
-    """The key of `--api-key`, which has no name, and those of `--api-key-file`."""
+    """The key of `--api-key`, which is unnamed, and the keys of `--api-key-file`."""
 
     def __init__(self, unnamed: str | None, file: Path | None = None) -> None:
         """Read the file; raises KeyFileError."""
@@ -100,12 +100,12 @@ class ApiKeys:
     def name_of(self, headers: Mapping[str, str]) -> str | None:
         """Return the name of the key in the headers, "" for the key without a name; None without a right key."""
         presented = _presented(headers)
-        found = None
-        # Every key is compared whole, whatever was found before, so that the time tells nothing.
+        match = None
+        # Every key is compared whole, even after a match, so that the time reveals nothing.
         for name, bearer, bare in self._keys:
             if _matches(presented, bearer, bare):
-                found = name
-        return found
+                match = name
+        return match
 
     def admit(self, headers: Mapping[str, str]) -> bool:
         """Return whether a request with these headers has a right key, or needs none."""

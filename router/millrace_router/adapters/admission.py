@@ -57,7 +57,7 @@ class AdapterWaiting:
         return taken
 
     def expired(self, now: float) -> list[SchedulableRequest]:
-        """The requests that have waited for too long; they stay until they are discarded."""
+        """Return the requests that have waited for too long; they stay until they are discarded."""
         return self._deadlines.take_expired(now)
 
     def _remove(self, request: SchedulableRequest) -> None:
@@ -115,14 +115,14 @@ class AdapterAdmission:
         return {one.adapter.name for one, _ in self._users.values() if one.adapter is not None}
 
     def num_pages(self, version: AdapterVersion) -> int:
-        """The pages that `version` takes on each rank."""
+        """Return the pages that `version` takes on each rank."""
         return version.num_pages(self._bytes_per_slice)
 
-    def submit(self, request: SchedulableRequest, now: float) -> bool:
+    def submit(self, request: SchedulableRequest) -> bool:
         """Queue a request, or let it wait for its adapter; whether it is queued. `advance` has to follow."""
         version = request.adapter
         if version is not None:
-            slot = self.residency.request(version, self.num_pages(version), now)
+            slot = self.residency.request(version, self.num_pages(version))
             if slot is None:
                 request.adapter_slot = 0
                 self.waiting.park(request)
@@ -150,13 +150,13 @@ class AdapterAdmission:
             for request in list(self._queue):
                 if request.adapter is not None and request.adapter.digest in expelled:
                     self._queue.discard(request)
-                    self.wait_again(request, now)
+                    self.wait_again(request)
         return changes
 
-    def wait_again(self, request: SchedulableRequest, now: float) -> None:
+    def wait_again(self, request: SchedulableRequest) -> None:
         """A request has left the batch, or the queue, for its adapter to make room; no later step names it."""
         self._release(request)
-        self.submit(request, now)
+        self.submit(request)
 
     def loaded(self, slot: AdapterSlot, now: float) -> list[SchedulableRequest]:
         """All ranks have loaded a slot: its waiting requests join the queue, and are returned."""

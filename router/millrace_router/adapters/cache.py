@@ -15,7 +15,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 KEPT_SECONDS = 5.0
-"""A version that was asked for so recently may be on its way into use."""
+"""A version that was requested this recently may be on its way into use."""
 
 
 class AdapterCache:
@@ -48,7 +48,7 @@ class AdapterCache:
         return sum(self._sizes.values())
 
     def size_of(self, digests: Collection[str]) -> int:
-        """Size of those of `digests` that are in the cache."""
+        """Size of the `digests` that are in the cache."""
         return sum(self._sizes.get(digest, 0) for digest in set(digests))
 
     def use(self, digest: str, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Fetches adapters for the served model into the cache, two at a time, each in a process of its own."""
+"""Fetches adapters for the served model into the cache, two at a time, each in its own process."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Fetcher:
         """Fetch, check and keep the adapter as it is at `source` now; the hub checks the token each time.
 
         `token` counts only for a source on the hub that a client named. `caller` is the client that asks, whose fetches
-        are limited; "" has no limit of its own, and the operator's sources are not limited at all.
+        are limited; "" has no separate limit, and the operator's sources are not limited at all.
 
         Raises:
             AdapterNotFound: there is no such adapter for this caller.
@@ -172,7 +172,7 @@ class Fetcher:
     async def merge(
         self, recipe: MergeRecipe, versions: Sequence[AdapterVersion]
     ) -> AdapterVersion:
-        """Merge `versions`, which are in the cache and in the recipe's order, into a version of its own.
+        """Merge `versions`, which are in the cache and in the recipe's order, into a new version.
 
         Raises:
             AdapterInvalid: they cannot be merged so.
@@ -212,7 +212,7 @@ class Fetcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _source(self, source: NamedSource, token: str | None) -> Answer:
-        """The source for the process; a token goes there on its standard input, and nowhere else."""
+        """Return the source for the process; a token goes there on its standard input, and nowhere else."""
         if source.by_operator:
             token = self._server_token()
         return {
@@ -269,7 +269,7 @@ class Fetcher:
 
     @contextmanager
     def _turn(self, name: str, caller: str, *, by_operator: bool) -> Iterator[None]:
-        """Count a fetch, running or waiting; raises AdapterUnavailable when clients ask for too many."""
+        """Count a fetch, running or waiting; raises AdapterUnavailable when clients request too many."""
         callers = self._callers if not by_operator else Counter[str]()
         is_greedy = caller != "" and callers[caller] >= MAX_PER_CALLER
         if is_greedy or callers.total() >= MAX_OF_CLIENTS:
@@ -349,7 +349,7 @@ class LastVersions:
     """
 
     def __init__(self, cache: Path, *, server: Hashable) -> None:
-        """`server` is what a version depends on beside its source: the hub, the model's layers and the limits."""
+        """`server` is what a version depends on besides its source: the hub, the model's layers and the limits."""
         self._folder = cache / LAST_VERSIONS
         self._server = server
 

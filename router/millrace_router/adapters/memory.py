@@ -24,7 +24,7 @@ MAX_GRANTS = 16_384
 _SALT = secrets.token_bytes(16)
 
 Holder = bytes
-"""Hash of a token; that of no token is empty."""
+"""Hash of a token; empty without a token."""
 
 MAX_REMEMBERED = 4096
 FIRST_SECONDS = 1.0
@@ -109,7 +109,7 @@ class Access:
 
 
 class SingleFlight(Generic[Result]):
-    """Runs a piece of work once for all who ask for the same key meanwhile; it outlives those that leave.
+    """Runs a piece of work once for all callers with the same key; it goes on when some of them leave.
 
     A refusal is remembered in `refusals`; the fetcher itself remembers outages.
     """

@@ -49,7 +49,7 @@ class Residency:
         cycle_seconds: float,
         max_loads: int = MAX_LOADS,
     ) -> None:
-        """Slots are 1 … `max_adapters`; `num_pages` is that of the rank with the fewest."""
+        """Slots are 1 … `max_adapters`; `num_pages` is the number on the rank with the fewest."""
         self.num_pages = num_pages
         self.max_adapters = max_adapters
         self.cycle_seconds = max(cycle_seconds, LEAST_CYCLE_SECONDS)
@@ -77,7 +77,7 @@ class Residency:
     def slot(self, digest: str) -> AdapterSlot | None:
         return self._slots.get(digest)
 
-    def request(self, version: AdapterVersion, num_pages: int, now: float) -> AdapterSlot | None:
+    def request(self, version: AdapterVersion, num_pages: int) -> AdapterSlot | None:
         """Count a new request; return the slot that it uses from now on, or None if it waits.
 
         `num_pages` must not exceed all pages.
@@ -89,7 +89,7 @@ class Residency:
             return slot
         pending = self._pending.get(version.digest)
         if pending is None:
-            pending = self._pending[version.digest] = PendingLoad(version, num_pages, now)
+            pending = self._pending[version.digest] = PendingLoad(version, num_pages)
         pending.num_requests += 1
         return None
 
@@ -256,7 +256,7 @@ class Residency:
         return True
 
     def _reopen(self, budget: SlotBudget) -> None:
-        """Open closed slots whose room nobody waits for any more."""
+        """Open closed slots whose room no request waits for any more."""
         for slot in self._slots.values():
             if slot.closed_at is not None and slot not in budget.claimed:
                 slot.closed_at, slot.is_expelled = None, False

@@ -46,7 +46,7 @@ MAX_MERGED = 1024
 MAX_SHAPES = 1024
 MAX_REFUSALS = 1024
 REFUSAL_SECONDS = 30.0
-"""A refused fetch is not tried again for so long, unless the files change."""
+"""Time before a refused fetch is tried again, unless the files change sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class ClientRules:
     """The unregistered adapters that clients may name."""
 
     source: AdapterSource = AdapterSource.HUB
-    """Where an id is looked up if the request does not say it."""
+    """Where an id is looked up if the request does not name a source."""
     root: Path | None = None
     patterns: tuple[str, ...] = ()
 
@@ -123,7 +123,7 @@ class Resolver:
         return source.kind is AdapterSource.HUB or source.folder.is_dir()
 
     def named_by(self, token: str | None) -> list[str]:
-        """Return the ids that nobody registered and that the holder of `token` may use now."""
+        """Return the ids that are not registered and that the holder of `token` may use now."""
         return [
             repository if revision is None else f"{repository}@{revision}"
             for repository, revision in self._access.allowed(holder_of(token))
@@ -179,7 +179,7 @@ class Resolver:
         return registration if source in {None, registration.source.kind} else None
 
     def _clients_source(self, name: str, kind: AdapterSource | None) -> NamedSource | None:
-        """Return the source of a name that nobody registered, if clients may name it."""
+        """Return the source of a name that is not registered, if clients may name it."""
         rules = self._rules
         if (kind or rules.source) is AdapterSource.LOCAL:
             return None if rules.root is None else local_source(name, rules.root)

@@ -17,7 +17,7 @@ class SlotState(Enum):
     RESIDENT = auto()
     """All ranks have loaded it."""
     STALE = auto()
-    """They had it before the last failure; nobody knows whether they have it now."""
+    """They had it before the last failure; whether they still do is unknown."""
     LEAVING = auto()
     """They are removing it."""
 
@@ -65,8 +65,6 @@ class PendingLoad:
 
     version: AdapterVersion
     num_pages: int
-    requested_at: float
-    """When the first of the requests came."""
     num_requests: int = 0
 
 
@@ -85,16 +83,16 @@ class SlotBudget:
         self._candidates: list[AdapterSlot] | None = None
 
     def fits(self, num_pages: int) -> bool:
-        """Whether so many pages and a slot are free."""
+        """Return whether this many pages and a slot are free."""
         return self._num_slots > 0 and self._num_pages >= num_pages
 
     def will_fit(self, num_pages: int) -> bool:
-        """Whether so many pages and a slot are free, or will be."""
+        """Return whether this many pages and a slot are free, or will be."""
         pages = self._num_pages + self._num_coming_pages
         return self._num_slots + self._num_coming_slots > 0 and pages >= num_pages
 
     def take(self, num_pages: int) -> None:
-        """Keep a slot and so many pages for an adapter: free ones first."""
+        """Keep a slot and this many pages for an adapter: free ones first."""
         slots, pages = min(1, self._num_slots), min(num_pages, self._num_pages)
         self._num_slots -= slots
         self._num_coming_slots -= 1 - slots
@@ -108,7 +106,7 @@ class SlotBudget:
         self.claimed.add(slot)
 
     def next_to_claim(self, now: float, cycle_seconds: float) -> AdapterSlot | None:
-        """The next slot to close: a closed one, or the one resident longest, if for `cycle_seconds` at least."""
+        """Return the next slot to close: a closed one, or the one resident longest, if for `cycle_seconds` at least."""
         if self._candidates is None:
             used = [slot for slot in self._slots if slot.state is SlotState.RESIDENT]
             # The last one is taken first.

@@ -54,8 +54,8 @@ class LimitFlags(BaseModel):
     max_new_tokens_limit: int | None = Field(
         default=None,
         ge=1,
-        description="Most new tokens that a request may ask for, and get without asking; no limit of its own when"
-        " absent.",
+        description="Most new tokens that a request may have, and the default of requests; when absent, only the"
+        " context limits them.",
     )
     max_batch_size: int | None = Field(
         default=None,
@@ -114,7 +114,7 @@ class RecoveryFlags(BaseModel):
     )
     journal_tokens: bool = Field(
         default=False,
-        description="Record token ids, log probabilities and grammars as well: all that is asked and "
+        description="Record token ids, log probabilities and grammars as well: all of the requests and "
         "answered can be read from them.",
     )
     journal_max_bytes: int = Field(
@@ -139,14 +139,14 @@ class LogFlags(BaseModel):
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Seconds after SIGTERM in which new requests are still served while /readyz says 503, so that load"
+        description="Seconds after SIGTERM in which new requests are still served while /readyz is 503, so that load"
         " balancers learn of it; then the server drains.",
     )
     json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
     log_level: LogLevel = Field(default="info", description="Least severity that is logged.")
     log_requests: Path | None = Field(
         default=None,
-        description="File for the log's line of each request, as JSON; it is created for this user alone.",
+        description="File for the log's line of each request, as JSON; only this user can read a file that it creates.",
     )
     log_requests_max_bytes: int = Field(
         default=100 << 20,
@@ -267,9 +267,13 @@ class RouterConfig(
     @property
     def hub_cache(self) -> Path:
         """The hub's local cache, by the variables that its client and TGI read."""
-        given = {name: value for name, value in os.environ.items() if value}
-        home = given.get("HF_HOME") or f"{given.get('XDG_CACHE_HOME', '~/.cache')}/huggingface"
-        cache = given.get("HF_HUB_CACHE") or given.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+        variables = {name: value for name, value in os.environ.items() if value}
+        home = (
+            variables.get("HF_HOME") or f"{variables.get('XDG_CACHE_HOME', '~/.cache')}/huggingface"
+        )
+        cache = (
+            variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+        )
         return Path(cache).expanduser()
 
     @property

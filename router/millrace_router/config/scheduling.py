@@ -1,4 +1,4 @@
-"""Which requests run in a step."""
+"""Flags of the scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SchedulingFlags(BaseModel):
     waiting_served_ratio: float = Field(
         default=0.3,
         ge=0,
-        description="No effect: prompts are computed in chunks beside decodes, which never wait for them.",
+        description="No effect: prompts are computed in chunks together with decodes, which never wait for them.",
     )
     max_waiting_tokens: int = Field(
         default=20,
@@ -24,7 +24,7 @@ class SchedulingFlags(BaseModel):
     )
     prefill_chunking: OnOff = Field(
         default="on",
-        description="No effect: prompts are always computed in chunks beside decodes.",
+        description="No effect: prompts are always computed in chunks together with decodes.",
     )
     prefill_order: Literal["shortest", "arrival"] = Field(
         default="shortest",
@@ -41,7 +41,7 @@ class SchedulingFlags(BaseModel):
     )
     kv_events_replay: str | None = Field(
         default=None,
-        description="Address at which subscribers ask for events that they missed, such as tcp://127.0.0.1:5558.",
+        description="Address at which subscribers request events that they missed, such as tcp://127.0.0.1:5558.",
     )
     kv_events_topic: str = Field(
         default="", description="Topic of the events; llm-d expects kv@ADDRESS@MODEL."

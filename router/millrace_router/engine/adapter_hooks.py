@@ -63,7 +63,7 @@ class AdapterHooks:
         return []
 
     def before_plan(self, planner: Planner) -> None:
-        """Tell the planner which adapters have to make room."""
+        """Pass the planner the adapters that have to make room."""
 
     def after_plan(self, planner: Planner) -> None:
         """Let the requests that have left the batch wait for their adapters again."""

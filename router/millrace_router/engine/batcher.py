@@ -59,7 +59,7 @@ class Batcher:
         metrics: BatchMetrics,
         adapters: AdapterHooks | None = None,
     ) -> None:
-        """`in_flight`, `epochs` and `adapters` use the same channel; `new_entry` makes an entry with an id of its own.
+        """`in_flight`, `epochs` and `adapters` use the same channel; `new_entry` makes an entry with a new id.
 
         `adapters` is for shards that take them.
         """
@@ -163,7 +163,7 @@ class Batcher:
             await self._wake.wait()
 
     async def _plan(self) -> StepPlan | None:
-        """The next step; None if there is nothing to compute, or an answer to deliver first."""
+        """Return the next step; None if there is nothing to compute, or an answer to deliver first."""
         in_flight, recovery = self._in_flight, self._recovery
         if not await in_flight.wait_to_plan():
             return None
@@ -327,7 +327,7 @@ class Batcher:
             self._end(entry, error)
 
     def _on_close(self, entry: Entry) -> None:
-        """A client left: its entry leaves the queue at once, or the batch with the next step."""
+        """Take the entry of a client that has left out of the queue at once, or out of the batch with the next step."""
         self._waiting.discard(entry)
         self._end(entry)
         self._wake.set()

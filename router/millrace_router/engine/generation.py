@@ -9,11 +9,17 @@ from types import TracebackType
 from typing import Self
 
 from millrace_router.errors import RouterError
-from millrace_router.request.events import Finished, PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason, ValidRequest
-from millrace_router.request.token_stream import TokenSink, TokenStream, read_tokens
+from millrace_router.request.token_stream import (
+    Finished,
+    PromptLogprobs,
+    TokenEvent,
+    TokenSink,
+    TokenStream,
+    read_tokens,
+)
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.telemetry.progress_log import ProgressLog
+from millrace_router.telemetry.request_log import ProgressLog
 from millrace_router.validation.validator import Validated
 
 
@@ -26,7 +32,7 @@ class Usage:
     cached_tokens: int = 0
     """Tokens of the prompt that were in the prefix cache."""
     reasoning_tokens: int | None = None
-    """Tokens of the answer that belong to thoughts; None if thoughts are not told from text."""
+    """Tokens of the answer that belong to thoughts; None if the model's format does not separate thoughts from text."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -77,7 +83,7 @@ class RequestRecord:
         metrics.request_count.inc()
 
     def sibling(self) -> RequestRecord:
-        """The record of another sample of the same request; it counts as a request of its own."""
+        """Return the record of another sample of the same request; it counts as a separate request."""
         other = RequestRecord(self._metrics, self._on_failure, self._on_token)
         other.arrived_at = self.arrived_at
         return other
@@ -167,7 +173,7 @@ class Generation:
         return self._stream.cached_tokens or 0
 
     def usage(self, num_tokens: int, reasoning_tokens: int | None = None) -> Usage:
-        """Count the first `num_tokens` tokens; the prompt counts with its first sample alone."""
+        """Count the first `num_tokens` tokens; the prompt counts only with its first sample."""
         if self.sample:
             return Usage(0, num_tokens, 0, reasoning_tokens)
         num_prompt = len(self.valid.input_ids)
@@ -303,7 +309,7 @@ class Collected:
 
     @property
     def usage(self) -> Usage:
-        """Token counts of this sample alone."""
+        """Token counts of this sample, without the others."""
         return Usage(len(self.valid.input_ids), self.finished.generated_tokens, self.cached_tokens)
 
     @property

@@ -23,8 +23,7 @@ from millrace_router.errors import (
 from millrace_router.prediction.forecast import Appraisal, Estimate
 from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.request.request import ValidRequest
-from millrace_router.request.seeds import seed_of_sample
+from millrace_router.request.request import ValidRequest, seed_of_sample
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.rules import check_best_of, check_stream
@@ -100,7 +99,7 @@ class Infer:
         on_token: Callable[[], None] = noop,
         on_entry: Callable[[float], None] = noop,
     ) -> None:
-        """Without `adapters` there are none; with `by_adapter` each is a tenant of its own.
+        """Without `adapters` there are none; with `by_adapter` each is a tenant.
 
         `on_entry` receives the seconds from the arrival of a request until it was queued.
         """
@@ -122,7 +121,7 @@ class Infer:
         return frozenset(self._digests)
 
     def leave(self) -> None:
-        """Let the probes say from now on that the server goes away; new requests are still accepted."""
+        """Let the probes report from now on that the server goes away; new requests are still accepted."""
         self._leaving = True
 
     def drain(self) -> None:
@@ -177,10 +176,10 @@ class Infer:
         return generation
 
     async def start_samples(self, request: GenerationRequest, count: int) -> tuple[Generation, ...]:
-        """Validate once, and queue `count` generations that differ in their seeds alone, or none.
+        """Validate once, and queue `count` generations that differ only in their seeds, or none.
 
         They share the full blocks of their prompt: the first computes them, and the others wait for it in the queue.
-        The first alone has the prompt's log probabilities. Each holds a permit, and counts as a request in the metrics.
+        Only the first has the prompt's log probabilities. Each holds a permit, and counts as a request in the metrics.
 
         Raises:
             RouterError: the server drains, is overloaded, or the request is not valid.
@@ -298,16 +297,16 @@ class Infer:
 
 
 def _best_of(collected: Sequence[Collected]) -> Collected:
-    """The likeliest sample, with the others in `others`; all get the prompt's log probabilities of the first."""
+    """Return the likeliest sample, with the others in `others`; all get the prompt's log probabilities of the first."""
     scored = [replace(one, prompt=collected[0].prompt) for one in collected]
     best = max(scored, key=lambda one: one.mean_logprob)
     return replace(best, others=tuple(one for one in scored if one is not best))
 
 
 def _samples_of(validated: Validated, count: int) -> list[Validated]:
-    """Copy the request `count` times, each copy with a seed of its own.
+    """Copy the request `count` times, each copy with its own seed.
 
-    The first copy alone wants the log probabilities of the prompt: they are the same for all, and require that the
+    Only the first copy wants the log probabilities of the prompt: they are the same for all, and require that the
     whole prompt is computed.
     """
     if count == 1:

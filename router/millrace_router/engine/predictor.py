@@ -111,7 +111,7 @@ class LatencyPredictor:
         """Predict the latencies of `entry`, and keep the prediction.
 
         Raises:
-            QueueFull: the queue has no room.
+            QueueFull: the queue is full.
             QueueTooLong: the entry would wait longer than its scheduling parameters allow.
 
         """
@@ -207,5 +207,5 @@ class LatencyPredictor:
 
 
 def quantile(values: Collection[float], share: float) -> float:
-    """The least of `values` that a `share` of them does not exceed."""
+    """Return the least of `values` that a `share` of them does not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

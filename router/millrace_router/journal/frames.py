@@ -1,4 +1,4 @@
-"""The layers of a journal file: compressed frames of records, with checksums that tell an incomplete end from damage.
+"""The layers of a journal file: compressed frames of records, with checksums that show whether an end is damaged.
 
     file   = MAGIC frame*
     frame  = MARK, bytes of the body, bytes it inflates to, CRC-32 of both and of the body, body (zlib of records)
@@ -15,7 +15,18 @@ from enum import IntEnum
 from struct import Struct
 from typing import BinaryIO, NamedTuple
 
-from millrace_router.journal.errors import JournalDamaged, JournalUnusable
+
+class JournalError(Exception):
+    """A journal cannot be written or read."""
+
+
+class JournalUnusable(JournalError):  # noqa: N818
+    """The file is missing, is not a journal, or belongs to another version or model."""
+
+
+class JournalDamaged(JournalError):  # noqa: N818
+    """The content of a journal is damaged; an incomplete end does not count as damage."""
+
 
 MAGIC = b"millrace journal\n"
 MARK = b"\xf5frame\r\n"
@@ -78,7 +89,7 @@ def read_frames(stream: BinaryIO) -> Iterator[bytes]:
     """
     magic = stream.read(len(MAGIC))
     if not MAGIC.startswith(magic.rstrip(b"\0")):
-        raise JournalUnusable("is no journal")
+        raise JournalUnusable("is not a journal")
     position = len(MAGIC)
     while head := stream.read(HEAD_SIZE):
         size, records = _body(stream, head)
@@ -90,7 +101,7 @@ def read_frames(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _body(stream: BinaryIO, head: bytes) -> tuple[int, bytes | None]:
-    """The size of a frame's body, and its records; None for a damaged or incomplete frame."""
+    """Return the size of a frame's body, and its records; None for a damaged or incomplete frame."""
     if len(head) < HEAD_SIZE or not head.startswith(MARK):
         return 0, None
     sizes = head[len(MARK) : len(MARK) + SIZES.size]
@@ -129,7 +140,7 @@ def split(records: bytes) -> Iterator[Record]:
     position = 0
     while position < len(records):
         if len(records) - position < RECORD_HEAD.size:
-            raise JournalDamaged("a record has no head")
+            raise JournalDamaged("a record lacks its head")
         kind, time_ns, size = RECORD_HEAD.unpack_from(records, position)
         position += RECORD_HEAD.size
         if len(records) - position < size:

@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 class Journal:
     """Records requests, answers and failures. Its methods never raise, so that no request fails because of the journal.
 
-    A file begins with an epoch and has no gaps. Once records are dropped, because the disk was slow or full or the
+    A file begins with an epoch and is without gaps. Once records are dropped, because the disk was slow or full or the
     epoch too long, the rest of the epoch is dropped too.
     """
 

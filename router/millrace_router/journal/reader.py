@@ -13,8 +13,15 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.errors import JournalDamaged, JournalError, JournalUnusable
-from millrace_router.journal.frames import Kind, Record, read_frames, split
+from millrace_router.journal.frames import (
+    JournalDamaged,
+    JournalError,
+    JournalUnusable,
+    Kind,
+    Record,
+    read_frames,
+    split,
+)
 from millrace_router.journal.header import Header, header_from_json
 from millrace_router.journal.rotation import journal_files
 
@@ -85,7 +92,7 @@ def read_epochs(path: Path) -> Iterator[Epoch]:
     """Yield the epochs of a file or folder. Reading the next epoch skips the unread events of the last one.
 
     Raises:
-        JournalUnusable: there is no journal, or it belongs to another version.
+        JournalUnusable: no journal was found, or it belongs to another version.
         JournalDamaged: a record is damaged.
 
     """
@@ -171,7 +178,7 @@ class _Joiner:
         self._acknowledgements.clear()
 
     def events_of(self, record: Record) -> Iterator[Event]:
-        """The event of `record`, if it is new."""
+        """Return the event of `record`, if it is new."""
         if record.kind == Kind.REQUEST:
             yield from self._request(record)
         elif record.kind == Kind.GAP:

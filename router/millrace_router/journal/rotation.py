@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from millrace_router.journal.errors import JournalError, JournalUnusable
+from millrace_router.journal.frames import JournalError, JournalUnusable
 
 SUFFIX = ".journal"
 MODE = 0o600
@@ -21,7 +21,7 @@ MAX_FILES = 256
 
 
 class JournalFolder:
-    """A folder of journal files. The order of their names is that of their creation."""
+    """A folder of journal files. The names sort in the order of creation."""
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
         """Create the folder for this user only, and lock it; raises JournalError."""
@@ -83,7 +83,7 @@ class JournalFolder:
 
 
 def journal_files(path: Path) -> list[Path]:
-    """The files of a folder in order, or the file at `path`; raises JournalUnusable if there is none."""
+    """Return the files of a folder in order, or the file at `path`; raises JournalUnusable if there is none."""
     if path.is_dir():
         return sorted(path.glob(f"*{SUFFIX}"))
     if not path.is_file():

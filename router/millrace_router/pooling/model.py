@@ -23,7 +23,7 @@ PREFIX = "pooling_mode_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitScore:
-    """Tokens whose logits make a score: the first minus the second, or the first alone."""
+    """Tokens whose logits make a score: the first minus the second, or only the first."""
 
     true_token_id: int
     false_token_id: int | None = None
@@ -37,7 +37,7 @@ class LogitScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceTransformersFiles:
-    """What the files say; without any, nothing is known."""
+    """What the files of sentence-transformers define; empty without them."""
 
     is_embedding: bool = False
     """Whether the modules make an embedding."""
@@ -62,7 +62,7 @@ def read_files(folder: Path) -> SentenceTransformersFiles:
             "`prompts` of config_sentence_transformers.json must be texts by name"
         )
     if default is not None and default not in prompts:
-        raise ModelFilesError(f"config_sentence_transformers.json has no prompt {default!r}")
+        raise ModelFilesError(f"config_sentence_transformers.json lacks the prompt {default!r}")
     modules = _modules(folder)
     score = None
     if "LogitScore" in modules:
@@ -79,13 +79,13 @@ def read_files(folder: Path) -> SentenceTransformersFiles:
 
 
 def _modules(folder: Path) -> dict[str, Path]:
-    """The folder of each module by the name of its class; raises ModelFilesError."""
+    """Return the folder of each module by the name of its class; raises ModelFilesError."""
     listed = _read(folder / "modules.json")
     if listed is None:
         return {}
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise ModelFilesError("modules.json must be a list of modules")
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for module in listed:
         kind = str(module.get("type")).rpartition(".")[2]
         if kind not in PLAIN_KINDS:
@@ -93,8 +93,8 @@ def _modules(folder: Path) -> dict[str, Path]:
         path = module.get("path", "")
         if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
             raise ModelFilesError(f"modules.json has a path {path!r} outside the model")
-        found[kind] = folder / path
-    return found
+        folders[kind] = folder / path
+    return folders
 
 
 def _check_pooling(settings: Mapping[str, Any]) -> None:
@@ -110,9 +110,9 @@ def _check_pooling(settings: Mapping[str, Any]) -> None:
     if isinstance(modes, str):
         modes = [modes]
     if modes != [LAST_TOKEN]:
-        told = "+".join(map(str, modes)) if isinstance(modes, list) else modes
+        method = "+".join(map(str, modes)) if isinstance(modes, list) else modes
         raise ModelFilesError(
-            f"the embedding is pooled by {told}, which is not supported, only {LAST_TOKEN} is"
+            f"the embedding is pooled by {method}, which is not supported, only {LAST_TOKEN} is"
         )
 
 
@@ -133,7 +133,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Any:  # noqa: ANN401
-    """The JSON of a file, None if there is none; raises ModelFilesError."""
+    """Return the JSON of a file, None if there is none; raises ModelFilesError."""
     try:
         return orjson.loads(path.read_bytes())
     except FileNotFoundError:
@@ -169,20 +169,20 @@ GENERATES = PoolingModel()
 
 
 def pooling_of(
-    asked: Collection[str],
+    requested: Collection[str],
     folder: Path,
     model: ModelFiles,
     tokenizer: Tokenizer,
     template: ChatTemplate,
 ) -> PoolingModel:
-    """Return the tasks that the flag has `asked` for, or those that the files name; raises ModelFilesError."""
+    """Return the tasks of the flag, `requested`, or the ones that the files name; raises ModelFilesError."""
     architectures = model.config.get("architectures") or []
     for name in architectures if isinstance(architectures, list) else []:
         if str(name).endswith("ForSequenceClassification"):
             raise ModelFilesError(
                 f"{name} is not supported: scores are the logits of two tokens of a causal model"
             )
-    wants = frozenset(asked) - {AUTO}
+    wants = frozenset(requested) - {AUTO}
     if wants == {Task.GENERATE}:
         return GENERATES
     files = read_files(folder)

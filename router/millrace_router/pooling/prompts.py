@@ -29,7 +29,7 @@ Note that the answer can only be "yes" or "no".<|im_end|>
 
 
 """
-"""Qwen3-Reranker's template, which its checkpoint has in its model card alone; Jinja drops the last line break."""
+"""Qwen3-Reranker's template, which its checkpoint has only in its model card; Jinja drops the last line break."""
 _ROLES = (re.compile(r"""["']query["']"""), re.compile(r"""["']document["']"""))
 
 
@@ -65,8 +65,8 @@ class ScoreTemplate:
         if instruction is not None:
             messages = [{"role": "system", "content": instruction}, *messages]
         text = await self._template.render_async(messages, add_generation_prompt=True)
-        before, found, after = text.partition(mark)
-        if not found:
+        before, separator, after = text.partition(mark)
+        if not separator:
             raise TemplateError("the template leaves out the document")
         return PairText(before, after)
 
@@ -106,7 +106,7 @@ def tokens_of(
         return ids
     own = tokenizer.encode(text, add_special_tokens=False)
     num_before = next(
-        (place for place in range(len(ids)) if ids[place : place + len(own)] == own), 0
+        (index for index in range(len(ids)) if ids[index : index + len(own)] == own), 0
     )
     before, after = ids[:num_before], ids[num_before + len(own) :]
     room = max(truncation.length - len(before) - len(after), 1)
@@ -125,12 +125,12 @@ def pair_tokens(
     starts = [start for _, start in tokens]
     # A token with the blank before the document is one of it.
     own = [
-        place
-        for place, (start, following) in enumerate(
+        index
+        for index, (start, following) in enumerate(
             zip(starts, [*starts[1:], len(text)], strict=True)
         )
         if start < end and (start >= first or following > first)
     ]
     room = max(truncation.length - (len(tokens) - len(own)), 1)
     dropped = set(own).difference(truncation.cut(own, room))
-    return tuple(id_ for place, (id_, _) in enumerate(tokens) if place not in dropped)
+    return tuple(id_ for index, (id_, _) in enumerate(tokens) if index not in dropped)

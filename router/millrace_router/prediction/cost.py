@@ -18,7 +18,7 @@ _RESIDUAL_RIDGE = 1e-3
 class ResidualCosts:
     """Seconds for two counts of a step, neither negative, fitted to the time beyond the expected duration without them.
 
-    A fading ridge regression in relative errors as in `CostModel`, of steps with such counts alone. So they do not
+    A fading ridge regression in relative errors as in `CostModel`, only of steps with such counts. So they do not
     change the costs of other steps, a delayed step counts little, and a few steps correct a wrong assumption.
     """
 
@@ -33,7 +33,7 @@ class ResidualCosts:
         self._moment = [0.0, 0.0]
 
     def seconds(self, counts: Sequence[float]) -> float:
-        """The cost of a step with these counts."""
+        """Return the cost of a step with these counts."""
         return self.costs[0] * counts[0] + self.costs[1] * counts[1]
 
     def assume(self, costs: Sequence[float], trust: tuple[float, float]) -> None:
@@ -130,7 +130,7 @@ class StepJitter:
         self.add = self._ratios.append
 
     def ratios(self) -> list[float]:
-        """The ratios in their order, scaled to a mean of 1; empty before there are `NUM_RATIOS`.
+        """Return the ratios in their order, scaled to a mean of 1; empty before there are `NUM_RATIOS`.
 
         The order matters: a delay on a shared machine lasts for several steps.
         """
@@ -148,7 +148,7 @@ class RouterOverhead:
         """From an answer until its tokens are delivered and the step after the next one is planned: the mean."""
         self._entries: deque[float] = deque(maxlen=_NUM_ENTRIES)
         self.add_entry = self._entries.append
-        """Counts a request that was queued so many seconds after its arrival."""
+        """Counts a request by the seconds from its arrival until it was queued."""
 
     @property
     def entry_seconds(self) -> float:
@@ -156,7 +156,7 @@ class RouterOverhead:
         return median(self._entries) if self._entries else 0.0
 
     def add_answer(self, seconds: float) -> None:
-        """Count an answer that took the router so long."""
+        """Count an answer that took the router `seconds`."""
         self.turn_seconds += _ANSWER_RATE * (seconds - self.turn_seconds)
 
 
@@ -203,7 +203,7 @@ class CostModel:
 
     @classmethod
     def fixed(cls, coefficients: Mapping[str, float]) -> CostModel:
-        """A model with given coefficients, by the names of `COEFFICIENTS`, that learns nothing.
+        """Return a model with given coefficients, by the names of `COEFFICIENTS`, that learns nothing.
 
         Those of `EXTRA_COEFFICIENTS` may be absent: an extra position then costs as much as a row. Without those of
         `ADAPTER_COEFFICIENTS` adapters cost nothing.
@@ -213,9 +213,9 @@ class CostModel:
 
         """
         if set(coefficients) - {*EXTRA_COEFFICIENTS, *ADAPTER_COEFFICIENTS} != set(COEFFICIENTS):
-            raise ValueError(f"a cost model has the coefficients {', '.join(COEFFICIENTS)}")
+            raise ValueError(f"a cost model needs the coefficients {', '.join(COEFFICIENTS)}")
         if not all(0.0 <= value < math.inf for value in coefficients.values()):
-            raise ValueError(f"costs are finite and not negative: {dict(coefficients)}")
+            raise ValueError(f"costs must be finite and not negative: {dict(coefficients)}")
         model = cls()
         model._coefficients = [float(coefficients[name]) for name in COEFFICIENTS]
         once = coefficients.get("extra_step", 0.0)
@@ -230,7 +230,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, coefficients: Mapping[str, float]) -> CostModel:
-        """A model from the result of `to_json`: a fixed one, or one without observations.
+        """Return a model from the result of `to_json`: a fixed one, or one without observations.
 
         Raises:
             ValueError: as `fixed`.
@@ -239,7 +239,7 @@ class CostModel:
         return cls.fixed(coefficients) if coefficients else cls()
 
     def to_json(self) -> dict[str, float]:
-        """All coefficients, also those of extra positions and of adapters; empty before the first fit.
+        """Return all coefficients, also for extra positions and adapters; empty before the first fit.
 
         They describe the last hundreds of steps. The pace of the last seconds is left out: it may vary by a tenth and
         more, and does not predict the next hour.
@@ -285,7 +285,7 @@ class CostModel:
             self._fit()
 
     def seconds(self, load: StepLoad) -> float | None:
-        """The expected duration of a step; None before the first fit."""
+        """Return the expected duration of a step; None before the first fit."""
         if not self._coefficients:
             return None
         seconds = sum(map(float.__mul__, self._coefficients, _features(load)))
@@ -296,7 +296,7 @@ class CostModel:
         return self._pace * seconds
 
     def extra_prices(self) -> tuple[float, float, float] | None:
-        """Seconds for decodes of more than one position; None before the first fit.
+        """Return seconds for decodes of more than one position; None before the first fit.
 
         For any in a step; for each position beyond a row's first; for each position that such a position attends to.
         """
@@ -335,7 +335,7 @@ class CostModel:
         return math.inf if beside is None else seconds - beside
 
     def prompt_tokens_within(self, seconds: float, *, start: int, most: int) -> int:
-        """The most tokens of a prompt, up to `most` from position `start` on, that take `seconds`."""
+        """Return the most tokens of a prompt, up to `most` from position `start` on, that take `seconds`."""
         if seconds <= 0.0:
             return 0
         if not self._coefficients or seconds == math.inf:
@@ -352,7 +352,7 @@ class CostModel:
         return self._pace * self._coefficients[3] if self._coefficients else 0.0
 
     def prompt_seconds(self, num_tokens: float, *, start: float) -> float:
-        """Seconds that so many tokens of a prompt take from position `start` on; 0 before the first fit."""
+        """Return seconds that `num_tokens` of a prompt take from position `start` on; 0 before the first fit."""
         if not self._coefficients:
             return 0.0
         token, pair = self._coefficients[4:]

@@ -28,7 +28,7 @@ class Prediction:
     finish_seconds: float
 
     def after(self, seconds: float) -> Prediction:
-        """The prediction for a request that may be admitted no sooner than after `seconds`."""
+        """Return the prediction for a request that may be admitted no sooner than after `seconds`."""
         late = max(0.0, seconds - self.queue_seconds)
         return Prediction(
             self.queue_seconds + late, self.first_token_seconds + late, self.finish_seconds + late
@@ -40,7 +40,7 @@ class Estimate:
     """The forecast for a request that arrives now, and the state of the scheduler."""
 
     prediction: Prediction | None
-    """None where nothing is predicted (`Forecaster.predict`)."""
+    """None until the cost model has observed enough."""
     num_cached: int
     """Prompt tokens that are in the prefix cache now."""
     num_waiting: int
@@ -54,24 +54,24 @@ class Appraisal:
     num_prompt_tokens: int
     max_new_tokens: int
     refusal: str | None
-    """Why the request does not fit; the estimate is then that of the shortest request."""
+    """Why the request does not fit; the estimate is then for the shortest request."""
     estimate: Estimate
 
 
 @dataclass(frozen=True, slots=True)
 class _Queue:
-    """What a request that arrives now waits behind."""
+    """The running and waiting requests that a request which arrives now has to wait for."""
 
     running: Sequence[RunningRow]
     num_kv_tokens: int
     num_ahead: int
     """Requests that are served before it."""
     prompt_ahead: float
-    """Mean number of tokens to compute of each of those."""
+    """Mean number of tokens to compute for each of those."""
     num_free: int
-    """Free places in the batch for the requests ahead and for it."""
+    """Free slots in the batch for the requests ahead and for it."""
     num_left: int
-    """Prompt tokens of it to compute."""
+    """Tokens of its prompt to compute."""
     max_new_tokens: int
 
 
@@ -84,7 +84,7 @@ class _Step:
     seconds: float
     """Its duration without prompts."""
     room: int
-    """Prompt tokens that it can hold beside its decodes."""
+    """Prompt tokens that it can hold in addition to its decodes."""
 
     def prompt_seconds(self, num_tokens: float, start: float = 0.0) -> float:
         """Seconds that a prompt, computed from position `start` on, adds to the steps that it shares with decodes."""
@@ -99,11 +99,8 @@ class Forecaster:
     """Predicts queue time, first token and end of a request from the running batch.
 
     A request waits for the prompts ahead of it, at the rate that steps with the batch's decodes leave to prompts, or
-    until more rows have ended than there are requests ahead without a place, whichever takes longer. Rows end as the
+    until more rows have ended than there are requests ahead without a slot, whichever takes longer. Rows end as the
     last answers did. The cost model prices the steps in between at the size of the batch.
-
-    Without chunked prefill or continuous batching it predicts nothing: the time of a prompt then depends on later
-    arrivals.
     """
 
     def __init__(  # noqa: PLR0913
@@ -115,20 +112,18 @@ class Forecaster:
         block_size: int,
         num_blocks: int,
         reserve_all: bool = False,
-        predicts: bool = True,
         shortest_first: bool = True,
         target_inter_token_latency: float | None = None,
         steps_in_flight: int = 2,
         late: LatePlanning | None = None,
     ) -> None:
-        """`predicts` is whether the batching can be predicted; the others are as in `Budgets`."""
+        """The limits are as in `Budgets`."""
         self._cost = cost
         self._max_batch_size = max_batch_size
         self._max_batch_prefill_tokens = max_batch_prefill_tokens
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._reserve_all = reserve_all
-        self._predicts = predicts
         self._shortest_first = shortest_first
         self._target = target_inter_token_latency or math.inf
         self._depth = steps_in_flight
@@ -160,32 +155,14 @@ class Forecaster:
     ) -> Prediction | None:
         """Predict for a request that arrives while `rows` run.
 
-        None where the batching cannot be predicted, and until the cost model has observed enough.
+        None until the cost model has observed enough.
 
         `ahead` is the number of requests that are served before it, and the sum of their prompt tokens; `now_in_step`
         is the number of seconds since the oldest step in flight began. Without the loads `in_flight`, the oldest first,
         steps like most others are taken to be in flight.
         """
-        if not self._predicts:
-            return None
-        running, traffic = list(rows), self._traffic
-        num_ahead, tokens_ahead = ahead
-        num_kv_tokens = sum([row.num_kv_tokens for row in running])
-        queue = _Queue(
-            running,
-            num_kv_tokens,
-            num_ahead,
-            tokens_ahead / max(1, num_ahead) * traffic.computed_share,
-            self._num_free(
-                running,
-                num_kv_tokens,
-                num_ahead + 1,
-                tokens_ahead + num_prompt_tokens,
-                max_new_tokens,
-            ),
-            max(1, num_prompt_tokens - num_cached),
-            max_new_tokens,
-        )
+        traffic = self._traffic
+        queue = self._queue(list(rows), ahead, num_prompt_tokens, num_cached, max_new_tokens)
         length = traffic.lengths.expected(max_new_tokens)
         step = self._typical_step(queue, num_prompt_tokens + length / 2)
         if step is None:
@@ -195,7 +172,7 @@ class Forecaster:
         first = begins + wait + math.ceil(num_left / step.room) * step.seconds
         first += step.prompt_seconds(num_left, num_prompt_tokens - num_left)
         between = step.seconds
-        if running:
+        if queue.running:
             # The load stays as it is: each row that ends is replaced by a request with a prompt.
             replaced = (step.decodes - 1) / traffic.mean_steps(max_new_tokens)
             between += replaced * step.prompt_seconds(traffic.mean_prompt)
@@ -205,7 +182,7 @@ class Forecaster:
     def drain_seconds(
         self, rows: Iterable[RunningRow], *, waiting: tuple[int, int], now_in_step: float = 0.0
     ) -> float | None:
-        """Seconds until the first of the waiting requests has left the queue.
+        """Return seconds until the first of the waiting requests has left the queue.
 
         `waiting` is the number of waiting requests, and the sum of their prompt tokens. None where `predict` gives
         None.
@@ -222,10 +199,33 @@ class Forecaster:
         return None if prediction is None else prediction.queue_seconds
 
     def mean_request(self, rows: Iterable[RunningRow]) -> tuple[int, int]:
-        """Prompt tokens and new tokens of a request like the mean of the last ones."""
+        """Return prompt tokens and new tokens of a request like the mean of the last ones."""
         longest = max((row.max_tokens for row in rows), default=1)
         traffic = self._traffic
         return max(1, round(traffic.mean_prompt)), max(1, round(traffic.mean_length(longest)))
+
+    def _queue(
+        self,
+        running: Sequence[RunningRow],
+        ahead: tuple[int, int],
+        num_prompt_tokens: int,
+        num_cached: int,
+        max_new_tokens: int,
+    ) -> _Queue:
+        num_ahead, tokens_ahead = ahead
+        num_kv_tokens = sum([row.num_kv_tokens for row in running])
+        num_free = self._num_free(
+            running, num_kv_tokens, num_ahead + 1, tokens_ahead + num_prompt_tokens, max_new_tokens
+        )
+        return _Queue(
+            running,
+            num_kv_tokens,
+            num_ahead,
+            tokens_ahead / max(1, num_ahead) * self._traffic.computed_share,
+            num_free,
+            max(1, num_prompt_tokens - num_cached),
+            max_new_tokens,
+        )
 
     def _num_free(
         self,
@@ -235,7 +235,7 @@ class Forecaster:
         num_tokens: int,
         max_new_tokens: int,
     ) -> int:
-        """The number of the next `num_joining` requests that find a slot and blocks at once."""
+        """Return the number of the next `num_joining` requests that find a slot and blocks at once."""
         free_slots = self._max_batch_size - len(running)
         if self._reserve_all:
             num_tokens += num_joining * max_new_tokens
@@ -248,7 +248,7 @@ class Forecaster:
         return min(free_slots, int(max(0.0, free) / needed * num_joining))
 
     def _typical_step(self, queue: _Queue, num_kv_tokens: float) -> _Step | None:
-        """A step once requests with `num_kv_tokens` each have the free places; None before the first fit."""
+        """Return a step once requests with `num_kv_tokens` each have the free slots; None before the first fit."""
         num_rows = len(queue.running)
         num_joining = max(not num_rows, min(queue.num_ahead + 1, queue.num_free))
         decodes = num_rows + num_joining
@@ -275,7 +275,7 @@ class Forecaster:
     def _next_step(
         self, queue: _Queue, step: _Step, now_in_step: float, in_flight: Sequence[StepLoad]
     ) -> tuple[float, float]:
-        """Seconds from now until the next plan, and until the step that it plans begins."""
+        """Return seconds from now until the next plan, and until the step that it plans begins."""
         if not queue.running:
             return 0.0, 0.0
         steps = [self._cost.seconds(load) or 0.0 for load in in_flight] or [step.seconds]
@@ -291,28 +291,28 @@ class Forecaster:
         return left + self._late.open_part(following), left + following
 
     def _queue_seconds(self, queue: _Queue, step: _Step) -> float:
-        """Seconds between the next plan and the one that admits the request."""
+        """Return seconds between the next plan and the one that admits the request."""
         left = [
             (row.num_prompt_left, row.num_kv_tokens)
             for row in queue.running
             if not row.num_tokens_planned
         ]
         longest, start = max(left, default=(0, 0))
-        has_place = queue.num_ahead < queue.num_free
-        if self._shortest_first and has_place and queue.num_left <= longest_overtaking(longest):
+        has_slot = queue.num_ahead < queue.num_free
+        if self._shortest_first and has_slot and queue.num_left <= longest_overtaking(longest):
             return 0.0
         unfinished = sum([each for each, _ in left])
         num_steps = (unfinished + queue.num_ahead * queue.prompt_ahead) / step.room
-        if not has_place:
-            num_steps = max(num_steps, self._steps_until_place(queue))
-        # Rows that end leave a place at the end of a step; without rows, none is in flight.
+        if not has_slot:
+            num_steps = max(num_steps, self._steps_until_slot(queue))
+        # Rows that end leave a slot at the end of a step; without rows, none is in flight.
         seconds = max(0.0, num_steps - bool(queue.running)) * step.seconds
         seconds += queue.num_ahead * step.prompt_seconds(queue.prompt_ahead)
         return seconds + step.prompt_seconds(unfinished, start)
 
-    def _steps_until_place(self, queue: _Queue) -> float:
-        """Steps until one row more has ended than there are requests ahead without a place."""
-        # A row ends, and its place is free, `depth` steps after the plan of its last token.
+    def _steps_until_slot(self, queue: _Queue) -> float:
+        """Steps until one row more has ended than there are requests ahead without a slot."""
+        # A row ends, and its slot is free, `depth` steps after the plan of its last token.
         turnover = 2 * (self._depth - 1)
         lengths = self._traffic.steps_to_come(queue.max_new_tokens)
         ends = [turnover + 1 + left for left in self._traffic.steps_left(queue.running)]

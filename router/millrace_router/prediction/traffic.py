@@ -70,27 +70,27 @@ class AnswerLengths:
             self._is_stale = True
 
     def expected(self, limit: int) -> float:
-        """Mean number of tokens of an answer of at most `limit` tokens."""
+        """Return the mean number of tokens of an answer of at most `limit` tokens."""
         if self._is_stale:
             self._refresh()
-        place = bisect_right(self._lengths, limit) - 1
-        if place < 0:
+        index = bisect_right(self._lengths, limit) - 1
+        if index < 0:
             return float(limit)
-        beyond = float(limit - self._lengths[place])
-        if place == len(self._lengths) - 1 and self._hazard:
+        beyond = float(limit - self._lengths[index])
+        if index == len(self._lengths) - 1 and self._hazard:
             beyond = -math.expm1(-self._hazard * beyond) / self._hazard
-        return self._means[place] + self._survivals[place] * beyond
+        return self._means[index] + self._survivals[index] * beyond
 
     def quantile_left(self, num_generated: int, limit: int, share: float) -> float:
         """The number of further tokens that a `share` of the answers with `num_generated` tokens do not exceed."""
         if self._is_stale:
             self._refresh()
-        place = bisect_right(self._lengths, num_generated)
-        alive = self._survivals[place - 1] if place else 1.0
+        index = bisect_right(self._lengths, num_generated)
+        alive = self._survivals[index - 1] if index else 1.0
         # The survivals fall, so their negatives are in order.
-        place = bisect_left(self._survivals, (share - 1.0) * alive, place, key=float.__neg__)
-        if place < len(self._lengths):
-            end = float(self._lengths[place])
+        index = bisect_left(self._survivals, (share - 1.0) * alive, index, key=float.__neg__)
+        if index < len(self._lengths):
+            end = float(self._lengths[index])
         elif self._hazard:
             end = max(num_generated, self._lengths[-1]) + self._tail(alive, share)
         else:
@@ -146,28 +146,28 @@ class TrafficStatistics:
         self.tokens_per_step += _YIELD_RATE * (num_tokens / num_rows - self.tokens_per_step)
 
     def steps_left(self, rows: Sequence[RunningRow]) -> list[float]:
-        """The number of steps until each of `rows` ends.
+        """Return the number of steps until each of `rows` ends.
 
         The ends are quantiles of the lengths to come, which the golden ratio spreads evenly over them (a Weyl
         sequence). So the k-th of these ends estimates the k-th order statistic, unlike k times the mean.
         """
         quantile_left, at_once = self.lengths.quantile_left, self.tokens_per_step
         return [
-            quantile_left(row.num_tokens_planned, row.max_tokens, (place + 0.5) * _GOLDEN % 1.0)
+            quantile_left(row.num_tokens_planned, row.max_tokens, (index + 0.5) * _GOLDEN % 1.0)
             / at_once
-            for place, row in enumerate(rows)
+            for index, row in enumerate(rows)
         ]
 
     def steps_to_come(self, unknown: int) -> Iterator[float]:
-        """Steps of the next requests: those of the last answers, repeated; `unknown` tokens before the first."""
+        """Steps of the next requests: the steps of the last answers, repeated; `unknown` tokens before the first."""
         lengths = [length for length, _ in self.lengths.recent] or [unknown]
         return (length / self.tokens_per_step for length in cycle(lengths))
 
     def mean_length(self, unknown: int) -> float:
-        """Mean number of tokens of an answer; `unknown` before the first answer."""
+        """Return the mean number of tokens of an answer; `unknown` before the first answer."""
         recent = self.lengths.recent
         return sum([length for length, _ in recent]) / len(recent) if recent else float(unknown)
 
     def mean_steps(self, unknown: int) -> float:
-        """Mean number of steps of an answer; that of `unknown` tokens before the first answer."""
+        """Return the mean number of steps of an answer; before the first one, the steps of `unknown` tokens."""
         return self.mean_length(unknown) / self.tokens_per_step

@@ -45,7 +45,7 @@ class ChannelSplitter:
     """Reads messages: a header with channel and recipient, `<|message|>`, text, and a marker that ends it.
 
     The text of the channel `analysis` is thought. Messages with a recipient are calls: they become answer as they are
-    written, markers included, if `keeps_calls`; else their text alone does. All other text is answer.
+    written, markers included, if `keeps_calls`; else only their text does. All other text is answer.
     """
 
     def __init__(self, start: Start, *, keeps_calls: bool) -> None:
@@ -93,15 +93,15 @@ class ChannelSplitter:
 
     def _in_header(self) -> bool:
         begin = 0 if self._rest.startswith(MESSAGE) else 1
-        place, marker = earliest(self._rest, _BEHIND_HEADER, begin) or (len(self._rest), "")
-        if place > MAX_HEADER or marker not in {MESSAGE, ""}:
+        end, marker = earliest(self._rest, _BEHIND_HEADER, begin) or (len(self._rest), "")
+        if end > MAX_HEADER or marker not in {MESSAGE, ""}:
             self._give_up_header()
             return True
         if not marker:
             if self._is_last:
                 self._rest = ""
             return False
-        header, self._rest = self._rest[:place], self._rest[place + len(MESSAGE) :]
+        header, self._rest = self._rest[:end], self._rest[end + len(MESSAGE) :]
         self._open(header)
         return True
 
@@ -138,27 +138,27 @@ class ChannelSplitter:
 
     def _in_call(self) -> bool:
         """Within a call; the marker that ends it belongs to it."""
-        place = earliest(self._rest, MARKERS, 0) if _BEGINNING in self._rest else None
+        match = earliest(self._rest, MARKERS, 0) if _BEGINNING in self._rest else None
         ended = self._in_message(self._answers)
-        if ended and place is not None and place[1] not in {START, CHANNEL, MESSAGE}:
-            self._answers.append(place[1])
+        if ended and match is not None and match[1] not in {START, CHANNEL, MESSAGE}:
+            self._answers.append(match[1])
         return ended
 
     def _in_message(self, parts: list[str]) -> bool:
         """Move decided text to `parts`; returns whether a marker has ended it."""
         has_marker = _BEGINNING in self._rest
-        found = earliest(self._rest, MARKERS, 0) if has_marker else None
-        if found is None:
+        match = earliest(self._rest, MARKERS, 0) if has_marker else None
+        if match is None:
             is_whole = self._is_last or not has_marker
             num_held = 0 if is_whole else num_begun(self._rest, MARKERS)
             num_given = len(self._rest) - num_held
             parts.append(self._rest[:num_given])
             self._rest = self._rest[num_given:]
             return False
-        place, marker = found
-        parts.append(self._rest[:place])
+        end, marker = match
+        parts.append(self._rest[:end])
         is_header = marker in {START, CHANNEL, MESSAGE}
-        self._rest = self._rest[place if is_header else place + len(marker) :]
+        self._rest = self._rest[end if is_header else end + len(marker) :]
         self._step = self._between
         return True
 
@@ -185,7 +185,7 @@ class ChannelReasoning(ReasoningFormat):
         return ChannelSplitter(start, keeps_calls=keeps_calls)
 
     def _limited(self, start: Start, limit: ThoughtLimit) -> str:
-        """See the base; the budget is that of the first thought."""
+        """See the base; the budget applies to the first thought."""
         thought = self._thought(limit)
         if start is Start.OPEN:
             return f"start: {thought} {ANY_TOKENS}\n"

@@ -14,7 +14,7 @@ from millrace_router.tool_calls.parsing.call_format import NO_IDS
 
 
 class Start(Enum):
-    """Where an answer begins, as the end of its prompt tells."""
+    """Where an answer begins, by the end of its prompt."""
 
     FREE = auto()
     """The model may open a thought."""
@@ -48,12 +48,12 @@ class Splitter(Protocol):
 ANSWER = "answer"
 """The rule of the answer, in grammars."""
 NO_EFFORT = "none"
-"""The effort that asks for no thought."""
+"""The effort that means no thought."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThoughtLimit:
-    """What ends a thought beside its tag."""
+    """What ends a thought besides its tag."""
 
     budget: int | None = None
     """Tokens between the tags, after which the closing tag must follow."""
@@ -62,7 +62,7 @@ class ThoughtLimit:
 
 
 def switch(*, thinks: bool) -> dict[str, bool]:
-    """Return the variables that tell templates to think or not, under the names that families have for them."""
+    """Return the variables that make templates think or not, under the names that families have for them."""
     return {"enable_thinking": thinks, "thinking": thinks}
 
 
@@ -79,7 +79,7 @@ class ReasoningFormat(ABC):
 
     @abstractmethod
     def start_of(self, prompt: str, continued: str | None = None) -> Start:
-        """Tell where the answer to `prompt` begins; `continued` is the text of a last message that goes on."""
+        """Return where the answer to `prompt` begins; `continued` is the text of a last message that goes on."""
 
     @abstractmethod
     def splitter(self, start: Start, *, keeps_calls: bool = False) -> Splitter:
@@ -90,7 +90,7 @@ class ReasoningFormat(ABC):
     ) -> Grammar | None:
         """Return the grammar of a thought and then `answer`, which is None for any; None if any text is valid.
 
-        With `is_text` the answer has no calls.
+        With `is_text` the answer contains no calls.
 
         Raises:
             ValidationError: there is a budget, and the model's tags are not single tokens.

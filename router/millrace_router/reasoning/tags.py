@@ -39,7 +39,7 @@ class Tags:
     answer_opener: str = ""
     answer_closer: str = ""
     trimmed: str = "\n"
-    """Characters that belong to a tag that they stand beside."""
+    """Characters that belong to a tag next to them."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -134,19 +134,19 @@ class TagSplitter:
             if not self._rest:
                 return False
             self._begins = False
-        end, found = len(self._rest), None
+        end, match = len(self._rest), None
         if any(closer[0] in self._rest for closer in closers):
-            found = earliest(self._rest, closers, 0)
-            end = end - num_begun(self._rest, closers) if found is None else found[0]
-        if found is None and self._is_last:
+            match = earliest(self._rest, closers, 0)
+            end = end - num_begun(self._rest, closers) if match is None else match[0]
+        if match is None and self._is_last:
             return self._give_all(parts)
         num_given = self._num_given(end)
         parts.append(self._rest[:num_given])
-        self._rest = self._rest[num_given:] if found is None else self._rest[end + len(found[1]) :]
-        return found is not None
+        self._rest = self._rest[num_given:] if match is None else self._rest[end + len(match[1]) :]
+        return match is not None
 
     def _num_given(self, end: int) -> int:
-        """The length of the text before `end` that is certain; blanks at its end may stand beside a closer."""
+        """Return the length of the text before `end` that is certain; blanks at its end may belong to a closer."""
         text = self._rest[max(0, end - MAX_BLANKS) : end]
         return end - len(text) + len(text.rstrip(self._tags.trimmed))
 
@@ -181,7 +181,7 @@ class TaggedReasoning(ReasoningFormat):
         return Start.CLOSED if end.endswith(behind) else Start.FREE
 
     def splitter(self, start: Start, *, keeps_calls: bool = False) -> TagSplitter:  # noqa: ARG002
-        """See the base; calls are not told from text."""
+        """See the base; calls are not separated from text."""
         return TagSplitter(self.tags, start)
 
     def _limited(self, start: Start, limit: ThoughtLimit) -> str:

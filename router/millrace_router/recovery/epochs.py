@@ -39,7 +39,7 @@ class GroupRestart:
             self._reason = reason
 
     def rank_lost(self, reason: str) -> None:
-        """A rank is unreachable: its launcher restarts all by itself, and a single rank needs no others."""
+        """Record an unreachable rank: its launcher restarts all by itself, and a single rank needs no others."""
         if not self._is_supervised and len(self._group) > 1:
             self._reason = reason
 
@@ -52,7 +52,7 @@ class GroupRestart:
             raise ShardLost(f"the ranks restart: {self._reason}")
 
     def finished(self) -> None:
-        """The shards began an epoch."""
+        """Record that the shards have begun an epoch."""
         self._reason = None
 
     @property
@@ -170,7 +170,7 @@ class EpochManager:
         `meanwhile` is called after every failed attempt, with an error once the outage is overdue.
         """
         self._serves = self._has_computed = False
-        told = {self.status.reason}
+        logged = {self.status.reason}
         while True:
             try:
                 async with self.interrupt:
@@ -179,9 +179,9 @@ class EpochManager:
                     if self.prepare is not None:
                         await self.prepare()
             except ShardError as error:
-                if str(error) not in told:
+                if str(error) not in logged:
                     # Ranks that start fail one after another, each in its words.
-                    told.add(str(error))
+                    logged.add(str(error))
                     log.warning("cannot open a stream to the shards", error=str(error))
                 self._begin_outage(str(error))
                 if isinstance(error, (ShardHung, ShardChanged)):
@@ -219,7 +219,7 @@ class EpochManager:
         self._end_outage()
 
     def idle(self) -> None:
-        """The shards answered every step, and there is no further work."""
+        """Record that the shards have answered every step, and that there is no further work."""
         self._end_outage()
 
     def _end_outage(self) -> None:

@@ -36,7 +36,7 @@ class LauncherChannel:
         try:
             self._socket = socket.socket(fileno=fd)
         except OSError as error:
-            log.warning("--supervisor-fd is no socket", fd=fd, error=str(error))
+            log.warning("--supervisor-fd is not a socket", fd=fd, error=str(error))
             return
         self._socket.settimeout(0)
         self._socket.set_inheritable(False)

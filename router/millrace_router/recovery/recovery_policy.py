@@ -181,7 +181,7 @@ class RecoveryPolicy:
             self._held = []
 
     def _rows(self, plans: Iterable[StepPlan]) -> list[Row]:
-        """The rows that `plans` compute and that have not ended, the most senior first."""
+        """Return the rows that `plans` compute and that have not ended, the most senior first."""
         slots = {slot for plan in plans for slot in (*plan.decodes, *(s for s, _ in plan.chunks))}
         rows = [row for row in map(self.planner.row, slots) if row is not None]
         return sorted((row for row in rows if not row.entry.closed), key=lambda row: row.seniority)

@@ -22,7 +22,7 @@ class FieldNames:
     truncate: str = "truncate"
     least_tokens: str = "min_new_tokens"
     most_tokens: str = "max_new_tokens"
-    """Name beside `least_tokens`: OpenAI's own where TGI has a rule of its own about `max_new_tokens`."""
+    """Name that goes with `least_tokens`: OpenAI's where TGI has its own rule about `max_new_tokens`."""
 
 
 TGI_NAMES = FieldNames()
@@ -30,7 +30,7 @@ TGI_NAMES = FieldNames()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRequest:
-    """The DRY penalty as a client asks for it; the defaults are llama.cpp's."""
+    """The DRY penalty as a client requests it; the defaults are llama.cpp's."""
 
     multiplier: float
     base: float = 1.75
@@ -43,7 +43,7 @@ class DryRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest(SamplingRequest):
-    """One generation as a client asks for it; None leaves the choice to the server."""
+    """One generation as a client requests it; None leaves the choice to the server."""
 
     prompt: str | tuple[int, ...] = ""
     """Text, or token ids."""
@@ -85,13 +85,13 @@ class GenerationRequest(SamplingRequest):
     prompt_logprobs: bool = False
     """Whether the answer has the prompt's log probabilities, whatever the server allows."""
     prompt_top_n_tokens: int = 0
-    """Candidates beside each of the prompt's tokens."""
+    """Other candidates for each of the prompt's tokens."""
     scheduling: SchedulingParameters = DEFAULT_SCHEDULING
     pooling: Pooling | None = None
     """None: it generates tokens."""
     names: FieldNames = TGI_NAMES
     left_out: frozenset[str] = field(default=frozenset(), compare=False)
-    """Parameters for which the model's own defaults stand: those of `SamplingDefaults` that the client left out."""
+    """Parameters of `SamplingDefaults` that the client left out, for which the model's own defaults stand."""
 
     @property
     def text(self) -> str:

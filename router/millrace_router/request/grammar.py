@@ -73,7 +73,7 @@ def checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_text(kind: GrammarKind, source: str) -> Grammar:
-    """Check a grammar that is no schema; raises ValidationError."""
+    """Check a grammar other than a schema; raises ValidationError."""
     _check_size(source)
     brackets = _brackets_of(source)
     _check_parts(len(brackets) // 2)

@@ -1,9 +1,11 @@
-"""A request after validation: token ids, clamped limits, resolved defaults."""
+"""A request after validation: token ids, clamped limits, resolved defaults; and the seeds of its samples."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import sha256
+from random import SystemRandom
 
 from millrace_proto import sequence
 from millrace_proto.sampling import Sampling
@@ -77,10 +79,29 @@ class ValidRequest:
     prefill_logprobs: bool = False
     """Whether the answer has the log probabilities of the prompt's tokens."""
     prompt_top_n_tokens: int = 0
-    """Candidates beside each token of the prompt."""
+    """Other candidates for each token of the prompt."""
     grammar: Grammar | None = None
     adapter: AdapterVersion | None = None
     """The version that all its tokens are computed with; None for the base model."""
     scheduling: SchedulingParameters = SchedulingParameters()
     pooling: Pooling | None = None
     """None: it generates tokens."""
+
+
+_random = SystemRandom()
+
+
+def random_seed() -> int:
+    """Draw a 64-bit number."""
+    return _random.getrandbits(64)
+
+
+def seed_of_sample(seed: int, index: int) -> int:
+    """Return the seed of the sample `index`, from 0, of a request with `seed`.
+
+    The first sample has `seed`. The others have the first 8 bytes of SHA-256 over `seed` and `index`; all numbers have
+    8 bytes and are big-endian.
+    """
+    if index == 0:
+        return seed
+    return int.from_bytes(sha256(seed.to_bytes(8) + index.to_bytes(8)).digest()[:8])

@@ -16,7 +16,7 @@ import orjson
 Schema = dict[str, Any]
 
 WORDS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
-"""A schema with one of these says what other properties there may be."""
+"""A schema with one of these defines what other properties there may be."""
 _ONE = frozenset(
     {"additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames"}
 )
@@ -97,8 +97,8 @@ def with_implied_types(schema: Schema) -> Schema:
 def with_closed_objects(schema: Schema) -> Schema:
     """Return `schema` with `additionalProperties: false` at objects that list properties, at every level.
 
-    Schemas that hold together, such as those of an `allOf`, are closed as one: with the properties of all of them.
-    Schemas under `not` and `if` stay as they are. So do the options of a `oneOf` that no required constant tells apart:
+    Schemas that hold together, such as an `allOf`'s, are closed as one: with the properties of all of them.
+    Schemas under `not` and `if` stay as they are. So do options of a `oneOf` that no required constant distinguishes:
     what is closed off from one of them would match another one.
     """
     closer = _Closer(schema)
@@ -115,7 +115,7 @@ class _Closer:
         """Ids of schemas that are closed with others, or not at all."""
 
     def find_composed(self) -> None:
-        """Find the schemas that hold together with others, or that no constant tells apart."""
+        """Find the schemas that hold together with others, or that no constant distinguishes."""
         waiting = [self._root]
         while waiting:
             one = waiting.pop()
@@ -132,7 +132,7 @@ class _Closer:
         return changed
 
     def _close(self, schema: Schema, changed: Schema) -> None:
-        """Close `changed`, the copy of `schema`, if it lists properties and says nothing of others."""
+        """Close `changed`, the copy of `schema`, if it lists properties and leaves others open."""
         composed = _is_composed(schema)
         if not composed and not isinstance(schema.get("properties"), dict):
             return
@@ -189,7 +189,7 @@ class _Closer:
 
 
 def _is_composed(schema: Schema) -> bool:
-    """Whether several schemas hold for one value."""
+    """Return whether several schemas hold for one value."""
     all_of = schema.get("allOf")
     num_parts = len(all_of) if isinstance(all_of, list) else 0
     num_parts += sum(isinstance(schema.get(name), list) for name in ("anyOf", "oneOf"))
@@ -204,7 +204,7 @@ def _names(schema: Schema) -> list[str]:
 
 
 def _is_apart(one: object, other: object) -> bool:
-    """Whether no value matches both: they have other types, or a required property with other constants."""
+    """Return whether no value matches both: they have other types, or a required property with other constants."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return False
     kinds = one.get("type"), other.get("type")
@@ -219,13 +219,13 @@ def _constants(schema: Schema) -> dict[str, set[bytes]]:
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict) or not isinstance(required, list):
         return {}
-    found = {}
+    constants = {}
     for name in required:
         of = properties.get(name) if isinstance(name, str) else None
         values = _values(of)
         if values is not None:
-            found[name] = {orjson.dumps(value) for value in values}
-    return found
+            constants[name] = {orjson.dumps(value) for value in values}
+    return constants
 
 
 def _values(schema: object) -> list[Any] | None:

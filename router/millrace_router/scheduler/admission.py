@@ -48,14 +48,14 @@ class Admission:
 
     def withdraw(self, leaves: Callable[[SchedulableRequest], bool]) -> list[SchedulableRequest]:
         """Remove and return the preempted requests for which `leaves` is true."""
-        found = [request for _, _, request in self._paused if leaves(request)]
-        if found:
+        requests = [request for _, _, request in self._paused if leaves(request)]
+        if requests:
             self._paused = [item for item in self._paused if not leaves(item[2])]
             heapify(self._paused)
-        return found
+        return requests
 
     def take_over(self, other: Admission) -> None:
-        """Make all future admissions junior to those of `other`."""
+        """Make all future admissions junior to the admissions of `other`."""
         self._seniority = other._seniority
 
     def take_all(self) -> list[tuple[int, SchedulableRequest]]:
@@ -80,10 +80,9 @@ class Admission:
         *,
         early: SchedulableRequest | None = None,
     ) -> tuple[Row, list[int]] | None:
-        """Admit the next request beside `rows` and return its row and its cached blocks; None if it does not fit.
+        """Admit the next request while `rows` run; return its row and its cached blocks, or None if it does not fit.
 
-        With `early`, a waiting request, that one is admitted ahead of its turn, if the next request would still fit
-        beside it.
+        With `early`, a waiting request, that one is admitted ahead of its turn if the next request still fits as well.
         """
         request = self._next(waiting)
         if request is None or not self._has_slot(len(rows)):
@@ -105,14 +104,14 @@ class Admission:
         return row, self._blocks.admit(row.slot, num_tokens, hits=hits, keys=keys)
 
     def precedes(self, waiting: RequestQueue, early: Row | None) -> bool:
-        """Whether the next request comes before `early`, a row that was admitted ahead of its turn."""
+        """Return whether the next request comes before `early`, a row that was admitted ahead of its turn."""
         request = self._next(waiting)
         if request is None or early is None:
             return request is not None
         return bool(self._paused) or request.queued_at < early.entry.queued_at
 
     def lacks_room(self, waiting: RequestQueue, rows: Collection[Row]) -> bool:
-        """Whether the head of the queue finds no slot beside `rows`, or too few blocks."""
+        """Return whether the head of the queue finds no free slot, or too few blocks, while `rows` run."""
         request = self._next(waiting)
         if request is None or self._paused:
             return False
@@ -136,7 +135,7 @@ class Admission:
         return self._paused[0][2] if self._paused else waiting.head()
 
     def _needs_all(self, request: SchedulableRequest) -> bool:
-        """Whether `request` is promised all blocks that it can ever need."""
+        """Return whether `request` is promised all blocks that it can ever need."""
         budgets = self._budgets
         return budgets.reserve_all or request.num_preemptions >= budgets.max_preemptions
 
@@ -157,7 +156,7 @@ class Admission:
     def _shortage(
         self, request: SchedulableRequest, hits: Sequence[CachedBlock], rows: Iterable[Row]
     ) -> int:
-        """Blocks that are missing to admit `request` beside `rows`; it fits if the result is not above 0."""
+        """Return blocks missing to admit `request` while `rows` run; it fits if the result is not above 0."""
         shortage = self._blocks.shortage(self._num_promised_tokens(request), hits)
         return shortage + self._margin(request, rows)
 
@@ -173,7 +172,7 @@ class Admission:
         return (request.num_inputs - 1) // self._blocks.block_size
 
     def _hits(self, request: SchedulableRequest, keys: Sequence[bytes]) -> list[CachedBlock] | None:
-        """The cached blocks of the request; None while another request computes its next block."""
+        """Return the cached blocks of the request; None while another request computes its next block."""
         shareable = keys[: self._num_shareable(request)]
         hits = self._blocks.find(shareable)
         if len(hits) < len(shareable) and self._blocks.expects(shareable[len(hits)]):
@@ -181,7 +180,7 @@ class Admission:
         return hits
 
     def _margin(self, request: SchedulableRequest, rows: Iterable[Row]) -> int:
-        """Blocks to leave free.
+        """Return blocks to leave free.
 
         For a request that may be preempted: one for each growing row, so that it is not preempted at once. For one
         that may not be preempted: all blocks that more senior rows can ever need.

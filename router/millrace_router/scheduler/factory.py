@@ -30,7 +30,7 @@ def spare_slots(batch_size: int) -> int:
 def budgets_from(
     flags: RouterConfig, *, prefill_tokens: int, batch_size: int, max_draft_tokens: int = 0
 ) -> Budgets:
-    """The budgets by the flags; the shards can make `max_draft_tokens` per row and step."""
+    """Return the budgets by the flags; the shards can make `max_draft_tokens` per row and step."""
     target = flags.target_inter_token_latency
     return Budgets(
         max_batch_prefill_tokens=prefill_tokens,
@@ -45,7 +45,7 @@ def budgets_from(
 
 
 def queue_from(flags: RouterConfig) -> RequestQueue:
-    """The queue with the order of service of the flags."""
+    """Return the queue with the order of service of the flags."""
     if flags.fairness != "none":
         return TenantQueue(
             quantum=QUANTUM,
@@ -65,13 +65,13 @@ def planner_from(
     drafts: DraftPolicy | None = None,
     new_cache: Callable[[], PrefixCache] = PrefixCache,
 ) -> Planner:
-    """A planner without rows; block 0 is one of `num_blocks`."""
+    """Return a planner without rows; block 0 is one of `num_blocks`."""
     cache = new_cache() if prefix_caching else None
     return Planner(budgets, BlockManager(num_blocks, block_size, cache), cost, drafts)
 
 
 def late_planning_from(flags: RouterConfig, cost: CostModel, *, most: float = MOST) -> LatePlanning:
-    """Plans a step beside one in flight after at most a share `most` of that."""
+    """Make the rule that delays planning a step by at most a share `most` of the step in flight."""
     is_late = flags.late_planning == "on" and flags.steps_in_flight > 1
     return LatePlanning(cost, most=most if is_late else 0.0)
 
@@ -85,7 +85,7 @@ def forecaster_from(
     block_size: int,
     num_blocks: int,
 ) -> Forecaster:
-    """A forecaster for this batch; block 0 is not one of `num_blocks`."""
+    """Return a forecaster for this batch; block 0 is not one of `num_blocks`."""
     return Forecaster(
         cost,
         max_batch_size=budgets.max_batch_size,

@@ -110,7 +110,7 @@ class Planner:
         self._admission.limit(budgets)
 
     def row(self, slot: int) -> Row | None:
-        """The row in `slot` whose tokens count: a running one, or a preempted one with steps in flight."""
+        """Return the row in `slot` whose tokens count: a running one, or a preempted one with steps in flight."""
         return self.rows.get(slot) or self._preempted.get(slot)
 
     def drop(self, row: Row) -> None:
@@ -171,11 +171,11 @@ class Planner:
                 self._admission.readmit(row.seniority, row.entry)
 
     def lacks_room(self, waiting: RequestQueue) -> bool:
-        """Whether the head of the queue finds no slot, or too few blocks, as long as no row leaves."""
+        """Return whether the head of the queue finds no slot, or too few blocks, as long as no row leaves."""
         return self._admission.lacks_room(waiting, self.rows.values())
 
     def plan(self, waiting: RequestQueue, *, last_sent: int, last_answered: int) -> StepPlan | None:
-        """The next step, or None if there is no work. From here on the plan counts as sent."""
+        """Return the next step, which counts as sent from now on; None if there is nothing to do."""
         plan = StepPlan()
         self._drop_closed()
         self._retire(plan, last_sent)

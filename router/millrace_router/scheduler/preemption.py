@@ -17,10 +17,10 @@ LOOKAHEAD = 2
 def rows_to_preempt(
     rows: Collection[Row], blocks: BlockManager, retired: Iterable[int]
 ) -> list[Row]:
-    """The most junior rows, as many as are necessary for the others to grow for `LOOKAHEAD` steps.
+    """Return the most junior rows, as many as are necessary for the others to grow for `LOOKAHEAD` steps.
 
-    Blocks that will soon be free count as free: those of `retired` slots and of rows whose last token is planned. One
-    row always stays, and so do rows to which all their blocks are promised.
+    Blocks that will soon be free count as free: the blocks of `retired` slots and of rows whose last token is
+    planned. One row always stays, and so do rows to which all their blocks are promised.
     """
     if blocks.num_available >= LOOKAHEAD * len(rows):
         return []
@@ -40,7 +40,7 @@ def rows_to_preempt(
 
 
 def _need(row: Row, blocks: BlockManager) -> int:
-    """Blocks that `row` lacks for the next `LOOKAHEAD` steps; 0 if they are promised."""
+    """Return blocks that `row` lacks for the next `LOOKAHEAD` steps; 0 if they are promised."""
     if row.promised or row.num_prompt_left:
         return 0
     num_tokens = min(row.num_kv_tokens + LOOKAHEAD, row.num_inputs + row.max_tokens - 1)

@@ -1,4 +1,4 @@
-"""The prompts and decodes of a step: prompts in chunks beside decodes, the short ones before the long ones."""
+"""The prompts and decodes of a step: prompts in chunks together with decodes, the short ones before the long ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PromptBudget:
         return PromptBudget(int(self.tokens * part), self.seconds * part, self._cost)
 
     def fitting(self, start: int = 0) -> int:
-        """Tokens of a prompt that fit from position `start` on."""
+        """Return tokens of a prompt that fit from position `start` on."""
         if self._cost is None or self.tokens <= 0:
             return max(0, self.tokens)
         return self._cost.prompt_tokens_within(self.seconds, start=start, most=self.tokens)
@@ -143,12 +143,12 @@ class ChunkedPrefill:
         return sorted(rows, key=lambda row: row.seniority)
 
     def _left(self) -> list[Row]:
-        """The rows whose prompt lacks tokens by now."""
+        """Return the rows whose prompt lacks tokens by now."""
         self._pending = [row for row in self._pending if row.num_prompt_left]
         return self._pending
 
     def _next_prompt(self, waiting: RequestQueue, plan: StepPlan) -> Row | None:
-        """The row whose prompt is next in order of arrival; it may be admitted for that."""
+        """Return the row whose prompt is next in order of arrival; it may be admitted for that."""
         pending = self._left()
         for row in pending:
             if not row.is_early:
@@ -170,7 +170,7 @@ class ChunkedPrefill:
         waiting: RequestQueue,
         plan: StepPlan,
     ) -> None:
-        """Plan prompts that are shorter than that of `oldest`, the shortest first, and take them from both budgets."""
+        """Plan prompts shorter than the prompt of `oldest`, the shortest first, and take them from both budgets."""
         longest = prefill_order.longest_overtaking(oldest.num_prompt_left)
         early = [row for row in self._left() if row.is_early]
         early.sort(key=lambda row: row.num_prompt_left, reverse=True)
@@ -212,7 +212,7 @@ class ChunkedPrefill:
             yield shortest.num_inputs, shortest
 
     def _prompt_budget(self, plan: StepPlan) -> PromptBudget:
-        """The prompts that fit beside the decodes, also by the target latency."""
+        """Return the prompts that fit in addition to the decodes, also by the target latency."""
         load = plan.load
         tokens = self.budgets.max_batch_prefill_tokens - load.decodes - load.extra_positions
         if self._cost is None or not load.decodes:
@@ -220,12 +220,12 @@ class ChunkedPrefill:
         load = self._multi_token.expected_load(load)
         seconds = self._cost.seconds_for_prompts(self._max_step_seconds(load), load)
         if self.budgets.shortest_first:
-            # Overtaking prompts go on too where decodes alone take longer than the target.
+            # Overtaking prompts go on even where the decodes take longer than the target.
             seconds = max(seconds, self._cost.prompt_seconds(2 * self._least_chunk, start=0))
         return PromptBudget(tokens, seconds, self._cost)
 
     def _max_step_seconds(self, load: StepLoad) -> float:
-        """Seconds that prompts may make the step last, which has `load` without them."""
+        """Return seconds that prompts may make the step last, which has `load` without them."""
         assert self._cost is not None
         target = self.budgets.target_inter_token_latency or math.inf
         beside = self._cost.seconds_beside_prompts(load)
@@ -234,7 +234,7 @@ class ChunkedPrefill:
         return min(target, prefill_order.max_step_seconds(beside))
 
     def _must_readmit(self) -> bool:
-        """Whether preempted rows come first, once their steps in flight are answered."""
+        """Return whether preempted rows come first, once their steps in flight are answered."""
         preempted = self._preempted.values()
         return any(not (row.has_yielded or row.entry.closed) for row in preempted)
 

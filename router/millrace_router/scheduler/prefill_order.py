@@ -18,7 +18,7 @@ MAX_EARLY = 3
 """Overtaking prompts that may be computed in part at once: each holds KV blocks for all of its tokens."""
 LEAST_PROMPT_SHARE = 0.9
 """Share of a step's time that goes to its prompts when the step is as long as it may be. Short steps let new prompts
-join soon; at this length the decodes beside them and the weights slow prompts down by a tenth."""
+join soon; at this length the step's decodes and the weights slow prompts down by a tenth."""
 
 
 def longest_overtaking(num_left: int) -> int:
@@ -30,5 +30,5 @@ def longest_overtaking(num_left: int) -> int:
 
 
 def max_step_seconds(seconds_beside_prompts: float) -> float:
-    """Seconds that a step with prompts should take at most, from those that its prompts do not account for."""
+    """Return seconds that a step with prompts should take at most, from those that its prompts do not account for."""
     return seconds_beside_prompts / (1.0 - LEAST_PROMPT_SHARE)

@@ -21,7 +21,7 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of waiting requests."""
+        """Return the number of waiting requests."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[SchedulableRequest]:
@@ -38,11 +38,11 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def head(self) -> SchedulableRequest | None:
-        """The request to admit next; the same until the queue changes or tokens are charged."""
+        """Return the request to admit next; the same until the queue changes or tokens are charged."""
 
     @abstractmethod
     def shortest(self) -> SchedulableRequest | None:
-        """The request with the shortest prompt among those that may be computed out of turn."""
+        """Return the request with the shortest prompt among those that may be computed out of turn."""
 
     @abstractmethod
     def pop(self) -> SchedulableRequest:
@@ -138,7 +138,7 @@ class WaitingQueue(RequestQueue):
 
     @override
     def shortest(self) -> SchedulableRequest | None:
-        """The request with the shortest prompt among those of the highest priority."""
+        """Return the request with the shortest prompt among the ones of highest priority."""
         return self._requests[self._by_length[0][-1]] if self._by_length else None
 
     @override
@@ -168,7 +168,6 @@ class WaitingQueue(RequestQueue):
 
     @override
     def ahead(self, scheduling: SchedulingParameters, now: float) -> tuple[int, int]:
-        """Number and prompt tokens of the requests that are served before one with `scheduling` that comes `now`."""
         number = bisect_left(self._order, (self._rank(scheduling, now), math.inf))
         if number == len(self._order):
             return number, self.num_prompt_tokens

@@ -32,7 +32,7 @@ class Budgets:
     max_draft_tokens: int = 0
     """Most draft tokens of one sequence in one step."""
     max_preemptions: int = 3
-    """After so many preemptions a request is admitted only with all the blocks that it can ever need."""
+    """After this many preemptions a request is admitted only with all the blocks that it can ever need."""
 
     @property
     def num_slots(self) -> int:
@@ -86,7 +86,7 @@ class Row:
 
     @property
     def num_room(self) -> int:
-        """KV positions that it may need beyond the planned ones; that of its last token is never computed."""
+        """KV positions that it may need beyond the planned ones; its last token's is never computed."""
         return self.num_inputs + self.max_tokens - 1 - self.num_kv_tokens
 
 

@@ -16,18 +16,18 @@ _MOST_COUNTED = 64
 """Tenants that an estimate reads; it takes the others to be like them."""
 
 _Turn = tuple[int, int]
-"""Round, and the tenant's place in it."""
+"""Round, and the tenant's position in it."""
 
 
 class _Tenant:
     """The waiting requests of one tenant, and the tokens that it may take."""
 
-    __slots__ = ("deficit", "name", "place", "queue", "ring", "turn", "visits")
+    __slots__ = ("deficit", "name", "position", "queue", "ring", "turn", "visits")
 
-    def __init__(self, name: str, place: int, visits: int, queue: WaitingQueue) -> None:
+    def __init__(self, name: str, position: int, visits: int, queue: WaitingQueue) -> None:
         self.name = name
-        self.place = place
-        """Its place in every round."""
+        self.position = position
+        """Its position in every round."""
         self.visits = visits
         """The last round for which it got its quantum."""
         self.queue = queue
@@ -46,7 +46,7 @@ class TenantQueue(RequestQueue):
     new tenant is served at once, before the tenants of the current round (the new flows of RFC 8290). The rounds up to
     a tenant's next turn are computed, not iterated: the turns are kept in order.
 
-    A tenant without waiting requests has no credit. Its debt stays, because leaving for a moment would clear it
+    A tenant without waiting requests keeps no credit. Its debt stays, because leaving for a moment would clear it
     otherwise, and each round pays off a quantum; after that the tenant is forgotten. When no request waits, all debts
     are cleared and nothing is charged.
 
@@ -72,7 +72,7 @@ class TenantQueue(RequestQueue):
         self._new_queue()  # Raises for wrong seconds.
         self._tenants: dict[str, _Tenant] = {}
         self._at: dict[int, _Tenant] = {}
-        """Tenants by place."""
+        """Tenants by position."""
         self._turns: list[_Turn] = []
         """The next turn of each tenant with waiting requests, in order."""
         self._idle: list[_Turn] = []
@@ -81,7 +81,7 @@ class TenantQueue(RequestQueue):
         """New tenants that have tokens left."""
         self._now: _Turn = (0, -1)
         """The current turn."""
-        self._next_place = 0
+        self._next_position = 0
         self._length = 0
         self.num_prompt_tokens = 0
         """Prompt tokens of all waiting requests."""
@@ -140,9 +140,11 @@ class TenantQueue(RequestQueue):
 
     @override
     def shortest(self) -> SchedulableRequest | None:
-        """The shortest of the prompts that each of the next tenants would have computed out of turn."""
-        found = [request for tenant in self._next_tenants() if (request := tenant.queue.shortest())]
-        return min(found, key=lambda request: request.num_prompt_tokens, default=None)
+        """Return the shortest of the prompts that each of the next tenants would have computed out of turn."""
+        requests = [
+            request for tenant in self._next_tenants() if (request := tenant.queue.shortest())
+        ]
+        return min(requests, key=lambda request: request.num_prompt_tokens, default=None)
 
     @override
     def take(self, request: SchedulableRequest) -> None:
@@ -202,9 +204,9 @@ class TenantQueue(RequestQueue):
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
-            place, self._next_place = self._next_place, self._next_place + 1
-            tenant = _Tenant(name, place, self._now[0] - 1, self._new_queue())
-            self._tenants[name] = self._at[place] = tenant
+            position, self._next_position = self._next_position, self._next_position + 1
+            tenant = _Tenant(name, position, self._now[0] - 1, self._new_queue())
+            self._tenants[name] = self._at[position] = tenant
             self._arrange(tenant)
             self._forget()
         return tenant
@@ -214,8 +216,8 @@ class TenantQueue(RequestQueue):
 
     def _credit(self, tenant: _Tenant) -> int:
         """Give the tenant its quanta of the past rounds; return its deficit."""
-        current, place = self._now
-        visits = current - (tenant.place > place)
+        current, position = self._now
+        visits = current - (tenant.position > position)
         tenant.deficit += self._quantum * max(0, visits - tenant.visits)
         tenant.visits = max(visits, tenant.visits)
         if not len(tenant.queue):
@@ -223,12 +225,12 @@ class TenantQueue(RequestQueue):
         return tenant.deficit
 
     def _turn(self, tenant: _Tenant) -> _Turn:
-        """The turn at which the tenant has tokens: the current one, or a later one."""
+        """Return the turn at which the tenant has tokens: the current one, or a later one."""
         missing = 1 - self._credit(tenant)
         rounds = max(0, -(-missing // self._quantum))
-        if tenant.place != self._now[1] or not len(tenant.queue):
+        if tenant.position != self._now[1] or not len(tenant.queue):
             rounds = max(1, rounds)
-        return tenant.visits + rounds, tenant.place
+        return tenant.visits + rounds, tenant.position
 
     def _arrange(self, tenant: _Tenant) -> None:
         """Put the tenant where its turn belongs."""
@@ -263,11 +265,11 @@ class TenantQueue(RequestQueue):
             if self._credit(tenant) < 0:
                 self._arrange(tenant)
             else:
-                del self._idle[0], self._tenants[tenant.name], self._at[tenant.place]
+                del self._idle[0], self._tenants[tenant.name], self._at[tenant.position]
 
     def _next_tenants(self) -> list[_Tenant]:
-        """The tenants with requests; of many tenants, those whose turns are next."""
-        return [self._at[place] for _, place in self._turns[:_MOST_COUNTED]]
+        """Return the tenants with requests; of many tenants, those whose turns are next."""
+        return [self._at[position] for _, position in self._turns[:_MOST_COUNTED]]
 
     def _visit(self) -> _Tenant | None:
         """Advance to the tenant whose turn is next.
@@ -289,5 +291,5 @@ class TenantQueue(RequestQueue):
 
 
 def _cost(request: SchedulableRequest) -> int:
-    """Tokens to charge at admission: the prompt, but none for a preempted request, which has paid."""
+    """Return tokens to charge at admission: the prompt, but none for a preempted request, which has paid."""
     return 0 if request.num_preemptions else request.num_prompt_tokens

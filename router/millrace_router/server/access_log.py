@@ -79,9 +79,14 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
         response.headers[REQUEST_ID_HEADER] = request_id
 
 
-def _request_id(given: str | None) -> str:
-    if given and len(given) <= MAX_REQUEST_ID_LENGTH and given.isascii() and given.isprintable():
-        return given
+def _request_id(header: str | None) -> str:
+    if (
+        header
+        and len(header) <= MAX_REQUEST_ID_LENGTH
+        and header.isascii()
+        and header.isprintable()
+    ):
+        return header
     return uuid.uuid4().hex
 
 

@@ -18,7 +18,7 @@ MAX_NAMES = 20
 """Names in one header; the number of further ones follows them."""
 MAX_NAME_CHARS = 64
 IDENTIFIERS = re.compile(r"[A-Za-z_]\w{0,39}(\.[A-Za-z_]\w{0,39})*", re.ASCII)
-NO_IDENTIFIER = "a name that is no identifier"
+NO_IDENTIFIER = "a name that is not an identifier"
 MAX_LOGGED = 1000
 """Names that are logged, each once: clients make up names."""
 
@@ -37,7 +37,7 @@ def prepare_app(app: web.Application) -> None:
 def note_ignored(request: web.Request, names: Iterable[str]) -> None:
     """Name parts of a request that have no effect, such as `messages.foo`, in its answer, and once each in the log.
 
-    The log has identifiers alone: anything else may be a client's text.
+    The log has only identifiers: anything else may be a client's text.
     """
     noted = request.setdefault(_IGNORED, {})
     logged = request.app[_LOGGED]
@@ -78,7 +78,7 @@ def milliseconds(seconds: float) -> str:
 def answer_headers(
     services: Services, generations: Sequence[Generation | Collected], usage: Usage
 ) -> dict[str, str]:
-    """Headers of an answer in one piece; the times are those of all generations together."""
+    """Headers of an answer in one piece; the times are summed over all generations."""
     times = sum_of_times(generations)
     return {
         "x-compute-type": services.compute_type,
@@ -97,18 +97,18 @@ def answer_headers(
 
 
 def _num_characters(generations: Sequence[Generation | Collected]) -> str:
-    """Count the characters of all prompts, each with its first sample alone; prompts of token ids have none."""
+    """Count the characters of all prompts, once for each prompt; prompts of token ids count 0."""
     return str(sum(len(one.inputs) for one in generations if not one.sample))
 
 
 def _predicted(times: Timings) -> dict[str, str]:
-    """Header beside TGI's `x-queue-time`: its prediction from when the request came, if there was one."""
+    """Return the header with the queue time that was predicted when the request came; empty without a prediction."""
     predicted = times.predicted_queue
     return {} if predicted is None else {"x-predicted-queue-time": milliseconds(predicted)}
 
 
 def sum_of_times(generations: Sequence[Generation | Collected]) -> Timings:
-    """Add up the durations of several generations of one request; the first token is that of the fastest."""
+    """Add up the durations of several generations of one request; the first token is the fastest one's."""
     times = [generation.times for generation in generations]
     predicted = [one.predicted_queue for one in times if one.predicted_queue is not None]
     return Timings(

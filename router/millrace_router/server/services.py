@@ -20,8 +20,7 @@ from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.reasoning.reasoning_format import ReasoningFormat
 from millrace_router.recovery.quarantine import Quarantine
-from millrace_router.request.dialect import Dialect
-from millrace_router.request.limits import Limits
+from millrace_router.request.limits import Dialect, Limits
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.scheduling import scheduling_from
 from millrace_router.server.traces import RequestTraces
@@ -62,7 +61,7 @@ class Services:
     compute_type: str
     """Value of the `x-compute-type` header."""
     pooling: PoolingModel = GENERATES
-    """What the model yields beside text."""
+    """What the model yields in addition to text."""
     adapters: Resolver | None = None
     """None if the shards take no adapters."""
     loading: AdapterLoading | None = None
@@ -89,7 +88,7 @@ SERVICES: web.AppKey[Services] = web.AppKey("services", Services)
 
 
 def count_refusal(metrics: Metrics, error: RouterError) -> None:
-    """Count a request that failed before a generation was asked for, once."""
+    """Count once a request that failed before it started a generation."""
     if error.is_counted:
         return
     error.is_counted = True

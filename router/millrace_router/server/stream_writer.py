@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from millrace_router.engine.generation import Generation
-from millrace_router.request.events import TokenEvent
-from millrace_router.request.token_stream import TokenSink
+from millrace_router.request.token_stream import TokenEvent, TokenSink
 
 MAX_UNREAD_BYTES = 2**16
 """Bytes in a connection's buffer above which frames are buffered here; asyncio's own limit."""
@@ -72,7 +71,7 @@ class StreamWriter:
                 self._changed.set()
 
     def _add(self, frame: bytes) -> None:
-        """Buffer a frame; the size of one frame alone does not make a client slow, so the next one is judged."""
+        """Buffer a frame; one large frame does not make a client slow, so the next one decides."""
         if self._num_bytes > MAX_BUFFERED_BYTES:
             self._frames.clear()
             self._fall_behind()

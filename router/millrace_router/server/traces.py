@@ -59,7 +59,7 @@ def request_span(
 ) -> Span:
     """Make the span of a request that has ended, with its `line` of the access log, and those below it.
 
-    `model` is the name of the model to clients, `period` that of the request.
+    `model` is the name of the model to clients; `period` is when the request ran.
     """
     resource = request.match_info.route.resource
     route = None if resource is None else resource.canonical
@@ -91,7 +91,7 @@ def request_span(
 
 
 def part(name: str, start: int, end: int, **attributes: str | int) -> Span:
-    """Make a span below that of a request."""
+    """Make a child of a request's span."""
     return {"name": name, "start": start, "end": max(start, end), "attributes": attributes}
 
 

@@ -73,7 +73,7 @@ class ShardClient:
         await self._steps.write(message)
 
     async def read(self) -> pb.StepResponse:
-        """The oldest unread answer.
+        """Return the oldest unread answer.
 
         Raises:
             StepFailed: the step failed.
@@ -102,7 +102,7 @@ class ShardClient:
 
 
 def from_grpc(error: BaseException) -> ShardError:
-    """The error of a failed call; clients may see its message."""
+    """Return the error of a failed call; clients may see its message."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return ShardLost("the stream to the shard has ended")
     code, message = error.code(), error.details() or error.code().name

@@ -65,7 +65,7 @@ class ShardInfo:
         )
 
     def difference(self, other: ShardInfo) -> str:
-        """The fields that differ from `other`, in words; empty if none do."""
+        """Return the fields that differ from `other`, in words; empty if none do."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return ", ".join(f"{name} is {a} instead of {b}" for name, a, b in pairs if a != b)
 
@@ -117,7 +117,7 @@ def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
 
 
 def capacity_from_pb(messages: Sequence[pb.WarmupResponse]) -> Capacity:
-    """The smallest capacity any rank reports."""
+    """Return the smallest capacity any rank reports."""
     return Capacity(
         num_blocks=min(message.num_blocks for message in messages),
         max_batch_total_tokens=min(message.max_batch_total_tokens for message in messages),
@@ -129,7 +129,7 @@ def capacity_from_pb(messages: Sequence[pb.WarmupResponse]) -> Capacity:
 
 
 def open_to_pb(epoch: int) -> pb.StepRequest:
-    """The message that begins an epoch."""
+    """Return the message that begins an epoch."""
     return pb.StepRequest(epoch=epoch, number=0, open=pb.Open())
 
 

@@ -22,7 +22,7 @@ from millrace_router.adapters.resolver import ClientRules, Resolver
 from millrace_router.config import AdapterSpec, RouterConfig
 from millrace_router.errors import RouterError, ValidationError
 from millrace_router.request.adapter import AdapterReference, AdapterSource
-from millrace_router.start.shards import Deployment, StartupError
+from millrace_router.start.shards import RouterDeployment, StartupError
 from millrace_router.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -41,7 +41,7 @@ class OpenAdapters:
         await self.fetcher.close()
 
 
-async def open_adapters(deployment: Deployment, metrics: Metrics) -> OpenAdapters | None:
+async def open_adapters(deployment: RouterDeployment, metrics: Metrics) -> OpenAdapters | None:
     """Open what the flags name; None if the shards take no adapters.
 
     Raises:

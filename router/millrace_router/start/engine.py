@@ -35,7 +35,7 @@ from millrace_router.scheduler.factory import (
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.start.shards import Deployment
+from millrace_router.start.shards import RouterDeployment
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ class Engine:
 
 
 def new_engine(
-    deployment: Deployment,
+    deployment: RouterDeployment,
     channel: StepChannel,
     tokenizer: Tokenizer,
     metrics: Metrics,
@@ -62,7 +62,7 @@ def new_engine(
     launcher: LauncherChannel,
     events: EventRecorder | None = None,
 ) -> Engine:
-    """An engine over `channel` that learns with `cost`, and records its KV-cache events if asked to."""
+    """Make an engine over `channel` that learns with `cost`, and records its KV-cache events if they are enabled."""
     config, info, capacity = deployment.config, deployment.info, deployment.capacity
     late = late_planning_from(config, cost)
     status, quarantine = ShardStatus(config.recovery_grace), Quarantine()
@@ -88,17 +88,13 @@ def new_engine(
         adapters=adapters,
         max_queue_size=config.max_queue_size,
     )
+    oldest, step_seconds = in_flight.oldest, config.step_timeout
+    epochs = EpochManager(
+        channel, launcher, status, cost, metrics, oldest=oldest, step_seconds=step_seconds
+    )
     batcher = Batcher(
         in_flight,
-        EpochManager(
-            channel,
-            launcher,
-            status,
-            cost,
-            metrics,
-            oldest=in_flight.oldest,
-            step_seconds=config.step_timeout,
-        ),
+        epochs,
         recovery,
         waiting=waiting,
         predictor=predictor,
@@ -132,7 +128,7 @@ def entries_of(
     block_size: int,
     keeps_content: bool = False,
 ) -> Callable[[ValidRequest], Entry]:
-    """A function that makes entries with the ids 0, 1, 2, …"""
+    """Return a function that makes entries with the ids 0, 1, 2, …"""
     ids = count()
     return lambda request: Entry(
         next(ids),
@@ -145,9 +141,9 @@ def entries_of(
 
 
 def _adapters(
-    deployment: Deployment, channel: StepChannel, waiting: RequestQueue, metrics: Metrics
+    deployment: RouterDeployment, channel: StepChannel, waiting: RequestQueue, metrics: Metrics
 ) -> AdapterLoading | None:
-    """The adapters of shards that take them."""
+    """Make the management of adapters for shards that take them."""
     config, modules = deployment.config, deployment.info.adapter_modules
     if not modules:
         return None
@@ -166,7 +162,7 @@ def _adapters(
 
 
 def _planners(
-    deployment: Deployment, cost: CostModel, events: EventRecorder | None
+    deployment: RouterDeployment, cost: CostModel, events: EventRecorder | None
 ) -> PlannerFactory:
     budgets, max_draft_tokens = deployment.budgets(), deployment.info.max_draft_tokens
     drafts = None

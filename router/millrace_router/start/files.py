@@ -1,4 +1,4 @@
-"""The files of a start, and what the model's own say about answers: sampling defaults, and the form of tool calls."""
+"""Reads the model's files at the start: sampling defaults, the chat template, and the form of tool calls."""
 
 from __future__ import annotations
 
@@ -70,23 +70,23 @@ def sampling_defaults(config: RouterConfig, model: ModelFiles) -> SamplingDefaul
     except ValueError as error:
         raise ModelFilesError(f"{error}; --generation-config off ignores it") from None
     if given := defaults.given():
-        log.info("Sampling defaults are those of the model's generation_config.json", **given)
+        log.info("Sampling defaults are from the model's generation_config.json", **given)
     return defaults
 
 
 def tool_format(config: RouterConfig, template: ChatTemplate, tokenizer: Tokenizer) -> CallFormat:
-    """Return how the model writes calls, by the flag or its template; warns if nobody knows."""
-    asked = config.tool_call_parser
-    if asked == "auto" and template.lists_tools and detected(template.tool_source) is None:
+    """Return how the model writes calls, by the flag or its template; warns if neither shows it."""
+    parser = config.tool_call_parser
+    if parser == "auto" and template.lists_tools and detected(template.tool_source) is None:
         log.warning(
-            "The chat template has tools, but no known form of calls: answers are searched for JSON."
+            "The chat template has tools, but its form of calls is not known: answers are searched for JSON."
             " --tool-call-parser names the form",
         )
-    return format_of(template.tool_source, asked, special_ids=tokenizer.special_ids)
+    return format_of(template.tool_source, parser, special_ids=tokenizer.special_ids)
 
 
 def with_model_folder(config: RouterConfig) -> RouterConfig:
-    """Look up a --tokenizer-name that is no folder in the hub's cache. Raises ModelFilesError."""
+    """Look up in the hub's cache a --tokenizer-name that is not a folder. Raises ModelFilesError."""
     name = config.tokenizer_name
     if name is None or Path(name) != config.model_folder or config.model_folder.is_dir():
         return config

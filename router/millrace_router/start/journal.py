@@ -1,4 +1,4 @@
-"""Opens the journal of the flags."""
+"""Opens the journal that the flags name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def journal_folder(config: RouterConfig) -> JournalFolder | None:
 def record_steps(
     folder: JournalFolder | None, services: Services, channel: StepChannel
 ) -> Journal | None:
-    """Let the journal of this run of the router observe the steps, if there is a folder for it."""
+    """Record the steps of this run in a new journal, if there is a folder for it."""
     if folder is None:
         return None
     config = services.config

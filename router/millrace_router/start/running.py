@@ -14,7 +14,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.engine.calibration import calibrate
 from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
-from millrace_router.journal.errors import JournalError
+from millrace_router.journal.frames import JournalError
 from millrace_router.journal.journal import Journal
 from millrace_router.pooling.model import GENERATES, PoolingModel
 from millrace_router.prediction.cost import CostModel
@@ -29,7 +29,7 @@ from millrace_router.start.engine import Engine, new_engine
 from millrace_router.start.files import open_files, tool_format, with_model_folder
 from millrace_router.start.journal import record_steps
 from millrace_router.start.shards import (
-    Deployment,
+    RouterDeployment,
     StartupError,
     batch_size,
     check_arguments,
@@ -57,7 +57,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """The parts that are stopped at the end: the batcher first, then the handlers, then the channels to the shards."""
+    """The running parts, in the order in which they stop: the batcher, the handlers, the channels to the shards."""
 
     services: Services
     batcher_task: asyncio.Task[None]
@@ -92,7 +92,7 @@ class Running:
 
 
 async def start(config: RouterConfig, keys: ApiKeys | None = None) -> Running:
-    """Start everything except the HTTP port, with `keys` or those of the flags; raises StartupError."""
+    """Start everything except the HTTP port, with `keys` or else the keys of the flags; raises StartupError."""
     _check(config)
     try:
         keys = keys or ApiKeys.of(config)
@@ -143,7 +143,7 @@ async def start(config: RouterConfig, keys: ApiKeys | None = None) -> Running:
 
 
 async def _measured_engine(
-    deployment: Deployment,
+    deployment: RouterDeployment,
     channel: StepChannel,
     tokenizer: Tokenizer,
     metrics: Metrics,
@@ -166,7 +166,7 @@ def _check(config: RouterConfig) -> None:
 
 
 def _group(config: RouterConfig) -> ShardGroup:
-    """The shards that the flags name. Raises TlsError."""
+    """Connect to the shards that the flags name. Raises TlsError."""
     tls = tls_from(config)
     for address in config.shard_addresses:
         if is_exposed(address, tls):
@@ -175,14 +175,14 @@ def _group(config: RouterConfig) -> ShardGroup:
 
 
 async def measure_steps(
-    deployment: Deployment,
+    deployment: RouterDeployment,
     channel: StepChannel,
     tokenizer: Tokenizer,
     *,
     cost: CostModel,
     launcher: LauncherChannel,
 ) -> None:
-    """Measure the costs of steps with an engine of its own, which leaves metrics, cache and queue as they are."""
+    """Measure the costs of steps with a separate engine, which leaves metrics, cache and queue as they are."""
     # An outage must not delay the port: clients should see the state of the server.
     quiet = {
         "fairness": "none",
@@ -200,8 +200,8 @@ async def measure_steps(
     )
 
 
-def metrics_of(deployment: Deployment) -> Metrics:
-    """New metrics, with histograms up to the limits of a request, which show what is known before the first one."""
+def metrics_of(deployment: RouterDeployment) -> Metrics:
+    """Make the metrics, with histograms up to the limits of a request, and set what is known before the first one."""
     capacity = deployment.capacity
     metrics = Metrics(
         max_input_tokens=capacity.max_input_tokens, max_total_tokens=capacity.max_total_tokens
@@ -216,7 +216,7 @@ def metrics_of(deployment: Deployment) -> Metrics:
 
 
 def services_of(  # noqa: PLR0913
-    deployment: Deployment,
+    deployment: RouterDeployment,
     engine: Engine,
     group: ShardGroup,
     metrics: Metrics,
@@ -229,7 +229,7 @@ def services_of(  # noqa: PLR0913
     request_file: RequestFile | None = None,
     adapters: Resolver | None = None,
 ) -> Services:
-    """The services of the HTTP routes."""
+    """Assemble the services of the HTTP routes."""
     config, health = deployment.config, Health(engine.status, engine.batcher)
     grammars = GrammarAdmission(group, engine.status, metrics)
     validator = Validator(tokenizer, deployment.limits(pooling.tasks), metrics, grammars, defaults)

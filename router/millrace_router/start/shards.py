@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from millrace_router.config import RouterConfig
-from millrace_router.request.dialect import dialect_of
-from millrace_router.request.limits import Limits
+from millrace_router.request.limits import Limits, dialect_of
 from millrace_router.request.request import Task
 from millrace_router.scheduler.factory import DEFAULT_PREFILL_TOKENS, budgets_from, spare_slots
 from millrace_router.scheduler.step_plan import Budgets
@@ -18,10 +17,10 @@ from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.wire import Capacity, ShardInfo
 
 TGI_COMPUTE_TYPE = "gpu+optimized"
-"""What TGI's router says on every device, unless its launcher found a GPU."""
+"""The device that TGI's router reports, unless its launcher found a GPU."""
 RETRY_SECONDS = 0.5
 INFO_SECONDS = 10.0
-"""Wait for the shards to listen, before the log says why they do not answer."""
+"""Seconds for the shards to listen, before the log reports why they do not answer."""
 log = structlog.get_logger(__name__)
 
 
@@ -30,7 +29,7 @@ class StartupError(Exception):
 
 
 def check_arguments(config: RouterConfig) -> None:
-    """Check the flags alone; raises StartupError."""
+    """Check the flags, without the model's files; raises StartupError."""
     if config.validation_workers < 1:
         raise _argument_error("`validation_workers` must be > 0")
     if config.max_batch_size is not None and config.max_batch_size < 1:
@@ -75,7 +74,7 @@ def _argument_error(message: str) -> StartupError:
 
 
 def prefill_tokens(config: RouterConfig, info: ShardInfo, capacity: Capacity | None = None) -> int:
-    """Prompt tokens of one step: the flag, or as many of the default as fit; `capacity` is unknown before warm-up."""
+    """Return the most prompt tokens of a step: the flag, or as much of the default as fits a known `capacity`."""
     if config.max_batch_prefill_tokens is not None:
         return config.max_batch_prefill_tokens
     room = capacity.max_batch_total_tokens if capacity else config.max_batch_total_tokens
@@ -87,17 +86,17 @@ def prefill_tokens(config: RouterConfig, info: ShardInfo, capacity: Capacity | N
 
 
 def batch_size(config: RouterConfig) -> int:
-    """The largest number of running sequences: the flag, or the number of concurrent requests."""
+    """Return the most running sequences: the flag, or the number of concurrent requests."""
     return config.max_batch_size or config.max_concurrent_requests
 
 
 def num_slots(config: RouterConfig) -> int:
-    """The slots of the shards, spare ones included."""
+    """Return the number of the shards' slots, spare ones included."""
     return batch_size(config) + spare_slots(batch_size(config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
+class RouterDeployment:
     """The flags, and the warmed-up shards that serve them."""
 
     config: RouterConfig
@@ -107,8 +106,8 @@ class Deployment:
     @property
     def compute_type(self) -> str:
         """Value of the `x-compute-type` header: COMPUTE_TYPE, else the number of shards and their device."""
-        if (given := self.config.compute_type) is not None:
-            return given
+        if (dtype := self.config.compute_type) is not None:
+            return dtype
         if self.config.strict_tgi:
             return TGI_COMPUTE_TYPE
         return f"{self.info.world_size}-{self.info.device_type}"
@@ -145,7 +144,7 @@ class Deployment:
         )
 
 
-async def warm_up(config: RouterConfig, group: ShardGroup) -> Deployment:
+async def warm_up(config: RouterConfig, group: ShardGroup) -> RouterDeployment:
     """Wait for the shards and warm them up; starts again if shards are lost meanwhile.
 
     Raises:
@@ -162,7 +161,7 @@ async def warm_up(config: RouterConfig, group: ShardGroup) -> Deployment:
             await group.reset()
 
 
-async def _warm_up(config: RouterConfig, group: ShardGroup) -> Deployment:
+async def _warm_up(config: RouterConfig, group: ShardGroup) -> RouterDeployment:
     try:
         info = await _info(group)
     except (ShardLost, ShardHung):
@@ -186,7 +185,7 @@ async def _warm_up(config: RouterConfig, group: ShardGroup) -> Deployment:
         raise StartupError(f"Unable to warmup the Python model shards: {error}") from error
     log.debug("Setting max batch total tokens to %d", capacity.max_batch_total_tokens)
     check_capacity(config, capacity)
-    return Deployment(config=config, info=info, capacity=capacity)
+    return RouterDeployment(config=config, info=info, capacity=capacity)
 
 
 async def _info(group: ShardGroup) -> ShardInfo:

@@ -1,4 +1,4 @@
-"""Starts the export of traces and the publication of KV-cache events, if the flags ask for them."""
+"""Starts the export of traces and the publication of KV-cache events, if the flags enable them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PACKAGES = {
     "grpc": "opentelemetry-exporter-otlp-proto-grpc",
     "http/protobuf": "opentelemetry-exporter-otlp-proto-http",
 }
-"""What brings it; the extra `otel` has all of them."""
+"""The package of each exporter; the extra `otel` has all of them."""
 _TCP = re.compile(r"tcp://(?P<host>\*|\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
 def check_traces(config: RouterConfig) -> None:
-    """Check that traces could be exported if they are asked for; raises StartupError."""
+    """Check that traces can be exported if they are enabled; raises StartupError."""
     target = config.trace_target
     if target is None:
         return
@@ -96,7 +96,7 @@ class KvEvents:
 
 
 def check_kv_events(config: RouterConfig) -> None:
-    """Check that events could be published if they are asked for; raises StartupError."""
+    """Check that events can be published if they are enabled; raises StartupError."""
     if config.kv_events is None:
         if config.kv_events_replay is not None:
             raise StartupError("--kv-events-replay needs --kv-events")
@@ -107,7 +107,7 @@ def check_kv_events(config: RouterConfig) -> None:
         )
     if config.prefix_caching == "off":
         raise StartupError(
-            "--kv-events tells of the prefix cache, which --prefix-caching off disables"
+            "--kv-events publishes the prefix cache, which --prefix-caching off disables"
         )
     for flag, address in (
         ("--kv-events", config.kv_events),
@@ -118,7 +118,7 @@ def check_kv_events(config: RouterConfig) -> None:
 
 
 def open_kv_events(config: RouterConfig, *, block_size: int) -> KvEvents | None:
-    """Bind the sockets and record in the running event loop; None if no events are asked for. Raises StartupError."""
+    """Bind the sockets and record in the running event loop; None if events are off. Raises StartupError."""
     if config.kv_events is None:
         return None
     # The extra may be absent.
@@ -155,6 +155,6 @@ def _check_address(flag: str, address: str, *, is_open: bool) -> None:
         is_local = False
     if not is_local and not is_open:
         raise StartupError(
-            f"{flag} {address} is no loopback address, and events contain prompts: add --kv-events-any-host to"
+            f"{flag} {address} is not a loopback address, and events contain prompts: add --kv-events-any-host to"
             " publish them there"
         )

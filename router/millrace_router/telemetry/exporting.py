@@ -139,7 +139,7 @@ class LoggingExporter(SpanExporter):
 
 def exporter_to(endpoint: str, protocol: str) -> SpanExporter:
     """Make the exporter for `protocol`, grpc or http/protobuf; it reads further settings from OTEL_ variables."""
-    # Each protocol's exporter brings a client library of its own.
+    # Each protocol's exporter brings its own client library.
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
             OTLPSpanExporter as GrpcExporter,

@@ -54,7 +54,7 @@ class LoraRequestsInfo(Collector):
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.max_lora = 0
-        """The most adapters in the shards at a time; without any, the metric has no sample."""
+        """The most adapters in the shards at a time; the metric has no samples if there are none."""
         self._clock = clock
         self._running: frozenset[str] = frozenset()
         self._waiting: frozenset[str] = frozenset()

@@ -12,7 +12,7 @@ from millrace_router.telemetry.metrics import Metrics
 
 WINDOW_SECONDS = 60.0
 SHORTEST_SECONDS = 1.0
-"""Rates over less say little."""
+"""Rates over less mean little."""
 MAX_READINGS = 64
 """Readings are at least a second apart, so these cover more than the window."""
 
@@ -65,7 +65,7 @@ class Window:
 
 
 class Recent:
-    """Readings of the last minute; it costs nothing while nobody asks."""
+    """Readings of the last minute; it costs nothing while it is not read."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics

@@ -116,7 +116,7 @@ class _Compiled:
     ) -> str:
         """Render, with a mark at the end of the last message if `is_marked`; raises TemplateError.
 
-        Some templates accept only one of None and "" as the content of a message with calls alone, so both are tried.
+        Some templates accept only one of None and "" as the content of a message with only calls, so both are tried.
         """
         stand_ins = [None, ""] if self.shape.tests_for_none else ["", None]
         if not any(map(lacks_content, messages)):
@@ -200,12 +200,12 @@ class ChatTemplate:
         further variables of the template; the template's own take precedence.
 
         Raises:
-            TemplateError: there is no template, it is not valid, or it fails for these messages.
+            TemplateError: the template is missing, is not valid, or it fails for these messages.
 
         """
         chosen = self._with_tools if tools else self._plain
         if continue_final_message and add_generation_prompt:
-            raise TemplateError("a message that is continued is followed by no generation prompt")
+            raise TemplateError("a continued message must not be followed by a generation prompt")
         is_implied = add_generation_prompt is None and continue_final_message is None
         continues = _is_open(messages) if is_implied else bool(continue_final_message)
         context = {
@@ -247,7 +247,7 @@ class ChatTemplate:
 
 
 def _is_small(values: object) -> bool:
-    """Whether rendering is so quick that it needs no thread."""
+    """Return whether rendering is so quick that it needs no thread."""
     try:
         return len(orjson.dumps(values)) < _LARGE_PROMPT_CHARS
     except orjson.JSONEncodeError:
@@ -256,7 +256,7 @@ def _is_small(values: object) -> bool:
 
 
 def _is_open(messages: Sequence[Message]) -> bool:
-    """Whether the last message is continued by TGI's rule."""
+    """Return whether the last message is continued by TGI's rule."""
     if not messages or messages[-1].get("role") != "assistant":
         return False
     return messages[-1].get("content") is not None and not messages[-1].get("tool_calls")
@@ -265,7 +265,7 @@ def _is_open(messages: Sequence[Message]) -> bool:
 def _marked(messages: list[Message]) -> list[Message]:
     """Messages with a mark at the end of the last one, and a blank that shows whether the template trims it."""
     if not messages or messages[-1]["content"] is None or "tool_calls" in messages[-1]:
-        raise TemplateError("the last message has no text that could be continued")
+        raise TemplateError("the last message does not end with text that could be continued")
     content = messages[-1]["content"]
     if isinstance(content, str):
         content += f"{_END_MARK} "
@@ -282,7 +282,7 @@ def _up_to_mark(prompt: str) -> str:
 
 
 def _up_to_mark_exactly(prompt: str) -> str:
-    """The prompt up to the mark with the blanks that the template keeps, as in transformers."""
+    """Return the prompt up to the mark with the blanks that the template keeps, as in transformers."""
     before, mark, after = prompt.rpartition(_END_MARK)
     if not mark:
         raise TemplateError("the chat template leaves out the message that is to be continued")

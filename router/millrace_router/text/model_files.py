@@ -43,8 +43,8 @@ class ModelFiles:
         tokenizer_config = _read_json(tokenizer_config_path or folder / "tokenizer_config.json")
         templates: dict[str, str] = {}
         is_chosen = tokenizer_config_path is not None
-        for place in _places(folder, tokenizer_config, is_chosen=is_chosen):
-            templates = place | templates
+        for fallback in _sources(folder, tokenizer_config, is_chosen=is_chosen):
+            templates = fallback | templates
         return cls(
             config=_read_json(folder / "config.json"),
             tokenizer_config=tokenizer_config,
@@ -66,7 +66,7 @@ class ModelFiles:
         return {name: text for name, text in texts.items() if text is not None}
 
 
-def _places(
+def _sources(
     folder: Path, tokenizer_config: JsonObject, *, is_chosen: bool
 ) -> Iterator[dict[str, str]]:
     """Yield templates by name in order of preference: TGI's order, with template files before tokenizer_config.json."""
@@ -134,7 +134,7 @@ DEFAULT_REVISION = "main"
 
 
 def find_snapshot(name: str, *, revision: str | None, cache: Path) -> Path:
-    """The folder with one commit's files of the model `name`; its own name is the commit.
+    """Return the folder with one commit's files of the model `name`; its own name is the commit.
 
     `revision` is a branch, tag or commit. Raises ModelFilesError with the remedy in its text.
     """

@@ -30,7 +30,7 @@ class TemplateShape:
     tests_for_string: bool = False
     """Whether it tests content for being a string, so that both forms are valid."""
     tests_for_none: bool = False
-    """Whether it tests content for None, in a message with calls alone."""
+    """Whether it tests content for None, in a message with only calls."""
     names_developer: bool = False
     """Whether it has the role `developer`."""
     has_short_ids: bool = False
@@ -75,7 +75,7 @@ class TemplateShape:
 
 
 def _adds_arguments(tree: nodes.Template) -> bool:
-    """Whether arguments are an operand of text, and nothing tells that they may be an object."""
+    """Return whether arguments are an operand of text, and the template never treats them as an object."""
     operands: list[nodes.Node] = []
     for binary in tree.find_all(nodes.Add):
         operands += [binary.left, binary.right]
@@ -122,7 +122,7 @@ class _Content:
                 self._names.add(parameter.name)
 
     def has(self, node: nodes.Node) -> bool:
-        """Whether `node` is the content or a part of it."""
+        """Return whether `node` is the content or a part of it."""
         match node:
             case nodes.Name():
                 return node.name in self._names
@@ -152,7 +152,7 @@ def messages_for(
 ) -> list[Message]:
     """Return messages in the form of `shape`; keys that OpenAI does not define are kept.
 
-    Content is text, a list of `{"type": "text", "text": …}`, or None beside `tool_calls`, where `no_content` replaces
+    Content is text, a list of `{"type": "text", "text": …}`, or None next to `tool_calls`, where `no_content` replaces
     it. Arguments of calls are JSON text or the parsed object.
     """
     if shape.has_counted_ids:
@@ -164,7 +164,7 @@ def messages_for(
 
 
 def _with_counted_ids(messages: Sequence[Message]) -> list[Message]:
-    """Replace the ids of calls by `functions.name:0` and so on, and those of their results."""
+    """Replace the ids of calls and of their results by `functions.name:0` and so on."""
     ids: dict[str, str] = {}
     num_calls, made = 0, []
     for message in messages:
@@ -205,7 +205,7 @@ def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def lacks_content(message: Message) -> bool:
-    """Whether a message has calls alone."""
+    """Return whether a message has only calls."""
     return bool(message.get("tool_calls")) and not message.get("content")
 
 
@@ -230,32 +230,34 @@ def _message_for(
 ) -> Message:
     role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
     if calls and not shape.names_tool_calls:
-        said = text_of(content)
-        content, calls = f"{said}\n{_as_text(calls)}" if said else _as_text(calls), None
-    made = {key: value for key, value in message.items() if key != "tool_calls"}
+        text = text_of(content)
+        content, calls = f"{text}\n{_as_text(calls)}" if text else _as_text(calls), None
+    converted = {key: value for key, value in message.items() if key != "tool_calls"}
     if role == "developer" and not shape.names_developer:
-        made["role"] = "system"
-    made["content"] = no_content if calls and not content else _content_for(shape, content)
+        converted["role"] = "system"
+    converted["content"] = no_content if calls and not content else _content_for(shape, content)
     if calls:
-        made["tool_calls"] = [_call_for(shape, call, index) for index, call in enumerate(calls)]
+        converted["tool_calls"] = [
+            _call_for(shape, call, index) for index, call in enumerate(calls)
+        ]
     call_id = message.get("tool_call_id")
     if call_id is not None:
-        made["tool_call_id"] = _short(call_id) if shape.has_short_ids else call_id
+        converted["tool_call_id"] = _short(call_id) if shape.has_short_ids else call_id
         if role == "tool" and call_id in names:
-            made.setdefault("name", names[call_id])
+            converted.setdefault("name", names[call_id])
     if message.get(THOUGHT) is not None:
-        _give_thought(shape, made, message[THOUGHT])
-    return made
+        _give_thought(shape, converted, message[THOUGHT])
+    return converted
 
 
-def _give_thought(shape: TemplateShape, made: Message, thought: str) -> None:
+def _give_thought(shape: TemplateShape, message: Message, thought: str) -> None:
     """Put a thought where templates look for it: gpt-oss's has it as `thinking`, Mistral's as a part of the content."""
-    made.setdefault("thinking", thought)
-    made.setdefault("reasoning", thought)
+    message.setdefault("thinking", thought)
+    message.setdefault("reasoning", thought)
     if shape.has_thought_parts:
-        content = made["content"]
+        content = message["content"]
         parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-        made["content"] = [{"type": "thinking", "thinking": thought}, *parts]
+        message["content"] = [{"type": "thinking", "thinking": thought}, *parts]
 
 
 def _content_for(shape: TemplateShape, content: object) -> object:
@@ -268,35 +270,37 @@ def _content_for(shape: TemplateShape, content: object) -> object:
 
 def _call_for(shape: TemplateShape, call: dict[str, Any], index: int) -> dict[str, Any]:
     function = call["function"]
-    made = {"type": call.get("type", "function")}
+    converted = {"type": call.get("type", "function")}
     call_id = call.get("id")
     if shape.has_short_ids:
-        made["id"] = _short(call_id or str(index))
+        converted["id"] = _short(call_id or str(index))
     elif call_id is not None:
-        made["id"] = call_id
-    given = function.get("arguments")
-    arguments = _text_of_arguments(given) if shape.adds_arguments else _arguments_of(given)
-    made["function"] = {"name": function["name"], "arguments": arguments}
-    return made
+        converted["id"] = call_id
+    raw = function.get("arguments")
+    arguments = _text_of_arguments(raw) if shape.adds_arguments else _arguments_of(raw)
+    converted["function"] = {"name": function["name"], "arguments": arguments}
+    return converted
 
 
-def _arguments_of(given: object) -> object:
+def _arguments_of(arguments: object) -> object:
     """Return the arguments as an object, or unchanged if they are none."""
-    if given is None or given == "":
+    if arguments is None or arguments == "":
         return {}
-    if not isinstance(given, str):
-        return given
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        value = orjson.loads(given)
+        value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
-        return given
-    return value if isinstance(value, dict) else given
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
-def _text_of_arguments(given: object) -> str:
+def _text_of_arguments(arguments: object) -> str:
     """Return the arguments as the client's JSON text."""
     return (
-        given if given and isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+        arguments
+        if arguments and isinstance(arguments, str)
+        else json.dumps(arguments or {}, ensure_ascii=False)
     )
 
 
@@ -307,8 +311,8 @@ def _as_text(calls: Sequence[dict[str, Any]]) -> str:
 
 def _call_as_tgi(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    given = function.get("arguments")
-    arguments = given if isinstance(given, str) else orjson.dumps(given).decode()
+    raw = function.get("arguments")
+    arguments = raw if isinstance(raw, str) else orjson.dumps(raw).decode()
     return {
         "id": call.get("id"),
         "type": call.get("type", "function"),

@@ -35,11 +35,11 @@ class TokenTexts:
         """Yield the tokens whose text contains `part`, which is not empty."""
         if SEPARATOR in part:
             return
-        place = self._whole.find(part)
-        while place >= 0:
-            token = bisect_right(self._starts, place) - 1
+        position = self._whole.find(part)
+        while position >= 0:
+            token = bisect_right(self._starts, position) - 1
             yield token
-            place = self._whole.find(part, self._starts[token + 1])
+            position = self._whole.find(part, self._starts[token + 1])
 
 
 NFC_SHRINKS = 4
@@ -48,7 +48,7 @@ KEEPS_TEXT = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation"})
 
 
 def longest_token(rust: RustTokenizer) -> int | None:
-    """The largest number of UTF-8 bytes of text in one token; None if it is not bounded.
+    """Return the largest number of UTF-8 bytes of text in one token; None if it is not bounded.
 
     It is bounded for byte-pair models with a token for every byte and without a step that removes text. An unknown
     word, or blanks that a tokenizer skips, can have any length.
@@ -76,7 +76,7 @@ def _has_every_byte(rust: RustTokenizer, vocab: dict[str, int]) -> bool:
 
 
 def _shrinking(steps: list[dict[str, Any]]) -> int | None:
-    """The largest ratio of bytes before and after these steps; None if it is not bounded."""
+    """Return the largest ratio of bytes before and after these steps; None if it is not bounded."""
     factor = 1
     for step in steps:
         if step["type"] == "NFC":
@@ -96,7 +96,7 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 
 
 def _parts(component: Any, key: str) -> list[dict[str, Any]]:  # noqa: ANN401
-    """The steps of a component in order, from its pickled form, which is its part of tokenizer.json."""
+    """Return the steps of a component in order, from its pickled form, which is its part of tokenizer.json."""
     if component is None:
         return []
     return _flat(json.loads(component.__getstate__()), key)
@@ -230,20 +230,20 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._workers, call)
 
     def decode(self, ids: tuple[int, ...] | list[int], *, skip_special_tokens: bool) -> str:
-        """The text of `ids`; ids outside the vocabulary add nothing."""
+        """Return the text of `ids`; ids outside the vocabulary add nothing."""
         text: str = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def id_of(self, text: str) -> int | None:
-        """The id of the token that is written as `text`, if there is one."""
+        """Return the id of the token that is written as `text`, if there is one."""
         return self._rust.token_to_id(text)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is a control token, such as end of sequence."""
+        """Return whether the token is a control token, such as end of sequence."""
         return token_id in self._special_ids
 
     def token_text(self, token_id: int) -> str:
-        """The text of a token in the middle of a text, with its leading space."""
+        """Return the text of a token in the middle of a text, with its leading space."""
         text = self._texts.get(token_id)
         if text is None:
             alone = self.decode([token_id], skip_special_tokens=False)
@@ -253,15 +253,15 @@ class Tokenizer:
 
     def ids_with(self, parts: tuple[str, ...], vocab_size: int) -> tuple[int, ...]:
         """Return the tokens below `vocab_size` whose text has one of `parts`; the first call takes seconds."""
-        found = self._ids_with.get(parts)
-        if found is None:
+        matching = self._ids_with.get(parts)
+        if matching is None:
             texts = self._all_texts()
             ids = {id_ for part in parts for id_ in texts.having(part)}
-            found = tuple(sorted(id_ for id_ in ids if id_ < vocab_size))
+            matching = tuple(sorted(id_ for id_ in ids if id_ < vocab_size))
             if len(self._ids_with) >= MAX_PARTS:
                 self._ids_with.clear()
-            self._ids_with[parts] = found
-        return found
+            self._ids_with[parts] = matching
+        return matching
 
     def _all_texts(self) -> TokenTexts:
         if self._token_texts is None:
@@ -279,7 +279,7 @@ class Tokenizer:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token_id))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of a token, b"" outside the vocabulary; see `has_token_bytes`."""
+        """Return the UTF-8 bytes of a token, b"" outside the vocabulary; see `has_token_bytes`."""
         piece_bytes = self._bytes.get(token_id)
         if piece_bytes is None:
             assert self._byte_decoder is not None
@@ -289,7 +289,7 @@ class Tokenizer:
         return piece_bytes
 
     def whole_text(self, token_id: int) -> str | None:
-        """The text of `token_bytes`; None if it has incomplete characters."""
+        """Return the text of `token_bytes`; None if it has incomplete characters."""
         try:
             return self._whole_texts[token_id]
         except KeyError:

@@ -22,7 +22,7 @@ class Tool:
     strict: bool
     """Whether arguments have to match `parameters` even where a call is optional."""
     text: Grammar | None = None
-    """What the one parameter, a string, has to match; None if `parameters` say all."""
+    """What the one parameter, a string, has to match; None if `parameters` define everything."""
 
     def as_json(self) -> dict[str, Any]:
         """Render in OpenAI's form, which chat templates read; an absent description is left out."""

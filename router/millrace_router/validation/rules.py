@@ -6,8 +6,7 @@ from millrace_proto.sampling import NO_RULES, Sampling, SequenceRules
 from millrace_router.errors import SizeError, ValidationError, WrongTask
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import Task
-from millrace_router.request.seeds import random_seed
+from millrace_router.request.request import Task, random_seed
 
 MAX_STOP_CHARS = 4096
 """Longer stop sequences are refused: the search for them would cost more than the token."""
@@ -42,8 +41,8 @@ def check_stream(request: GenerationRequest) -> None:
 
 _DOES = {
     Task.GENERATE: "does not generate text",
-    Task.EMBED: "has no embeddings",
-    Task.SCORE: "has no scores",
+    Task.EMBED: "does not compute embeddings",
+    Task.SCORE: "does not compute scores",
 }
 
 
@@ -110,7 +109,7 @@ def check_stop_tokens(request: GenerationRequest, limits: Limits) -> None:
 def check_text(request: GenerationRequest, limits: Limits, longest_token: int | None) -> None:
     """Check a prompt that is a text before it is tokenized, and refuse it if it is too long in any case.
 
-    `longest_token` is the most bytes of a prompt that one token stands for, None where that has no bound.
+    `longest_token` is the most bytes of a prompt that one token stands for, None without a bound.
 
     Raises:
         SizeError: the prompt is too long.
@@ -166,23 +165,23 @@ def new_tokens(
             request, input_length, min(limits.max_input_tokens, limits.max_total_tokens - 1)
         )
         return 1
-    asked, most = request.max_new_tokens, limits.max_new_tokens_limit
-    if asked is None:
+    num_tokens, most = request.max_new_tokens, limits.max_new_tokens_limit
+    if num_tokens is None:
         bounds = (room, limits.default_max_new_tokens or default, most)
-        asked = min(bound for bound in bounds if bound is not None)
-    elif most is not None and asked > most:
+        num_tokens = min(bound for bound in bounds if bound is not None)
+    elif most is not None and num_tokens > most:
         if not limits.dialect.clamps_new_tokens:
             raise SizeError(
-                f"`{request.names.max_new_tokens}` must be <= {most}. Given: {asked}",
+                f"`{request.names.max_new_tokens}` must be <= {most}. Given: {num_tokens}",
                 num_prompt_tokens=input_length,
-                max_new_tokens=asked,
+                max_new_tokens=num_tokens,
             )
-        asked = most
+        num_tokens = most
     if not limits.dialect.clamps_new_tokens:
-        _check_length(request, input_length, asked, limits)
-        return asked
-    _check_length(request, input_length, min(asked, TGI_LEG), limits)
-    return min(asked, room)
+        _check_length(request, input_length, num_tokens, limits)
+        return num_tokens
+    _check_length(request, input_length, min(num_tokens, TGI_LEG), limits)
+    return min(num_tokens, room)
 
 
 def _check_pooled(request: GenerationRequest, input_length: int, most: int) -> None:

@@ -1,4 +1,4 @@
-"""What a model's own generation_config.json says about parameters that a request leaves out."""
+"""Values of a model's own generation_config.json for parameters that a request leaves out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SamplingDefaults(SamplingPresets):
     """Values for parameters that a request leaves out; None leaves them to the server."""
 
     max_new_tokens: int | None = preset(POSITIVE, kind=(int,))
-    """A request without a limit of its own gets as many as fit, and no more than these."""
+    """A request that names no limit gets as many as fit, and no more than these."""
 
     @classmethod
     def of(cls, generation_config: Mapping[str, Any]) -> SamplingDefaults:
@@ -51,14 +51,14 @@ class SamplingDefaults(SamplingPresets):
             if name in request.left_out and name != "max_new_tokens"
         }
         if filled.get("temperature") == 0:
-            # As a client's temperature of 0: restrictions of sampling have no meaning, not even the client's own.
+            # As a client's temperature of 0: restrictions of sampling are dropped, even the client's own.
             greedy: dict[str, Any] = dict.fromkeys(WARPERS)
             greedy |= {name: filled[name] for name in GREEDY_NAMES & filled.keys()}
             return replace(request, do_sample=False, **greedy)
         return replace(request, **filled) if filled else request
 
     def most_tokens(self, request: GenerationRequest) -> int | None:
-        """Return the most new tokens of a request that has no limit of its own; None for as many as fit."""
+        """Return the most new tokens of a request that names no limit; None for as many as fit."""
         return self.max_new_tokens if "max_new_tokens" in request.left_out else None
 
 

@@ -1,4 +1,4 @@
-"""Makes a trusted request of what a client asks for: TGI's rules, in TGI's order."""
+"""Makes a trusted request of a client's request: TGI's rules, in TGI's order."""
 
 from __future__ import annotations
 
@@ -64,25 +64,25 @@ def _spellings(word: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
         raise ValidationError(f"tokenizer error {error}") from error
 
 
-def _dry(asked: DryRequest, tokenizer: Tokenizer, vocab_size: int) -> Dry:
-    if not (0 <= asked.multiplier < math.inf and 0 <= asked.base < math.inf):
+def _dry(request: DryRequest, tokenizer: Tokenizer, vocab_size: int) -> Dry:
+    if not (0 <= request.multiplier < math.inf and 0 <= request.base < math.inf):
         raise ValidationError("`dry_multiplier` and `dry_base` must be >= 0.0")
-    if len(asked.breakers) > MAX_BREAKERS or not all(asked.breakers):
+    if len(request.breakers) > MAX_BREAKERS or not all(request.breakers):
         raise ValidationError(
             f"`dry_sequence_breakers` supports up to {MAX_BREAKERS} texts, none of them empty"
         )
     return Dry(
-        multiplier=asked.multiplier,
-        base=asked.base,
-        allowed_length=asked.allowed_length,
-        window=min(asked.window, MAX_DRY_WINDOW),
-        breakers=tokenizer.ids_with(asked.breakers, vocab_size),
+        multiplier=request.multiplier,
+        base=request.base,
+        allowed_length=request.allowed_length,
+        window=min(request.window, MAX_DRY_WINDOW),
+        breakers=tokenizer.ids_with(request.breakers, vocab_size),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """A trusted request beside the text it came from, which `return_full_text` repeats."""
+    """A trusted request and the text it came from, which `return_full_text` repeats."""
 
     request: ValidRequest
     inputs: str
@@ -126,7 +126,7 @@ class Validator:
 
         Raises:
             SizeError: the request is well-formed, but too long.
-            ValidationError: the request breaks a rule; the message is that of the first one.
+            ValidationError: the request breaks a rule; the message is the first one's.
 
         """
         request = self.defaults.fill(request)
@@ -201,7 +201,7 @@ class Validator:
                 raw.check_as_tgi()
         if request.ignore_eos:
             raise ValidationError(
-                "`ignore_eos` has no meaning beside a grammar, which says what ends"
+                "`ignore_eos` has no meaning with a grammar, which decides where a text ends"
             )
         return grammar
 

@@ -58,11 +58,11 @@ class AdapterStore:
 
     def modules(self) -> list[tuple[LoraPart, int]]:
         """The modules that adapters may change, in order of execution, with their bytes per slice on this rank."""
-        found: dict[str, tuple[LoraPart, int]] = {}
+        modules: dict[str, tuple[LoraPart, int]] = {}
         for part in self.table.parts:
-            _, others = found.get(part.name, (part, 0))
-            found[part.name] = part, others + bytes_per_slice(part, self._dtype)
-        return list(found.values())
+            _, size = modules.get(part.name, (part, 0))
+            modules[part.name] = part, size + bytes_per_slice(part, self._dtype)
+        return list(modules.values())
 
     def resize(self, max_adapters: int, num_pages: int) -> None:
         """Drop all adapters and have room for `max_adapters` in `num_pages`; on the engine thread."""
@@ -87,9 +87,9 @@ class AdapterStore:
     def read(self, slot: int, digest: str, between_steps: BetweenSteps = _at_once) -> PackedAdapter:
         """Read an adapter for `slot`, which keeps the pages for it until `put` or `discard`.
 
-        `between_steps` runs a function on the engine thread. If the reserved memory has no room beside the adapter that
-        is in `slot`, this one is removed. Raises AdapterInvalid, or AdapterMemoryFull if the new adapter does not fit
-        beside the adapters in other slots.
+        `between_steps` runs a function on the engine thread. If the reserved memory cannot hold the new adapter as well
+        as the one in `slot`, the latter is removed. Raises AdapterInvalid, or AdapterMemoryFull if the new adapter does
+        not fit with the adapters in other slots.
         """
         if not 1 <= slot <= self.table.max_adapters:
             raise AdapterInvalid(f"adapter slot {slot} is not one of {self.table.max_adapters}")
@@ -215,8 +215,8 @@ class SequenceAdapters:
     def rows(self, slots: Ints, counts: Ints | None, logit_rows: Ints | None) -> AdapterRows | None:
         """The adapters of a step with `counts` [B] tokens of `slots` [B], by default one each.
 
-        The logits of `logit_rows` are needed, or those of all. Raises StepInvalid if the adapter of a sequence has left
-        its slot.
+        The logits of `logit_rows`, by default of all tokens, are needed. Raises StepInvalid if the adapter of a
+        sequence has left its slot.
         """
         table = self.table
         if table is None or not self.are_used(slots):

@@ -74,10 +74,10 @@ class PageRuns:
         """The first free run of `count` pages; None if there is none."""
         with self._lock:
             start = 0
-            for place, held in enumerate([*self._held, Run(self.num_pages, 0)]):
+            for index, held in enumerate([*self._held, Run(self.num_pages, 0)]):
                 if held.first - start >= count:
                     run = Run(start, count)
-                    self._held.insert(place, run)
+                    self._held.insert(index, run)
                     return run
                 start = held.end
             return None
@@ -110,7 +110,7 @@ ALIGNMENT = 64
 
 
 class AdapterArena:
-    """`num_pages` pages on `device`; packed tensors are copied into it on a stream of their own."""
+    """`num_pages` pages on `device`; packed tensors are copied into it on a separate stream."""
 
     def __init__(self, num_pages: int, device: torch.device) -> None:
         self.runs = PageRuns(num_pages)

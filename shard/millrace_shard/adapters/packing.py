@@ -93,49 +93,51 @@ class AdapterPacker:
     def __init__(
         self, table: AdapterTable, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
-        """The table has all its sites; results are on `device`, by default that of the table."""
+        """The table has all its sites; results are on `device`, by default the table's."""
         self._device = device or table.device
         self._table = table
         self._dtype = dtype
-        self._places: dict[str, list[int]] = {}
+        self._indexes: dict[str, list[int]] = {}
         for index, part in enumerate(table.parts):
-            self._places.setdefault(part.name, []).append(index)
+            self._indexes.setdefault(part.name, []).append(index)
         self._packing: list[Packing] = [site.packing for site in table.sites for _ in site.parts]
 
     def num_pages(self, modules: Modules) -> int:
         """Pages of the adapter on this rank. Raises AdapterInvalid for a module that does not fit the model."""
         slices = [
-            (self._table.parts[place], num_slices(module.rank) + (module.bias is not None))
+            (self._table.parts[index], num_slices(module.rank) + (module.bias is not None))
             for name, module in modules.items()
-            for place in self._places_of(name, module)
+            for index in self._indexes_of(name, module)
         ]
         return num_pages(slices, self._dtype)
 
     def pack(self, modules: Modules) -> dict[int, PackedPart]:
-        """The rank's share of every module, by the place of the module. Raises AdapterInvalid as `num_pages`."""
+        """The rank's share of every module, by the index of the part. Raises AdapterInvalid as `num_pages`."""
         return {
-            place: self._pack(place, module)
+            index: self._pack(index, module)
             for name, module in modules.items()
-            for place in self._places_of(name, module)
+            for index in self._indexes_of(name, module)
         }
 
-    def _places_of(self, name: str, module: CanonicalModule) -> list[int]:
-        """The places of a module: more than one if its outputs are in several parts of the linear."""
-        places = self._places.get(name)
-        if places is None:
-            raise AdapterInvalid(f"the model has no module {name} that adapters may change")
-        part = self._table.parts[places[0]]
-        found = (module.b.shape[0], module.a.shape[1])
-        if found != (part.outputs, part.inputs):
+    def _indexes_of(self, name: str, module: CanonicalModule) -> list[int]:
+        """The indexes of a module's parts: more than one if its outputs are in several parts of the linear."""
+        indexes = self._indexes.get(name)
+        if indexes is None:
             raise AdapterInvalid(
-                f"module {name} is {part.outputs} x {part.inputs}, the adapter's {found[0]} x {found[1]}"
+                f"module {name} is not a part of the model that adapters may change"
+            )
+        part = self._table.parts[indexes[0]]
+        shape = (module.b.shape[0], module.a.shape[1])
+        if shape != (part.outputs, part.inputs):
+            raise AdapterInvalid(
+                f"module {name} is {part.outputs} x {part.inputs}, the adapter's {shape[0]} x {shape[1]}"
             )
         if module.bias is not None and module.bias.shape != (part.outputs,):
             raise AdapterInvalid(f"the bias of {name} has not {part.outputs} elements")
-        return places
+        return indexes
 
-    def _pack(self, place: int, module: CanonicalModule) -> PackedPart:
-        part = self._table.parts[place]
+    def _pack(self, index: int, module: CanonicalModule) -> PackedPart:
+        part = self._table.parts[index]
         bias = None
         if module.bias is not None and part.adds_bias:
             bias = module.bias[slice(*part.output_range)]
@@ -144,6 +146,6 @@ class AdapterPacker:
             module.b[slice(*part.output_range)].to(self._dtype),
             module.scales,
             bias,
-            self._packing[place],
+            self._packing[index],
             self._device,
         )

@@ -35,7 +35,7 @@ class PendingScores:
     """A token is scored by the position before it, so the last score of a chunk waits for the next chunk.
 
     A score is a row of pairs of int32, an id and the bits of its log probability: first the token itself, whose id
-    has no meaning, then its candidates, the likeliest first.
+    is undefined, then its candidates, the likeliest first.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class PendingScores:
         self._table = torch.zeros(size, 1, 2, dtype=torch.int32, device=device)
 
     def admit(self, slot: int, num_candidates: int) -> None:
-        """Start a prompt, whose first token has no score."""
+        """Start a prompt; its first token is not scored."""
         self.num_candidates[slot] = num_candidates
         missing = 1 + num_candidates - self._table.shape[1]
         if missing > 0:
@@ -56,9 +56,9 @@ class PendingScores:
     def exchange(self, slots: Tensor, scores: Tensor) -> Tensor:
         """Store `scores` [n, 1 + W, 2] for `slots` [n], and return the scores stored earlier, as wide."""
         width = scores.shape[1]
-        kept = self._table[slots, :width]
+        earlier = self._table[slots, :width]
         self._table[slots, :width] = scores
-        return kept
+        return earlier
 
 
 class FailedSequences:
@@ -79,7 +79,7 @@ class FailedSequences:
         self._flags[slot] = False
 
     def add(self, slots: Ints, failed: Tensor) -> None:
-        """Set the flags of those of `slots` [n] that have `failed` [n] bool."""
+        """Set the flag of each of `slots` [n] whose `failed` [n] bool is set."""
         self._add(upload(slots, self._device), failed)
 
     def with_earlier(
@@ -87,7 +87,7 @@ class FailedSequences:
     ) -> Tensor:
         """Set the flags of samples that have `failed` [R] bool; the result has earlier failures too.
 
-        `slots` [R] are those of the samples, if they are on the device already.
+        `slots` [R] are the samples' slots, if they are on the device already.
         """
         if transfers.is_synchronous(self._device) and not (
             self._may_have_some or failed.numpy().any()
@@ -101,7 +101,7 @@ class FailedSequences:
         return self.merge(slots, failed)
 
     def merge(self, slots: Tensor, failed: Tensor) -> Tensor:
-        """As `with_earlier`, for one sample of each of `slots` [R] on the device."""
+        """The same as `with_earlier`, for one sample of each of `slots` [R] on the device."""
         self._may_have_some = True
         failed = self._flags[slots].logical_or_(failed)
         self._flags[slots] = failed
@@ -240,7 +240,7 @@ class Batch:
     def ragged_with(
         self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints, others: Many[Ints]
     ) -> tuple[RaggedBatch, tuple[Tensor, ...]]:
-        """As `ragged`, and `others` on the device by the same copy."""
+        """The same as `ragged`, with `others` on the device by the same copy."""
         token_rows, positions = spread(starts, counts)
         token_slots = slots[token_rows]
         context = starts + counts
@@ -275,7 +275,7 @@ class Batch:
         return ragged, uploaded[7:]
 
     def ragged_decodes(self, slots: Ints, starts: Ints) -> RaggedBatch:
-        """As `ragged`, for rows of one token each, with the logits of every row."""
+        """The same as `ragged`, for rows of one token each, with the logits of every row."""
         size, context = len(slots), starts + 1
         width = -(-int(context.max()) // self.limits.block_size)
         columns = [starts, self.blocks.cache_rows(slots, starts)]

@@ -51,7 +51,7 @@ class TokenTable:
 
     def __init__(self, num_slots: int, length: int, device: torch.device) -> None:
         self.table = torch.empty(num_slots + 1, length, dtype=torch.int32, device=device)
-        """[slots + 1, length]; values past the end of a sequence have no meaning."""
+        """[slots + 1, length]; values past the end of a sequence are undefined."""
         self.table[num_slots, 0] = 0
         self._device = device
         self._host: NDArray[np.int32] | None = None
@@ -74,11 +74,11 @@ class TokenTable:
         return self.take(*upload_columns([slots, positions], self._device))
 
     def take(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """As `read`, with columns on the device."""
+        """The same as `read`, with columns on the device."""
         return self.table[slots, positions].long()
 
     def put(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
-        """As `write`, with columns on the device."""
+        """The same as `write`, with columns on the device."""
         self.table[slots, positions] = ids.to(torch.int32)
 
     def write(self, slots: Ints, positions: Ints, ids: Tensor) -> None:
@@ -147,7 +147,7 @@ class BlockTables:
         return positions
 
     def rows(self, slots: Ints, width: int) -> NDArray[np.int32]:
-        """The first `width` blocks of `slots` [B]: [B, width] on the host; entries past the end have no meaning."""
+        """The first `width` blocks of `slots` [B]: [B, width] on the host; entries past the end are undefined."""
         rows: NDArray[np.int32] = self._blocks[slots, :width]
         return rows
 
@@ -173,9 +173,9 @@ class BlockTables:
         if columns.max() >= self._limits.table_width:
             raise StepInvalid(f"a sequence has over {self._limits.table_width} blocks")
         private = columns * self._limits.block_size >= num_cached
-        distinct, places, counts = np.unique(blocks, return_inverse=True, return_counts=True)
+        distinct, index, counts = np.unique(blocks, return_inverse=True, return_counts=True)
         num_owners = self._num_owners[distinct] + counts
-        if (num_owners[places[private]] > 1).any():
+        if (num_owners[index[private]] > 1).any():
             raise StepInvalid("a block that its sequence will write to has another owner")
         self._num_owners[distinct] = num_owners
         self._blocks[slots, columns] = blocks

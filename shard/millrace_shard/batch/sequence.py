@@ -16,7 +16,7 @@ Ids = NDArray[np.int64]
 
 
 def _dtype(scalar: Field[Any]) -> type[np.generic]:
-    # Seeds have no sign.
+    # Seeds are unsigned.
     return np.uint64 if scalar.name == "seed" else _DTYPES[type(scalar.default)]
 
 
@@ -38,7 +38,7 @@ PARAMETERS = np.dtype(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sequence:
-    """A sequence as it joins the batch; the fields are those of the message `Sequence`."""
+    """A sequence as it joins the batch, with the fields of the message `Sequence`."""
 
     slot: int
     request_id: int
@@ -80,13 +80,15 @@ class Sequence:
                 f"request {self.request_id}: {self.cached_tokens} cached tokens do not fill blocks"
             )
         if not 0 <= self.generated_tokens < self.num_inputs:
-            raise StepInvalid(f"request {self.request_id} has no prompt")
+            raise StepInvalid(
+                f"request {self.request_id} lacks a prompt before its generated tokens"
+            )
         if any(not 0 <= id_ < vocab_size for id_, _ in self.parameters.bias):
             raise StepInvalid(f"request {self.request_id} biases ids beyond {vocab_size}")
         if any(not 0 <= id_ < vocab_size for id_ in self.parameters.rules.ids()):
             raise StepInvalid(f"request {self.request_id} has rules for ids beyond {vocab_size}")
         if self.pooling and any(not 0 <= id_ < vocab_size for id_ in self.pooling.logit_ids):
-            raise StepInvalid(f"request {self.request_id} asks for logits beyond {vocab_size}")
+            raise StepInvalid(f"request {self.request_id} requests logits beyond {vocab_size}")
         if (refusal := self.parameters.refusal()) is not None:
             raise StepInvalid(f"request {self.request_id}: {refusal}")
 

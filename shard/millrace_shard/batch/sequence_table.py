@@ -16,14 +16,14 @@ from millrace_shard.sampling.sampling_rows import SamplingRows
 
 
 class PooledSequences:
-    """The pooling of each slot that has one."""
+    """The poolings of sequences that yield vectors or scores instead of tokens, by slot."""
 
     def __init__(self, size: int) -> None:
         self._flags = np.zeros(size, dtype=np.bool_)
         self._poolings: dict[int, Pooling] = {}
 
     def admit(self, slot: int, pooling: Pooling | None) -> None:
-        """Note the pooling of a new sequence, in place of that of an earlier one in its slot."""
+        """Note the pooling of a new sequence, in place of its slot's earlier one."""
         if pooling is not None:
             self._flags[slot] = True
             self._poolings[slot] = pooling
@@ -79,7 +79,7 @@ class Slots:
         """Put a sequence into `slot`, which must be free. Raises StepInvalid."""
         size = len(self._in_use)
         if not 0 <= slot < size:
-            raise StepInvalid(f"slot {slot} is not one of {size}")
+            raise StepInvalid(f"slot {slot} is not one of the {size} slots")
         if self._in_use[slot]:
             raise StepInvalid(f"slot {slot} is in use")
         self._in_use[slot] = True
@@ -113,7 +113,7 @@ class Slots:
             return
         if slots.min() < 0 or slots.max() >= len(self._in_use) or not self._in_use[slots].all():
             unknown = set(slots.tolist()) - set(np.flatnonzero(self._in_use).tolist())
-            raise StepInvalid(f"no sequence in slots {sorted(unknown)}")
+            raise StepInvalid(f"slots {sorted(unknown)} do not hold sequences")
 
     def check(self, slots: Ints) -> None:
         """Raise StepInvalid unless all of `slots` are in use and distinct."""
@@ -179,8 +179,8 @@ class SequenceTable:
     def repeat(self, step: Forward) -> tuple[StepLayout, MultiTokenRows] | None:
         """The layout of a step with the rows of the last plain one, if each row computes one position again.
 
-        The rows of `step` must have no unverified draft tokens. The result equals that of `rows` and `lay_out` and
-        takes a fraction of their time; None if only they can lay out this step.
+        The rows of `step` must not have unverified draft tokens. The result equals what `rows` and `lay_out` return, in
+        a fraction of their time; None if only they can lay out this step.
         """
         last, slots = self._last_plain, step.decode_slots
         if last is None or len(step.chunk_slots) or step.draft_tokens.any():

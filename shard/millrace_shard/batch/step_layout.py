@@ -34,7 +34,7 @@ class StepLayout:
     yields: Ints
     """[Y], the rows that sample: one token after the last known token, and one after each draft token."""
     yield_slots: Ints
-    """[Y], their slots."""
+    """[Y], the slots of `yields`."""
     num_samples: Ints
     """[Y], positions that each of them samples."""
     admissions: Ints
@@ -54,11 +54,11 @@ class StepLayout:
     """[S], the tokens whose hidden states are needed to score or pool prompts: `logit_rows`, the last tokens of
     `pooled`, and all tokens of `prompt_rows`."""
     logit_states: Ints
-    """[L], the places of `logit_rows` among them."""
+    """[L], the indexes of `logit_rows` in `state_rows`."""
     pooled_states: Ints
-    """[Q], the places of the last tokens of `pooled` among them."""
+    """[Q], the indexes of the last tokens of `pooled` in `state_rows`."""
     prompt_states: Ints
-    """The places of all tokens of `prompt_rows` among them, in order."""
+    """The indexes of all tokens of `prompt_rows` in `state_rows`, in order."""
     prompt_targets: Ints
     """The position that each of these tokens predicts, clamped to the prompt."""
     is_plain: bool
@@ -66,7 +66,7 @@ class StepLayout:
 
     @property
     def needs_states(self) -> bool:
-        """Whether the step needs hidden states beside logits."""
+        """Whether the step needs hidden states as well as logits."""
         return bool(len(self.prompt_rows) or len(self.pooled))
 
     def repeated(self, starts: Ints, max_new_tokens: Ints) -> StepLayout:
@@ -161,7 +161,7 @@ class DraftTokens:
         end = int(self.counts[: row + 1].sum())
         return tuple(self.host_ids[end - int(self.counts[row]) : end].tolist())
 
-    def places(self, slots: Ints, num_tokens: Ints) -> tuple[Ints, Ints]:
+    def table_index(self, slots: Ints, num_tokens: Ints) -> tuple[Ints, Ints]:
         """Slot and position of each draft token, where row b has `num_tokens[b]` tokens without them."""
         rows, positions = spread(num_tokens, self.counts)
         return slots[rows], positions

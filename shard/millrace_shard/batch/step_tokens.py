@@ -176,8 +176,8 @@ def expected(layout: StepLayout, draft_ids: Tensor) -> Tensor:
     whole = torch.full((len(layout.sampled),), -1, dtype=torch.int32, device=draft_ids.device)
     is_last = np.zeros(len(layout.sampled), dtype=np.bool_)
     is_last[num_samples.cumsum() - 1] = True
-    places = upload(np.flatnonzero(~is_last), draft_ids.device)
-    return whole.index_copy_(0, places, draft_ids.to(torch.int32))
+    index = upload(np.flatnonzero(~is_last), draft_ids.device)
+    return whole.index_copy_(0, index, draft_ids.to(torch.int32))
 
 
 def num_accepted(ids: Ints, expected: Ints, num_samples: Ints) -> Ints:

@@ -1,4 +1,4 @@
-"""The kernels that the flags ask for."""
+"""Chooses the kernels for the flags."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ def _int8(
     if device.type != "cpu" or dtype != torch.bfloat16:
         raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
     integer = config.quantize_activations != "exact"
-    kept = "are too" if integer else "keep the model's dtype"
-    logger.info("weights of all linears but the output head are int8, and activations %s", kept)
+    activations = "are too" if integer else "keep the model's dtype"
+    logger.info(
+        "weights of all linears but the output head are int8, and activations %s", activations
+    )
     if not is_fast():
         logger.warning(
             "int8 is slower than bfloat16 here: its operator needs x86 with AVX2, and a compiler"

@@ -66,7 +66,6 @@ def build_engine(config: ShardConfig, device: torch.device) -> Engine:
 
 
 def load(config: ShardConfig, device: torch.device) -> LoadedModel:
-    """Connect the ranks, then read this rank's weights."""
     config = with_folders(config)
     group = _connect(config, device)
     dtype = choose_dtype(config, device)
@@ -126,11 +125,11 @@ def with_folders(config: ShardConfig) -> ShardConfig:
         return config.model_copy(update={"draft_model": str(draft)})
     if folder.is_dir() and not is_medusa(folder):
         return config
-    found = Checkpoints.find(
+    checkpoints = Checkpoints.find(
         str(folder), draft_model=config.draft_model, revision=config.revision, settings=settings
     )
-    draft_model = None if found.draft is None else str(found.draft)
-    return config.model_copy(update={"model_folder": found.model, "draft_model": draft_model})
+    draft_model = None if checkpoints.draft is None else str(checkpoints.draft)
+    return config.model_copy(update={"model_folder": checkpoints.model, "draft_model": draft_model})
 
 
 def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
@@ -183,7 +182,7 @@ def _rope_override(config: ShardConfig) -> RopeOverride | None:
 
 
 class TracingError(RuntimeError):
-    """Traces are asked for, and OpenTelemetry is not installed."""
+    """Traces are requested, but OpenTelemetry is not installed."""
 
 
 def open_tracing(config: ShardConfig) -> TracingInterceptor | None:

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def use_interface_to(host: str) -> None:
-    """Have gloo and NCCL use the interface that leads to `host`; what the environment says already is kept.
+    """Make gloo and NCCL use the interface that leads to `host`; settings of the environment are kept.
 
-    By themselves they take that of this machine's name, or the first one, which need not reach the other ranks.
+    By default they take the interface of this machine's name, or the first one, which may not reach the other ranks.
     """
     missing = [name for name in VARIABLES if name not in os.environ]
     interface = interface_to(host) if missing else None
@@ -46,17 +46,19 @@ def use_interface_to(host: str) -> None:
 def interface_to(host: str) -> str | None:
     """The interface from which `host` is reached; None if no route leads there."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
+        family, socket_type, _, _, address = socket.getaddrinfo(
             host, DISCARD_PORT, type=socket.SOCK_DGRAM
         )[0]
-        with socket.socket(family, kind) as probe:
+        with socket.socket(family, socket_type) as probe:
             probe.connect(address)
-            own = str(probe.getsockname()[0])
+            local_address = str(probe.getsockname()[0])
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
         # An IPv6 address of a link has its interface after a percent sign.
-        if any(each.address.partition("%")[0] == own.partition("%")[0] for each in addresses):
+        if any(
+            each.address.partition("%")[0] == local_address.partition("%")[0] for each in addresses
+        ):
             return name
     return None
 
@@ -187,9 +189,9 @@ class ProcessGroup:
         except GroupError:
             raise
         except (dist.DistError, RuntimeError, ValueError) as error:
-            place = f"{master_addr}:{master_port}"
+            endpoint = f"{master_addr}:{master_port}"
             raise RanksMissing(
-                f"rank {rank} of {world_size} found no group at {place}: {error}"
+                f"rank {rank} of {world_size} found no group at {endpoint}: {error}"
             ) from error
         return group
 
@@ -282,9 +284,9 @@ class ProcessGroup:
             return part[:, :vocab_size].float().contiguous()
         share = part.shape[1]
         whole = part.new_empty(part.shape[0], vocab_size, dtype=torch.float32)
-        for start, found in zip(range(0, vocab_size, share), self._gather(part), strict=False):
-            own = whole[:, start : start + share]
-            own.copy_(found[:, : own.shape[1]])
+        for start, rank_part in zip(range(0, vocab_size, share), self._gather(part), strict=False):
+            columns = whole[:, start : start + share]
+            columns.copy_(rank_part[:, : columns.shape[1]])
         return whole
 
     def _gather(self, t: Tensor) -> Tensor:
@@ -352,5 +354,5 @@ def refuse_shared_gpus(store: Store, rank: int, world_size: int, name: str) -> N
     owners = [str(each) for each in range(world_size) if names[each] == name]
     if len(owners) > 1:
         raise GroupError(
-            f"ranks {' and '.join(owners)} have the same GPU, {name}; each shard needs a GPU of its own"
+            f"ranks {' and '.join(owners)} have the same GPU, {name}; each shard needs its own GPU"
         )

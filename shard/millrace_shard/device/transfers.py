@@ -82,7 +82,7 @@ def start_downloads(columns: Sequence[Tensor]) -> list[Tensor]:
 
 
 def start_download_of_words(words: Tensor) -> list[Tensor]:
-    """As `start_downloads` of ids, log probabilities and flags, from `as_words`, which may be overwritten later."""
+    """The same as `start_downloads` of ids, log probabilities and flags, from `as_words`, which may be overwritten."""
     host = words.clone() if words.device.type == "cpu" else start_download(words)
     ids, logprobs, flags = host.unbind()
     return [ids, logprobs.view(torch.float32), flags]

@@ -56,7 +56,7 @@ class Epoch:
         """The reason not to run `step`; None accepts the step and counts it."""
         if isinstance(step.work, Open):
             if step.number != 0 or step.epoch == self._epoch:
-                return f"an epoch opens once, with step 0, not with step {step.number}"
+                return f"an epoch is opened once, by step 0, and not by step {step.number}"
             self._epoch, self._number, self._has_failed = step.epoch, 0, False
             return None
         if step.epoch != self._epoch:
@@ -64,7 +64,7 @@ class Epoch:
         if self._has_failed:
             return "an earlier step of this epoch failed"
         if step.number != self._number + 1:
-            return f"step {step.number} instead of {self._number + 1}"
+            return f"step {step.number} came instead of step {self._number + 1}"
         self._number += 1
         return None
 
@@ -88,7 +88,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The progress of the engine."""
+    """Counters of the engine for health checks."""
 
     last_step: int
     """Number of the last step answered in the current epoch."""
@@ -100,7 +100,10 @@ class Progress:
 
 
 class Engine:
-    """Order of calls: `start`, `submit(load).result()`, `attach`, `warm_up`, then steps, `close`."""
+    """Runs the steps of a model on its own thread.
+
+    The order of calls is `start`, `submit(load).result()`, `attach`, `warm_up`, then steps, then `close`.
+    """
 
     def __init__(
         self,
@@ -187,7 +190,7 @@ class Engine:
         return self.submit(checked)
 
     def check_epoch(self, epoch: int) -> None:
-        """Raise WrongEpoch unless `epoch` is open; any thread may ask, and another one may open meanwhile."""
+        """Raise WrongEpoch unless `epoch` is open. Any thread may call this; another epoch may open meanwhile."""
         if not self._epoch.is_current(epoch):
             raise WrongEpoch(f"epoch {epoch} is not open")
 
@@ -211,7 +214,7 @@ class Engine:
         self._threads.when_ended(call)
 
     def is_alive(self) -> bool:
-        """Whether the threads of the engine run."""
+
         return self._threads.are_alive()
 
     def _warm_up(self, request: WarmupRequest) -> Capacity:
@@ -297,7 +300,9 @@ class Engine:
             case Open():
                 runner.clear()
             case Unknown():
-                raise StepInvalid("the step has no work that this shard knows")
+                raise StepInvalid(
+                    "the work of the step is unknown to this shard; the router may be newer"
+                )
         return StepResult()
 
     def _finish(self, step: Step, future: Future[StepReply], launched: LaunchedStep) -> None:
@@ -348,9 +353,9 @@ class AdapterLoading:
         self._store = store
 
     def load(self, epoch: int, slot: int, digest: str) -> None:
-        """Put the adapter `digest` into `slot`, in place of another one; returns when it is there.
+        """Put the adapter `digest` into `slot`, in place of any other, and wait until it is there.
 
-        Raises AdapterInvalid and AdapterMemoryFull, and then the slot is as before.
+        Raises AdapterInvalid or AdapterMemoryFull, and leaves the slot as it was.
         """
         self._engine.check_epoch(epoch)
         with self._store.loading():
@@ -364,7 +369,7 @@ class AdapterLoading:
                 raise
 
     def unload(self, epoch: int, slot: int) -> None:
-        """Empty `slot`; returns when it is empty."""
+        """Empty `slot`, and wait until it is empty."""
         self._between_steps(epoch, partial(self._store.remove, slot))
 
     def _between_steps(self, epoch: int, change: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""A loaded model of one rank, with all that runs it, and the memory that its adapters get."""
+"""A loaded model of one rank, with everything that runs it, and the memory of its adapters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LoadedModel:
 
     @property
     def layers(self) -> tuple[KVLayer, ...]:
-        """Each layer with a KV cache, those of the draft model last."""
+        """Each layer with a KV cache; the draft model's layers are last."""
         drafts = () if self.speculation is None else self.speculation.layers
         return (*self.model.geometry.layers, *drafts)
 
@@ -96,7 +96,7 @@ def reserve_adapter_pages(
     memory: AdapterMemory,
     graphs: GraphSettings | None,
 ) -> int:
-    """Drop all adapters and make room for those of `request`; returns the pages. A collective if there are adapters.
+    """Drop all adapters and reserve memory for `request`; returns the pages. A collective if there are adapters.
 
     Either the memory of the pages is reserved, or the pages are counted, and allocated with each adapter. Raises
     CapacityError.

@@ -124,8 +124,8 @@ class LongestDecode:
 
     def _admission(self, slot: int, ids: Ids) -> BatchChange:
         shared = np.ones(self.num_cached // self.block_size, dtype=np.int64)
-        own = 2 + slot * self.num_own_blocks + np.arange(self.num_own_blocks)
-        blocks = np.concatenate([shared, own])
+        own_blocks = 2 + slot * self.num_own_blocks + np.arange(self.num_own_blocks)
+        blocks = np.concatenate([shared, own_blocks])
         return BatchChange(
             admitted=(_sequence(slot, ids, num_cached=self.num_cached),),
             grown_slots=np.full(len(blocks), slot),
@@ -159,12 +159,12 @@ def _sequence(
 
 
 def cache_too_large(num_tokens: int) -> CapacityError:
-    """The error for a cache that does not fit although it was planned."""
+
     return CapacityError(f"Not enough memory for a KV cache of {num_tokens} tokens")
 
 
 def prefill_too_large(num_tokens: int) -> CapacityError:
-    """The error for a largest prefill that does not fit."""
+
     return CapacityError(
         f"Not enough memory to handle {num_tokens} prefill tokens. "
         "You need to decrease `--max-batch-prefill-tokens`"
@@ -172,7 +172,7 @@ def prefill_too_large(num_tokens: int) -> CapacityError:
 
 
 def batch_too_large(num_rows: int) -> CapacityError:
-    """The error for a largest batch that does not fit."""
+
     return CapacityError(
         f"Not enough memory to choose the tokens of {num_rows} sequences at once. "
         "You need to decrease `--max-batch-size`"
@@ -180,7 +180,7 @@ def batch_too_large(num_rows: int) -> CapacityError:
 
 
 def contexts_too_long(num_rows: int, max_tokens: int) -> CapacityError:
-    """The error for a decode of the longest sequences that does not fit."""
+
     return CapacityError(
         f"Not enough memory to decode {num_rows} sequences of {max_tokens} tokens at once. "
         "You need to decrease `--max-batch-size` or `--max-total-tokens`"
@@ -280,7 +280,7 @@ def _run_largest_prefill(loaded: LoadedModel, request: WarmupRequest, capacity: 
 
 
 def _kv_memory(device: torch.device, limits: MemoryLimits, extra_bytes: int) -> KVMemory:
-    """The memory for the KV cache, if `extra_bytes` are free beside those that are, or fewer for a negative number."""
+    """The memory for the KV cache if `extra_bytes` more were free than now; the number may be negative."""
     if device.type == "cuda":
         free, total = free_cuda_memory(device)
         return cuda_memory(
@@ -316,7 +316,7 @@ def _memory_after_profile_run(
     graphs: GraphSettings | None,
     adapter_bytes: int,
 ) -> KVMemory:
-    """Memory for the KV cache beside that of graphs, the largest prefill and the largest decodes, which run here.
+    """Memory left for the KV cache by graphs, the largest prefill and the largest decodes, which run here.
 
     Their memory stays in torch's allocator when the rest is measured. The cache of this run counts as free if torch can
     release it.
@@ -394,8 +394,8 @@ def _new_runner(
     )
     adapters = None if loaded.adapters is None else loaded.adapters.table
     batch = Batch(limits, loaded.device, adapters)
-    own = len(loaded.model.geometry.layers)
-    cache, draft_cache = cache[:own], cache[own:]
+    num_layers = len(loaded.model.geometry.layers)
+    cache, draft_cache = cache[:num_layers], cache[num_layers:]
     model, captured = loaded.model, None
     if graphs is not None:
         captured = DecodeGraphs(model, loaded.kernels, cache, batch)

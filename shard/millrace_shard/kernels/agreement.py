@@ -1,6 +1,6 @@
 """The agreement check: compiled kernels are used on a machine only if they agree with plain torch on a small case.
 
-CPU kernels take this check alone; CUDA kernels take that of `cuda/served_agreement`, which includes it.
+CPU kernels must pass this check, CUDA kernels the check in `cuda/served_agreement`, which includes it.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class LayerCache:
     def zero(self, blocks: Tensor) -> None:
         """Zero `blocks` [n] int64."""
         for each in self.by_block:
-            # There is no index_fill_ for fp8.
+            # index_fill_ does not support fp8.
             (each.view(torch.int8) if each.itemsize == 1 else each).index_fill_(0, blocks, 0)
 
 
@@ -185,7 +185,7 @@ class Kernels(Protocol):
     ) -> LayerCache:
         """The cache of a layer; its memory is uninitialised.
 
-        `dtype` is that of the model, or of codes. `scales` are those of keys and values in fp8.
+        `dtype` is the model's, or a dtype of codes. `scales` belong to keys and values in fp8.
         """
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
@@ -233,7 +233,7 @@ class Kernels(Protocol):
         """Causal attention of `queries` [T, num_heads, head_dim] over the paged cache: [T, num_heads * head_dim].
 
         A query at position p sees the keys in (p - window, p], or all keys up to p. `sinks` [num_heads] float32 are
-        scores that take part in the softmax of their head and have no value. If deterministic, a row's bits
+        scores without a value that take part in the softmax of their head. If deterministic, a row's bits
         depend neither on the composition of the batch nor on the prefill chunks.
         """
 

@@ -20,19 +20,19 @@ from millrace_shard.kernels.layer_weights import (
 
 
 class Scoring(Enum):
-    """How a router's logits become the shares of experts."""
+    """The function from a router's logits to the shares of experts."""
 
     SOFTMAX = "softmax"
     """The softmax over all experts."""
     SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
-    """The softmax over the chosen experts alone."""
+    """The softmax over only the chosen experts."""
     SIGMOID = "sigmoid"
     """The sigmoid of each logit. Experts are chosen by it and a correction, which is not part of their shares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
-    """How the experts of a token are chosen, and their shares. Of equal experts the first is chosen."""
+    """The choice of a token's experts, and their shares. Of equal experts the first is chosen."""
 
     top_k: int
     """Experts of a token."""
@@ -44,7 +44,7 @@ class RoutingRule:
     top_groups: int = 1
     """Groups that are kept."""
     scale: float = 1.0
-    """What shares are multiplied by in the end."""
+    """A factor of all shares."""
 
     def choose(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The chosen experts [T, top_k] int64, best first, and their shares [T, top_k] float32.
@@ -75,9 +75,9 @@ class RoutingRule:
         """`ranked` [T, E] with minus infinity outside the best groups."""
         groups = ranked.view(len(ranked), self.num_groups, -1)
         first, second = groups.sort(dim=-1, descending=True).values[..., :2].unbind(-1)
-        kept = _best(first + second, self.top_groups)
+        top = _best(first + second, self.top_groups)
         outside = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranked.device)
-        outside.scatter_(1, kept, value=False)
+        outside.scatter_(1, top, value=False)
         return groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
 
 
@@ -123,7 +123,7 @@ class ExpertsWeights:
 
     router: RouterWeights
     experts: Iterable[ExpertWeights]
-    """One after the other, of equal shapes. The weights of one are valid until the next one is asked for."""
+    """One after the other, of equal shapes. The weights of one are valid until the next one is taken."""
     activation: Activation | ClampedSwiglu
     inter: int
     """Intermediate channels of an expert on this rank."""
@@ -134,7 +134,7 @@ class ExpertsWeights:
         return len(self.router.weight)
 
     def peeked(self) -> tuple[ExpertWeights, ExpertsWeights]:
-        """The first expert, and the weights with it as if it had not been asked for."""
+        """The first expert, and the weights with it as if it had not been taken."""
         experts = iter(self.experts)
         first = next(experts)
         return first, replace(self, experts=itertools.chain((first,), experts))

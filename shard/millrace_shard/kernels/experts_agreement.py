@@ -45,11 +45,11 @@ Formats = tuple[CodeFormat | None, CodeFormat | None]
 
 def outputs(kernels: Kernels, random: Random, dtype: torch.dtype) -> list[Tensor]:
     """The results of experts with every rule, without and with biases and clamped gates."""
-    found = []
+    results = []
     for rule in RULES:
         experts = kernels.experts(experts_weights(random, dtype, rule, inter=INTER))
-        found += [experts(random(rows, HIDDEN)) for rows in ROWS]
-    return found
+        results += [experts(random(rows, HIDDEN)) for rows in ROWS]
+    return results
 
 
 def experts_weights(

@@ -1,8 +1,8 @@
 """KV caches in rows of positions, quantised to 8 bits or not, in plain torch: the oracle of the compiled kernels.
 
-int8 is symmetric with one scale per position and head, which depends on that key or value alone, so that prefixes,
-chunks and replays have the same codes. Scales are float32: those of small values would be subnormal in float16. fp8 has
-one scale for all positions and heads, from the checkpoint.
+int8 is symmetric with one scale per position and head, which depends only on that key or value, so that prefixes,
+chunks and replays have the same codes. Scales are float32: scales of small values would be subnormal in float16. fp8
+has one scale for all positions and heads, from the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_coded(dtype: torch.dtype) -> bool:
 
 
 def cache_dtype_name(dtype: torch.dtype) -> str:
-    """The name of a cache's dtype: that of `--kv-cache-dtype` for codes, else torch's."""
+    """The name of a cache's dtype: the value of `--kv-cache-dtype` for codes, else torch's name."""
     names = {dtype: name for name, dtype in CACHE_DTYPES.items()}
     return names.get(dtype) or str(dtype).removeprefix("torch.")
 

@@ -121,7 +121,7 @@ class HeadPreparation:
 class ComposedExperts:
     """Computes each expert over the rows that chose it, and adds up the results of a row in the order of its choice.
 
-    A row's bits depend on the row alone if those of the linears do. The host waits for the choice.
+    A row's bits depend only on the row if the linears' bits do. The host waits for the choice.
     """
 
     def __init__(self, kernels: Kernels, weights: ExpertsWeights) -> None:

@@ -30,7 +30,7 @@ class LayerShape:
     head: tuple[int, int] | None = None
     """Outputs and inputs of the output head, if known."""
     cache_dtype: torch.dtype | None = None
-    """The dtype of keys and values in the cache; None: that of the model."""
+    """The dtype of keys and values in the cache; None: the model's."""
     formats: tuple[CodeFormat, ...] = ()
     """The formats of the linears and the head whose weights are codes, each once."""
 

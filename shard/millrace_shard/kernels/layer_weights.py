@@ -35,7 +35,7 @@ class ClampedSwiglu:
 def gate_function(
     silu_mul: Callable[[Tensor], Tensor], activation: Activation | ClampedSwiglu
 ) -> Callable[[Tensor], Tensor]:
-    """The function of `gate_up` [T, 2 * inter], gates first; `silu_mul` is that of the kernels."""
+    """The function of `gate_up` [T, 2 * inter], gates first; `silu_mul` comes from the kernels."""
     if isinstance(activation, ClampedSwiglu):
         return partial(clamped_swiglu, activation)
     return silu_mul if activation is Activation.SILU else gelu_mul
@@ -80,7 +80,7 @@ class NormWeights:
         return not (self.centred or self.plus_one or self.wide) and self.weight.dim() == 1
 
     def apply(self, x: Tensor, mean_square: Tensor | None = None) -> Tensor:
-        """The norm of `x` [..., n] in plain torch; `mean_square` [..., 1] replaces that of `x` itself."""
+        """The norm of `x` [..., n] in plain torch; `mean_square` [..., 1] replaces the mean square of `x` itself."""
         wide = x.float()
         if self.centred:
             wide = wide - wide.mean(-1, keepdim=True)
@@ -113,7 +113,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """How heads are rotated."""
+    """The rotation of heads."""
 
     table: Tensor
     """[positions, rotary_dim] float32, as `Kernels.rope_store` takes it."""
@@ -143,7 +143,7 @@ class LinearWeights:
     weight: StoredWeight
     bias: Tensor | None = None
     lora: LoraSite | None = None
-    """None: there are no adapters."""
+    """None: adapters are off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ class AttentionWeights:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
-    """[num_heads] float32: scores that take part in the softmax of their head and have no value."""
+    """[num_heads] float32: scores without a value that take part in the softmax of their head."""
 
     @property
     def has_plain_heads(self) -> bool:

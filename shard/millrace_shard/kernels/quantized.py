@@ -77,7 +77,7 @@ class QuantizedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFormat:
-    """What the codes of a `QuantizedTensor` stand for, and which scales they have."""
+    """The values of the codes of a `QuantizedTensor`, and the kind of their scales."""
 
     values: tuple[float, ...]
     """Of 16 or 256 codes."""
@@ -190,8 +190,8 @@ def _with_common_values(parts: Sequence[QuantizedTensor]) -> list[QuantizedTenso
     if all(len(part.values) == len(first) and _are_equal(part.values, first) for part in parts):
         return list(parts)
     for table in (part.values for part in parts if len(part.values) == MOST_VALUES):
-        if (found := _with_values(parts, table)) is not None:
-            return found
+        if (converted := _with_values(parts, table)) is not None:
+            return converted
     values = torch.tensor(sorted({value for part in parts for value in part.values.tolist()}))
     if len(values) > MOST_VALUES:
         return None
@@ -200,14 +200,14 @@ def _with_common_values(parts: Sequence[QuantizedTensor]) -> list[QuantizedTenso
 
 def _with_values(parts: Sequence[QuantizedTensor], values: Tensor) -> list[QuantizedTensor] | None:
     """The parts with the table `values`; None if it lacks one of theirs."""
-    found = []
+    converted = []
     for part in parts:
         matches = _matches(part.values.unsqueeze(1), values)
         if not bool(matches.any(1).all()):
             return None
         codes = matches.int().argmax(1).to(torch.uint8)
-        found.append(replace(part, codes=codes[part.codes.int()], values=values))
-    return found
+        converted.append(replace(part, codes=codes[part.codes.int()], values=values))
+    return converted
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -22,7 +22,7 @@ ALIGNMENT = 4
 
 
 def aligned(scores: Tensor) -> Tensor:
-    """`scores` [n, V] float32, padded to [n, W] by minus infinity if V is no multiple of 4; on CPU, as they are."""
+    """`scores` [n, V] float32, padded to [n, W] by minus infinity if V is not a multiple of 4; on CPU, as they are."""
     padding = -scores.shape[1] % ALIGNMENT
     if not padding or transfers.is_synchronous(scores.device):
         return scores
@@ -129,7 +129,7 @@ class Best(NamedTuple):
 
 
 def choose_greedy(logits: Tensor) -> Best:
-    """The most likely tokens of `logits` [R, V] float32. A row's bits depend on the row alone."""
+    """The most likely tokens of `logits` [R, V] float32. A row's bits depend only on the row."""
     if logits.device.type == "cpu" and operators_loaded():
         return Best(*torch.ops.millrace.greedy(logits.contiguous()))
     best = logits.max(-1)

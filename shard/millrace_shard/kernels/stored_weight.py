@@ -41,9 +41,9 @@ class StoredWeight:
     @property
     def tensors(self) -> tuple[Tensor, ...] | None:
         """The parts, if all are tensors of the model's dtype."""
-        found = tuple(part for part in self.parts if isinstance(part, Tensor))
-        is_whole = len(found) == len(self.parts)
-        return found if is_whole and all(part.dtype is self.dtype for part in found) else None
+        tensors = tuple(part for part in self.parts if isinstance(part, Tensor))
+        is_whole = len(tensors) == len(self.parts)
+        return tensors if is_whole and all(part.dtype is self.dtype for part in tensors) else None
 
     def copied(self) -> Tensor:
         """A copy [out, in] in the model's dtype and device; codes are multiplied in float32, then rounded once."""

@@ -47,12 +47,11 @@ class CudaCapture:
     """Graphs in one memory pool, recorded on a separate stream and replayed on the stream of the caller."""
 
     def __init__(self) -> None:
-        """Create a memory pool and a stream on the current device."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def warm_up(self, compute: Callable[[], Tensor]) -> None:
-        """Run `compute` twice, as Capture says; compilation may wait for the device, so only the second run may not."""
+        """Run `compute` twice; compilation may wait for the device, so only the second run may not."""
         caller = torch.cuda.current_stream()
         self._stream.wait_stream(caller)
         try:
@@ -92,7 +91,6 @@ class CudaGraph:
         self.output = output
 
     def replay(self) -> Tensor:
-        """Submit the graph to the current stream."""
         self._graph.replay()
         return self.output
 
@@ -138,7 +136,6 @@ class GraphSettings:
         return sorted(sizes, reverse=True)
 
     def may_capture(self, kind: str) -> bool:
-        """Whether graphs of this kind may be captured."""
         return not self.capture_failed and kind not in self.not_capturable
 
     @property

@@ -30,7 +30,7 @@ from millrace_shard.sampling.sampler import TopTokens
 
 
 class PooledRows:
-    """Their values on the way to the host."""
+    """The values of a step's pooled rows on the way to the host."""
 
     def __init__(self, parts: Many[tuple[Ints, Ints, Tensor]]) -> None:
         """Each of `parts` has slots [n], the number of values of each [n], and values [sum of them] float32."""
@@ -76,9 +76,9 @@ def pooled_rows(
         counts = np.full(len(plain), values.shape[1], dtype=np.int64)
         parts.append((slots[plain], counts, values.flatten()))
     if len(scored := np.flatnonzero(num_ids)):
-        places = layout.pooled_states[scored]
-        own = None if adapters is None else adapters.select(places)
-        logits = model.logits(states[batch.to_device(places)], own)
+        state_index = layout.pooled_states[scored]
+        adapter_rows = None if adapters is None else adapters.select(state_index)
+        logits = model.logits(states[batch.to_device(state_index)], adapter_rows)
         counts = num_ids[scored]
         rows = np.repeat(np.arange(len(scored)), counts)
         columns = np.array([id_ for row in scored for id_ in ids[row]], dtype=np.int64)
@@ -145,8 +145,8 @@ def prompt_logprobs(
     height = max(1, SLICE_ELEMENTS // batch.limits.vocab_size)
 
     def logits(part: slice) -> Tensor:
-        own = None if adapters is None else adapters.select(layout.prompt_states[part])
-        return model.logits(states[index[2, part]], own)
+        adapter_rows = None if adapters is None else adapters.select(layout.prompt_states[part])
+        return model.logits(states[index[2, part]], adapter_rows)
 
     scores = torch.cat(
         [_score(logits(part), targets[part], width) for part in _slices(len(targets), height)]
@@ -236,7 +236,6 @@ class LaunchedStep:
         return result if self._pooled is None else self._pooled.add_to(result)
 
     def _closed_slots(self) -> tuple[int, ...]:
-        """Slots whose last token closes their text."""
         if self._tokens is None or not self._tokens.num_open:
             return ()
         slots, counts = self._tokens.layout.yield_slots, self._tokens.emitted.counts
@@ -263,32 +262,32 @@ class LaunchedStep:
         if self._tokens is not None and len(rows := self._tokens.unverified):
             layout = self._tokens.layout
             order = np.argsort(slots)
-            places = order[np.searchsorted(slots, layout.yield_slots[rows], sorter=order)]
-            # A failed row has no token, and its positions do not count.
-            accepted[places] = np.maximum(self._tokens.emitted.counts[rows] - 1, 0)
-            drafted[places] = layout.num_samples[rows] - 1
+            index = order[np.searchsorted(slots, layout.yield_slots[rows], sorter=order)]
+            # A failed row does not yield a token, and its positions do not count.
+            accepted[index] = np.maximum(self._tokens.emitted.counts[rows] - 1, 0)
+            drafted[index] = layout.num_samples[rows] - 1
         return self._multi_token.computed + accepted, drafted
 
     def _top_columns(self, tokens: StepTokens, emitted: Emitted) -> tuple[Ints, Ints, Floats]:
         """Candidates by token, the likeliest first, then by id. The only candidate of a forced token is itself."""
         if not self._tops:
             return no_ints(), no_ints(), no_floats()
-        layout, places = tokens.layout, np.arange(len(emitted.ids))
+        layout, token_numbers = tokens.layout, np.arange(len(emitted.ids))
         is_forced = emitted.sources < 0
         token_of = np.full(len(layout.sampled), -1, dtype=np.int64)
-        token_of[emitted.sources[~is_forced]] = places[~is_forced]
+        token_of[emitted.sources[~is_forced]] = token_numbers[~is_forced]
         requested = layout.sampling.parameters["top_n_tokens"][
             (layout.num_samples.cumsum() - layout.num_samples)[emitted.rows]
         ]
-        alone = places[is_forced & (requested > 0)]
+        forced_numbers = token_numbers[is_forced & (requested > 0)]
         parts = [top.chosen(best) for top, best in self._tops]
         owners, ids, logprobs = (np.concatenate(column) for column in zip(*parts, strict=True))
-        kept = token_of[owners] >= 0
-        owners = np.concatenate([token_of[owners[kept]], alone])
-        ids = np.concatenate([ids[kept], emitted.ids[alone]])
-        logprobs = np.concatenate([logprobs[kept], emitted.logprobs[alone]])
+        is_emitted = token_of[owners] >= 0
+        owners = np.concatenate([token_of[owners[is_emitted]], forced_numbers])
+        ids = np.concatenate([ids[is_emitted], emitted.ids[forced_numbers]])
+        logprobs = np.concatenate([logprobs[is_emitted], emitted.logprobs[forced_numbers]])
         order = np.lexsort((ids, -logprobs, owners))
-        return np.bincount(owners, minlength=len(places)), ids[order], logprobs[order]
+        return np.bincount(owners, minlength=len(token_numbers)), ids[order], logprobs[order]
 
     def _timings(self) -> Timings:
         forward_ns, end_ns = self._watch.elapsed_ns(1), self._watch.elapsed_ns(2)

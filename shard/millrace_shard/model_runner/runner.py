@@ -46,7 +46,7 @@ def noop() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingFeatures:
-    """Optional parts of decoding beside the model."""
+    """Optional parts of decoding."""
 
     grammars: GrammarManager | None = None
     """None: a sequence with a grammar fails."""
@@ -56,7 +56,7 @@ class DecodingFeatures:
 
 
 class StepRunner:
-    """The model with its KV cache and batch."""
+    """Runs the steps of a batch through the model, its KV cache and the sampler."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class StepRunner:
         parameters = sequence.parameters
         self._sampler.admit(sequence.slot, parameters.bias, parameters.rules)
         if not self._step_masks.admit(sequence):
-            logger.error("a sequence fails: it has a grammar, which this model does not support")
+            logger.error("a sequence fails: its grammar is not supported with this model")
             self._fail(np.array([sequence.slot]))
         if self._proposer is not None:
             self._proposer.admit(sequence)
@@ -255,7 +255,7 @@ class StepRunner:
             self.batch.device,
         )
         ends = (layout.starts + layout.counts - layout.num_drafts)[layout.yields[rows]]
-        slots, positions = forced.places(layout.yield_slots[rows], ends)
+        slots, positions = forced.table_index(layout.yield_slots[rows], ends)
         self.batch.token_table.write(slots, positions, forced.ids)
 
     def _tokens_of(

@@ -25,7 +25,7 @@ class StepInputs:
     ragged: RaggedBatch | None
     """The model's input; None if the graphs have it."""
     adapters: AdapterRows | None = None
-    """Those of the rows, if the graphs have the model's input."""
+    """The rows' adapters, if the graphs have the model's input."""
     rows: SamplingRows
     cleared: Tensor
     """Blocks to clear before the forward pass."""

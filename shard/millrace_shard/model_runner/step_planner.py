@@ -65,7 +65,6 @@ class StepPlanner:
         )
 
     def add(self, tokens: StepTokens) -> None:
-        """A planned step was launched."""
         if self._reads_tokens or len(tokens.unverified):
             self._pending.add(tokens)
 
@@ -127,7 +126,7 @@ class StepPlanner:
             return self._none(len(rows.slots))
         drafts = self._proposer.propose(rows)
         if len(drafts):
-            slots, positions = drafts.places(rows.slots, rows.num_tokens)
+            slots, positions = drafts.table_index(rows.slots, rows.num_tokens)
             self._batch.token_table.write(slots, positions, drafts.ids)
         return drafts
 

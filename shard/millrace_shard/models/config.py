@@ -69,7 +69,6 @@ class ConfigReader:
 
     @property
     def model_type(self) -> str:
-        """The name of the family."""
         return str(self._fields.get("model_type"))
 
     def value(self, name: str) -> Any:  # noqa: ANN401
@@ -78,13 +77,13 @@ class ConfigReader:
         return self._fields.get(name)
 
     def count(self, name: str) -> int:
-        found = self.value(name)
-        if not _is_whole(found) or found < 1:
-            raise UnsupportedModel(f"{name}={found!r} must be a positive whole number")
+        value = self.value(name)
+        if not _is_whole(value) or value < 1:
+            raise UnsupportedModel(f"{name}={value!r} must be a positive whole number")
         most = LARGEST_COUNTS.get(name, LARGEST_COUNT)
-        if found > most:
-            raise UnsupportedModel(f"{name}={found} is not supported; at most {most} is")
-        return int(found)
+        if value > most:
+            raise UnsupportedModel(f"{name}={value} is not supported; at most {most} is")
+        return int(value)
 
     def whole(self, name: str) -> int:
         """A whole number from 0; 0 if the field is absent or null."""
@@ -95,10 +94,10 @@ class ConfigReader:
         return None if self.value(name) is None else self.count(name)
 
     def number(self, name: str) -> float:
-        found = self.value(name)
-        if not is_number(found) or found <= 0:
-            raise UnsupportedModel(f"{name}={found!r} must be a positive number")
-        return float(found)
+        value = self.value(name)
+        if not is_number(value) or value <= 0:
+            raise UnsupportedModel(f"{name}={value!r} must be a positive number")
+        return float(value)
 
     def optional_number(self, name: str) -> float | None:
         """A positive finite number, or None."""
@@ -106,46 +105,46 @@ class ConfigReader:
 
     def flag(self, name: str) -> bool:
         """True or false; false if the field is absent or null."""
-        found = self.value(name)
-        if found is not None and not isinstance(found, bool):
-            raise UnsupportedModel(f"{name}={found!r} must be true or false")
-        return bool(found)
+        value = self.value(name)
+        if value is not None and not isinstance(value, bool):
+            raise UnsupportedModel(f"{name}={value!r} must be true or false")
+        return bool(value)
 
     def check(self, name: str, allowed: Sequence[object]) -> None:
         """Refuse values of a field other than null and `allowed`."""
-        found = self.value(name)
-        if found is not None and found not in allowed:
-            raise UnsupportedModel(f"{name}={found!r} is not supported for {self.model_type}")
+        value = self.value(name)
+        if value is not None and value not in allowed:
+            raise UnsupportedModel(f"{name}={value!r} is not supported for {self.model_type}")
 
     def numbers(self, name: str, length: int) -> tuple[int, ...] | None:
         """A list of `length` whole numbers, or None."""
-        found = self.value(name)
-        if found is None:
+        value = self.value(name)
+        if value is None:
             return None
-        if not isinstance(found, list) or len(found) != length or not all(map(_is_whole, found)):
-            raise UnsupportedModel(f"{name}={found!r} must be {length} whole numbers")
-        return tuple(found)
+        if not isinstance(value, list) or len(value) != length or not all(map(_is_whole, value)):
+            raise UnsupportedModel(f"{name}={value!r} must be {length} whole numbers")
+        return tuple(value)
 
     def layer_types(
         self, num_layers: int, allowed: Sequence[str] = ("full_attention", "sliding_attention")
     ) -> tuple[str, ...] | None:
         """The field `layer_types`, one of `allowed` for each layer, or None."""
-        found = self.value("layer_types")
-        if found is None:
+        value = self.value("layer_types")
+        if value is None:
             return None
-        is_list = isinstance(found, list) and all(isinstance(kind, str) for kind in found)
-        if not is_list or len(found) != num_layers or set(found) - set(allowed):
+        is_list = isinstance(value, list) and all(isinstance(kind, str) for kind in value)
+        if not is_list or len(value) != num_layers or set(value) - set(allowed):
             raise UnsupportedModel(
-                f"layer_types={found!r} must name one of {', '.join(allowed)} for each of {num_layers} layers"
+                f"layer_types={value!r} must name one of {', '.join(allowed)} for each of {num_layers} layers"
             )
-        return tuple(found)
+        return tuple(value)
 
     def check_classes(self, allowed: Sequence[str]) -> None:
         """Refuse `architectures` that names another class than one of `allowed`."""
-        found = self.value("architectures")
-        if found and (not isinstance(found, list) or len(found) != 1 or found[0] not in allowed):
+        value = self.value("architectures")
+        if value and (not isinstance(value, list) or len(value) != 1 or value[0] not in allowed):
             raise UnsupportedModel(
-                f"architectures={found!r} is not supported, only {' or '.join(allowed)}"
+                f"architectures={value!r} is not supported, only {' or '.join(allowed)}"
             )
 
     def refuse_unread(self) -> None:
@@ -159,12 +158,10 @@ class ConfigReader:
                 raise UnsupportedModel(f"layer_types={kinds!r} is not for {self.model_type}")
 
     def fields_read(self) -> frozenset[str]:
-        """The names of all fields that have been asked for."""
         return frozenset(self._read)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a number, within the range of float32."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return -LARGEST_NUMBER <= value <= LARGEST_NUMBER
@@ -195,7 +192,7 @@ def read_rope(
     """The rotary embedding of layers of `layer_kind`, or of all layers if it is None.
 
     `theta_field` is the field outside the object that has the base; `extra` names parameters that the family reads by
-    itself; `may_be_partial` says whether its class in transformers can rotate a part of the channels.
+    itself; `may_be_partial` is whether its class in transformers can rotate a part of the channels.
     """
     fields = rope_parameters(config, layer_kind)
     max_positions = config.count("max_position_embeddings")
@@ -220,20 +217,20 @@ def read_rope(
 
 
 def _theta(fields: dict[str, Any], outside: object) -> float:
-    own = fields.get("rope_theta")
-    found = outside if own is None else own
-    if not is_number(found) or found <= 1:
-        raise UnsupportedModel(f"rope_theta={found!r} must be a number above 1")
-    return float(found)
+    inside = fields.get("rope_theta")
+    value = outside if inside is None else inside
+    if not is_number(value) or value <= 1:
+        raise UnsupportedModel(f"rope_theta={value!r} must be a number above 1")
+    return float(value)
 
 
 def rope_parameters(config: ConfigReader, layer_kind: str | None = None) -> dict[str, Any]:
     """The object with the parameters of layers of `layer_kind`; empty if the config has none.
 
-    A `rope_scaling`, if layers have kinds, is that of layers with full attention.
+    If layers have kinds, a `rope_scaling` applies to layers with full attention.
     """
-    scaling, found = config.value("rope_scaling"), config.value("rope_parameters")
-    fields = scaling or found or {}
+    scaling, parameters = config.value("rope_scaling"), config.value("rope_parameters")
+    fields = scaling or parameters or {}
     if not isinstance(fields, dict):
         raise UnsupportedModel(f"rope_parameters={fields!r} must be an object")
     if not any(kind in fields for kind in _LAYER_KINDS):
@@ -266,12 +263,12 @@ class _Scaling:
         self._left = set(fields) - _GENERAL - extra
 
     def read(self) -> RopeScaling | None:
-        kind = self._fields.get("rope_type") or self._fields.get("type") or "default"
-        if kind not in _ROPE_TYPES:
+        rope_type = self._fields.get("rope_type") or self._fields.get("type") or "default"
+        if rope_type not in _ROPE_TYPES:
             raise UnsupportedModel(
-                f"rope_type {kind!r} is not supported; these are: {', '.join(_ROPE_TYPES)}"
+                f"rope_type {rope_type!r} is not supported; these are: {', '.join(_ROPE_TYPES)}"
             )
-        made: RopeScaling | None = getattr(self, f"_{kind}")()
+        made: RopeScaling | None = getattr(self, f"_{rope_type}")()
         # Other tools copy this field into every object.
         self._left.discard(_ORIGINAL)
         unknown = sorted(name for name in self._left if self._fields[name] is not None)
@@ -340,34 +337,34 @@ class _Scaling:
     def _original(self) -> int:
         """The length before the scaling; a field outside the object comes first, as in transformers."""
         own = self._take(_ORIGINAL)
-        found = self._config.value(_ORIGINAL) or own or self._max_positions
-        if not is_number(found) or not 1 <= found <= LARGEST_COUNT:
-            raise UnsupportedModel(f"{_ORIGINAL}={found!r} must be a positive whole number")
-        return int(found)
+        value = self._config.value(_ORIGINAL) or own or self._max_positions
+        if not is_number(value) or not 1 <= value <= LARGEST_COUNT:
+            raise UnsupportedModel(f"{_ORIGINAL}={value!r} must be a positive whole number")
+        return int(value)
 
     def _number(self, name: str, default: float | None = None) -> float:
-        found = self._optional(name)
-        if found is None:
-            found = default
-        if not found:
+        value = self._optional(name)
+        if value is None:
+            value = default
+        if not value:
             raise UnsupportedModel(f"rope_parameters have no {name}, or it is 0")
-        return found
+        return value
 
     def _optional(self, name: str) -> float | None:
-        found = self._take(name)
-        if found is None:
+        value = self._take(name)
+        if value is None:
             return None
-        if not is_number(found) or not (found == 0 or 1 / _LARGEST <= found <= _LARGEST):
-            raise UnsupportedModel(f"rope_parameters: {name}={found!r} must be a positive number")
-        return float(found)
+        if not is_number(value) or not (value == 0 or 1 / _LARGEST <= value <= _LARGEST):
+            raise UnsupportedModel(f"rope_parameters: {name}={value!r} must be a positive number")
+        return float(value)
 
     def _factors(self, name: str) -> tuple[float, ...]:
-        found = self._take(name)
+        value = self._take(name)
         count = self._rotary_dim // 2
-        is_list = isinstance(found, list) and len(found) == count
-        if not is_list or not all(is_number(each) and each > 0 for each in found):
+        is_list = isinstance(value, list) and len(value) == count
+        if not is_list or not all(is_number(each) and each > 0 for each in value):
             raise UnsupportedModel(f"rope_parameters: {name} must be {count} positive numbers")
-        return tuple(map(float, found))
+        return tuple(map(float, value))
 
     def _take(self, name: str) -> Any:  # noqa: ANN401
         self._left.discard(name)
@@ -379,7 +376,7 @@ def _stretch(factor: float, mscale: float) -> float:
 
 
 _SHARED = ("dtype", "eos_token_id", "quantization_config", "torch_dtype")
-"""Fields that may stand in the outer object alone."""
+"""Fields that only the outer object may have."""
 _BIDIRECTIONAL = ("paligemma",)
 """Classes whose text models are bidirectional within a prompt."""
 
@@ -397,7 +394,7 @@ def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             f"model_type={raw['model_type']!r} is not supported: its tokens attend to later ones of a prompt"
         )
     outer = {name: raw[name] for name in _SHARED if raw.get(name) is not None}
-    # The outer class has the head, and says whether it is the embedding.
+    # The outer class has the head, and whether it is the embedding.
     own = {name: raw[name] for name in ("tie_word_embeddings",) if raw.get(name) is not None}
     return {**outer, **text, **own, "architectures": None}
 
@@ -416,9 +413,9 @@ def cache_dtype_of(scheme: object) -> torch.dtype | None:
     """The dtype of the KV cache that a scheme means; None without one. Raises UnsupportedModel for other schemes."""
     if scheme is None:
         return None
-    found = scheme if isinstance(scheme, dict) else {}
+    fields = scheme if isinstance(scheme, dict) else {}
     wrong = {
-        name: found.get(name) for name, value in SCHEME.items() if found.get(name, value) != value
+        name: fields.get(name) for name, value in SCHEME.items() if fields.get(name, value) != value
     }
     if wrong or not isinstance(scheme, dict):
         raise UnsupportedModel(

@@ -73,7 +73,6 @@ class Decoder:
         return added_and_normalised(self._kernels, x, residual, self._norm)
 
     def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """Logits [R, vocab] float32 of `states` [R, hidden]."""
         if states.shape[0] == 0:
             return states.new_empty(0, self.info.vocab_size, dtype=torch.float32)
         with running(self._adapters, logits=adapters):

@@ -100,10 +100,10 @@ class LinearLoader:
     def _column_site(self, parts: Sequence[Columns], inputs: int) -> LoraSite | None:
         if self._adapters is None:
             return None
-        found, first = list[LoraPart](), 0
+        lora_parts, first = list[LoraPart](), 0
         for part in parts:
             start, end = part.span(self._group.rank, self._group.world_size)
-            found.append(
+            lora_parts.append(
                 LoraPart(
                     name=part.name,
                     inputs=inputs,
@@ -114,7 +114,7 @@ class LinearLoader:
                 )
             )
             first += end - start
-        return self._adapters.add_site(found)
+        return self._adapters.add_site(lora_parts)
 
     def _row_site(self, name: str, inputs: int, outputs: int) -> LoraSite | None:
         if self._adapters is None:
@@ -142,7 +142,6 @@ class ExpertsLoader:
     def __init__(
         self, hidden_size: int, weights: Weights, linears: LinearLoader, group: ProcessGroup
     ) -> None:
-        """`linears` reads the linears of shared experts."""
         self._hidden = hidden_size
         self._weights = weights
         self._shared_linears = linears
@@ -158,14 +157,14 @@ class ExpertsLoader:
     ) -> MixtureWeights:
         """The experts of the layer with this prefix, by the first of `names` that the file has a router for."""
         has_router = (each for each in names if f"{prefix}{each.router}.weight" in self._weights)
-        found = next(has_router, names[0])
-        router = self._router(prefix + found.router, spec.router)
-        shared = None if spec.shared is None else self._shared(prefix, spec.shared, found)
+        expert_names = next(has_router, names[0])
+        router = self._router(prefix + expert_names.router, spec.router)
+        shared = None if spec.shared is None else self._shared(prefix, spec.shared, expert_names)
         return MixtureWeights(
             norm=norm,
             experts=ExpertsWeights(
                 router=router,
-                experts=self._experts(prefix, spec, found),
+                experts=self._experts(prefix, spec, expert_names),
                 activation=spec.activation,
                 inter=spec.intermediate_size // self._group.world_size,
                 dtype=self._weights.dtype,
@@ -202,19 +201,21 @@ class ExpertsLoader:
         self, prefix: str, spec: ExpertsSpec, names: ExpertNames
     ) -> Iterator[ExpertWeights]:
         """One expert after the other; the pages of the last one are released before the next one is read."""
-        own = f"{prefix}{names.experts}."
+        module = f"{prefix}{names.experts}."
         read: Callable[[int], ExpertWeights]
-        stacked = own + names.stacked_gate_up
+        stacked = module + names.stacked_gate_up
         if stacked in self._weights or self._weights.has_stacked_codes(stacked):
-            read = _StackedExperts(self._weights, self._group, own, self._hidden, spec, names)
+            read = _StackedExperts(self._weights, self._group, module, self._hidden, spec, names)
         else:
-            read = partial(self._expert, own, spec, names)
+            read = partial(self._expert, module, spec, names)
         for index in range(spec.router.num_experts):
             yield read(index)
             self._weights.release()
 
-    def _expert(self, own: str, spec: ExpertsSpec, names: ExpertNames, index: int) -> ExpertWeights:
-        prefix, inter = f"{own}{index}.", spec.intermediate_size
+    def _expert(
+        self, module: str, spec: ExpertsSpec, names: ExpertNames, index: int
+    ) -> ExpertWeights:
+        prefix, inter = f"{module}{index}.", spec.intermediate_size
         parts = Part(names.gate, inter), Part(names.up, inter)
         return ExpertWeights(
             gate_up=self._linears.columns(prefix, parts, self._hidden, fused=None, bias=spec.bias),
@@ -229,14 +230,13 @@ class _StackedExperts:
         self,
         weights: Weights,
         group: ProcessGroup,
-        own: str,
+        module: str,
         hidden: int,
         spec: ExpertsSpec,
         names: ExpertNames,
     ) -> None:
-        """`own` is the prefix of the tensors."""
         self._weights = weights
-        self._gate_up, self._down = own + names.stacked_gate_up, own + names.stacked_down
+        self._gate_up, self._down = module + names.stacked_gate_up, module + names.stacked_down
         self._transposed = names.transposed
         self._count, self._inter, self._hidden = (
             spec.router.num_experts,
@@ -253,7 +253,6 @@ class _StackedExperts:
             self._biases = gate_up, down if group.rank == 0 else None
 
     def __call__(self, index: int) -> ExpertWeights:
-        """The rank's part of an expert."""
         gate_up_bias = down_bias = None
         if self._biases is not None:
             gate_up_bias = torch.cat([self._biases[0][index][rows] for rows in self._gates_and_ups])
@@ -289,14 +288,12 @@ class _StackedExperts:
         return self._matrix(name, outputs, inputs, index)[rows, columns]
 
     def _matrix(self, name: str, outputs: int, inputs: int, index: int) -> Tensor:
-        """One expert's weight [outputs, inputs]."""
         if not self._transposed:
             return self._weights.stacked(name, (self._count, outputs, inputs), index)
         return self._weights.stacked(name, (self._count, inputs, outputs), index).t()
 
     @property
     def _gates_and_ups(self) -> tuple[slice, slice]:
-        """The rank's rows of gates and of ups."""
         first, end = self._channels.start, self._channels.stop
         if self._transposed:
             return slice(2 * first, 2 * end, 2), slice(2 * first + 1, 2 * end, 2)

@@ -76,20 +76,23 @@ def load_model(  # noqa: PLR0913
 
     `max_total_tokens` is the length of the longest sequence, if known: it bounds the RoPE tables and selects longrope's
     factors. The linears of the model become sites of `adapters`. With `allow_unlisted`, a class of `transformers` that
-    is not listed is loaded too, if its logits agree with those of its own attention. Raises ModelError.
+    is not listed is loaded too, if its logits agree with its own attention's. Raises ModelError.
     """
     model = ModelDescription.read(folder).with_rope(rope_override)
     if model.spec is not None:
         check_split(model.spec, group.world_size)
-        found = quantization_of(folder, quantize, model.spec, group.world_size)
+        quantization = quantization_of(folder, quantize, model.spec, group.world_size)
         is_invariant = device.type == "cpu" or not uses_plain_torch(model.spec)
-        info = replace(_info(model, folder, found, quantize), batch_invariant=is_invariant)
-        weights = Weights(folder, dtype=dtype, device=device, group=group, quantization=found)
+        info = replace(_info(model, folder, quantization, quantize), batch_invariant=is_invariant)
         ropes = RopeTables(max_total_tokens, device)
-        with closing(weights):
+        with closing(
+            Weights(folder, dtype=dtype, device=device, group=group, quantization=quantization)
+        ) as weights:
             check_biases(weights.files, model.spec)
             loader = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
-            return _checked(Decoder(model.spec, info, loader, kernels, group, adapters), weights)
+            decoder = Decoder(model.spec, info, loader, kernels, group, adapters)
+            check_unread(weights.files, decoder.spec)
+            return decoder
     _check_class(model, quantize, allow_unlisted=allow_unlisted)
     assert model.config is not None
     # The import takes a second, and models of our own decoder do not need it.
@@ -111,31 +114,30 @@ def load_model(  # noqa: PLR0913
     ).load()
 
 
-def _checked(decoder: Decoder, weights: Weights) -> Decoder:
-    check_unread(weights.files, decoder.spec)
-    return decoder
-
-
 def _info(
-    model: ModelDescription, folder: Path, found: Quantization | MadeAtLoad | None, flag: str | None
+    model: ModelDescription,
+    folder: Path,
+    quantization: Quantization | MadeAtLoad | None,
+    flag: str | None,
 ) -> ModelInfo:
-    """What the router needs to know, with the method of the weights."""
+    """The facts about the model that the router needs, with the method of the weights."""
     of_file = "gguf" if (folder / MODEL).is_file() else flag
-    return replace(model.info(), quantization=of_file if found is None else found.method)
+    return replace(
+        model.info(), quantization=of_file if quantization is None else quantization.method
+    )
 
 
 def _check_class(model: ModelDescription, quantize: str | None, *, allow_unlisted: bool) -> None:
     """Raise UnsupportedModel for a class that is not supported, and a method that only our own decoder has."""
     if quantize not in {None, "int8"}:
-        own = ", ".join(FAMILIES)
+        families = ", ".join(FAMILIES)
         raise UnsupportedModel(
-            f"{model.model_type} runs without --quantize {quantize}, which is for: {own}"
+            f"{model.model_type} runs without --quantize {quantize}, which is for: {families}"
         )
     check_model(model, allow_unlisted=allow_unlisted)
 
 
 def check_model(model: ModelDescription, *, allow_unlisted: bool) -> None:
-    """Raise UnsupportedModel for a class of `transformers` that is not supported."""
     if model.config is not None:
         from millrace_shard.models.transformers_backend.supported import check_supported  # noqa: PLC0415
 

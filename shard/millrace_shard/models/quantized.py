@@ -1,4 +1,4 @@
-"""How a model's linears are quantised, found before its weights are read."""
+"""The quantisation of a model's linears, found before its weights are read."""
 
 from __future__ import annotations
 
@@ -33,40 +33,42 @@ class NamedLinear:
 
 
 def named_linears(spec: DecoderSpec) -> list[NamedLinear]:
-    """All linears but those of routed experts, the head last."""
-    found = list[NamedLinear]()
+    """All linears except routed experts', the head last."""
+    linears = list[NamedLinear]()
     for index, layer in enumerate(spec.layers):
         prefix = f"{spec.names.layers}.{index}."
-        found += _attention(prefix, spec, layer)
-        found += _feed_forward(prefix, spec, layer)
+        linears += _attention(prefix, spec, layer)
+        linears += _feed_forward(prefix, spec, layer)
     name = spec.names.embedding if spec.tied_head else spec.names.head
-    return [*found, NamedLinear(module=name, outputs=spec.vocab_size, inputs=spec.hidden_size)]
+    return [*linears, NamedLinear(module=name, outputs=spec.vocab_size, inputs=spec.hidden_size)]
 
 
 def expert_linears(spec: DecoderSpec) -> list[NamedLinear]:
-    """Those of the first routed expert of each layer that has experts."""
-    found = list[NamedLinear]()
+    """The linears of the first routed expert of each layer that has experts."""
+    linears = list[NamedLinear]()
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.feed_forward, ExpertsSpec):
             names = spec.names.layer.experts[0]
             prefix = f"{spec.names.layers}.{index}.{names.experts}.0."
             modules = (names.gate, names.up), names.down
             width = layer.feed_forward.intermediate_size
-            found += _gated(prefix, *modules, width, spec.hidden_size)
-    return found
+            linears += _gated(prefix, *modules, width, spec.hidden_size)
+    return linears
 
 
 def _attention(prefix: str, spec: DecoderSpec, layer: LayerSpec) -> Iterator[NamedLinear]:
     names, attention, hidden = spec.names.layer, layer.attention, spec.hidden_size
-    own, theirs = (
+    query_width, kv_width = (
         count * attention.head_dim for count in (attention.num_heads, attention.num_kv_heads)
     )
-    parts = {names.query: own, names.key: theirs, names.value: theirs}
+    parts = {names.query: query_width, names.key: kv_width, names.value: kv_width}
     if names.qkv is not None:
-        parts = {names.qkv: own + 2 * theirs}
+        parts = {names.qkv: query_width + 2 * kv_width}
     for name, outputs in parts.items():
         yield NamedLinear(module=prefix + name, outputs=outputs, inputs=hidden)
-    yield NamedLinear(module=prefix + names.out, outputs=hidden, inputs=own, shares_inputs=True)
+    yield NamedLinear(
+        module=prefix + names.out, outputs=hidden, inputs=query_width, shares_inputs=True
+    )
 
 
 def _feed_forward(prefix: str, spec: DecoderSpec, layer: LayerSpec) -> list[NamedLinear]:
@@ -105,24 +107,24 @@ logger = logging.getLogger(__name__)
 def quantization_of(
     folder: Path, flag: str | None, spec: DecoderSpec, world_size: int
 ) -> Quantization | MadeAtLoad | None:
-    """The quantisation of the checkpoint, or the one that --quantize asks for; None for plain weights.
+    """The quantisation of the checkpoint, or the one that --quantize requests; None for plain weights.
 
     Raises UnsupportedModel, also for ranks that cannot share the groups of inputs.
     """
-    found = read_quantization(folder, flag)
-    if found is None:
+    quantization = read_quantization(folder, flag)
+    if quantization is None:
         made = made_at_load(flag)
         if made is not None:
             logger.info("--quantize %s: %s", made.method, made.summary)
         return made
     linears = (*named_linears(spec), *expert_linears(spec))
-    found.check_groups([(each.module, each.inputs) for each in linears])
+    quantization.check_groups([(each.module, each.inputs) for each in linears])
     shared = [(each.module, each.inputs) for each in linears if each.shares_inputs]
-    found.check_ranks(shared, world_size)
-    logger.info("quantised weights: %s", found.summary)
-    for note in found.notes:
+    quantization.check_ranks(shared, world_size)
+    logger.info("quantised weights: %s", quantization.summary)
+    for note in quantization.notes:
         logger.info("quantised weights: %s", note)
-    return found
+    return quantization
 
 
 ROWS = 64
@@ -140,10 +142,10 @@ def code_formats(
     cuts = [(each, _cut(each, rank, world_size)) for each in linears]
     made = None if quantization is not None else made_at_load(quantize)
     if made is None:
-        found = _read(folder, quantization, cuts, spec.names.head if spec.tied_head else None)
+        codes = _read(folder, quantization, cuts, spec.names.head if spec.tied_head else None)
     else:
-        found = _made(made, cuts)
-    return tuple(dict.fromkeys(map(CodeFormat.of, found)))
+        codes = _made(made, cuts)
+    return tuple(dict.fromkeys(map(CodeFormat.of, codes)))
 
 
 def _cut(linear: NamedLinear, rank: int, world_size: int) -> Cut:

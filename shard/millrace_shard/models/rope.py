@@ -32,7 +32,7 @@ def rope_table(rope: RopeSpec, num_positions: int, *, long_context: bool = False
     """A table [num_positions, rotary_dim] float32 on CPU: cosines in the first half, sines in the second, both scaled.
 
     Two kinds depend on a length. transformers takes the longest one in the batch, so that the keys of a sequence depend
-    on the other sequences and on its prefill chunks. Here a row of the table depends on its position alone:
+    on the other sequences and on its prefill chunks. Here a row of the table depends only on its position:
 
     - dynamic: position p is rotated as in a sequence of p + 1 tokens. That equals `generate` for prompts within
       `max_position_embeddings`, even if the generation exceeds it.
@@ -110,8 +110,8 @@ def _dynamic(rope: RopeSpec, scaling: DynamicScaling, positions: Tensor) -> Tens
 def _llama3(scaling: Llama3Scaling, plain: Tensor) -> Tensor:
     turns = scaling.original_positions / (2 * math.pi / plain)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * plain / scaling.factor + kept * plain
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - share) * plain / scaling.factor + share * plain
 
 
 def _yarn(rope: RopeSpec, scaling: YarnScaling, wavelengths: Tensor) -> Tensor:
@@ -168,20 +168,19 @@ def override_spec(spec: DecoderSpec, override: RopeOverride) -> DecoderSpec:
 
 def override_config(config: PretrainedConfig, override: RopeOverride) -> None:
     """Replace the scaling of `config` but keep its base and rotary share, as TGI does. Raises UnsupportedModel."""
-    found = getattr(config, "rope_parameters", None)
-    if not found:
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
         raise UnsupportedModel(f"{config.model_type} has no rotary embedding to scale")
-    if "rope_type" not in found:
-        raise UnsupportedModel(f"rope_parameters {found!r} are not of one kind for all layers")
-    kept = {k: v for k, v in found.items() if k in {"rope_theta", "partial_rotary_factor"}}
-    config.rope_parameters = {"rope_type": override.kind, "factor": override.factor, **kept}
+    if "rope_type" not in parameters:
+        raise UnsupportedModel(f"rope_parameters {parameters!r} are not of one kind for all layers")
+    base = {k: v for k, v in parameters.items() if k in {"rope_theta", "partial_rotary_factor"}}
+    config.rope_parameters = {"rope_type": override.kind, "factor": override.factor, **base}
 
 
 class RopeTables:
     """Makes each table once."""
 
     def __init__(self, max_total_tokens: int | None, device: torch.device) -> None:
-        """`max_total_tokens` is the length of the longest sequence, if known."""
         self._max_total_tokens = max_total_tokens
         self._device = device
         self._tables: dict[RopeSpec, Tensor] = {}

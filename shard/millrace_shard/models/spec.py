@@ -10,7 +10,7 @@ from millrace_shard.kernels.layer_weights import Activation, ClampedSwiglu
 
 
 class NormPlaces(Enum):
-    """Where a layer has norms."""
+    """The positions of a layer's norms."""
 
     BEFORE = "before"
     """Before attention and feed-forward, as in Llama."""
@@ -145,7 +145,7 @@ class LayerNames:
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
     qkv: str | None = None
-    """One module whose outputs are those of query, key and value, which the file does not have then."""
+    """One module with the outputs of query, key and value, which the file does not have then."""
     out: str = "self_attn.o_proj"
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
@@ -154,10 +154,10 @@ class LayerNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     gate_up: str | None = None
-    """One module whose outputs are those of gate and up, gates first."""
+    """One module with the outputs of gate and up, gates first."""
     down: str = "mlp.down_proj"
     experts: tuple[ExpertNames, ...] = (ExpertNames(),)
-    """Where the file has no router by the first names, the next ones hold."""
+    """Alternatives: the first names whose router is in the file hold."""
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
@@ -185,7 +185,6 @@ class GatedSpec:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The numbers of channels that ranks share."""
         return (self.intermediate_size,)
 
 
@@ -222,7 +221,6 @@ class ExpertsSpec:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The numbers of channels that ranks share."""
         return self.intermediate_size, *(self.shared.mlp.widths if self.shared else ())
 
 
@@ -288,7 +286,7 @@ class DecoderSpec:
     tied_head: bool = False
     """Whether the head is the embedding."""
     may_lack_head: bool = False
-    """Whether the file may have no head, because only hidden states are asked for."""
+    """Whether the file may lack a head, because only hidden states are requested."""
     embedding_multiplier: float = 1.0
     """Rounded to the model's dtype before it is used."""
     logit_multiplier: float = 1.0
@@ -298,5 +296,4 @@ class DecoderSpec:
 
     @property
     def num_stored_layers(self) -> int:
-        """The number of layers in the file."""
         return len(self.layers) + self.num_more_layers

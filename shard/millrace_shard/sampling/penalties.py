@@ -54,8 +54,8 @@ def penalise(scores: Tensor, rows: Tensor, tokens: PastTokens, penalties: Penalt
     # Padding is replaced by the row's first token: the same value is then written to its score several times.
     ids = torch.where(held, tokens.ids, tokens.ids[:, :1])
     line = scores.view(-1)
-    places = rows[:, None] * scores.shape[1] + ids
-    before = line[places]
+    index = rows[:, None] * scores.shape[1] + ids
+    before = line[index]
     penalty = penalties.repetition
     after = finite(torch.where(before < 0, before * penalty, before / penalty), before)
     if penalties.uses_counts:
@@ -68,7 +68,7 @@ def penalise(scores: Tensor, rows: Tensor, tokens: PastTokens, penalties: Penalt
         after = finite(after - penalties.frequency * in_all / tokens.lengths, after)
         after = finite(after - penalties.presence * (generated > 0), after)
         after = finite(after - penalties.openai_frequency * generated, after)
-    line[places] = after
+    line[index] = after
 
 
 def finite(changed: Tensor, before: Tensor) -> Tensor:
@@ -84,12 +84,12 @@ def forbid(scores: Tensor, rows: Tensor, ids: Tensor) -> None:
 
 def forbid_if_others(scores: Tensor, rows: Tensor, ids: Tensor) -> None:
     """Forbid `ids` as `forbid` does, except in rows that would have no possible token left."""
-    place = (rows[:, None], ids[None, :])
-    before = scores[place]
-    scores[place] = float("-inf")
+    index = (rows[:, None], ids[None, :])
+    before = scores[index]
+    scores[index] = float("-inf")
     has_others = scores.index_select(0, rows).amax(-1, keepdim=True) > float("-inf")
     # With a NaN in the row the comparison is false: the scores stay as they are, and the row fails.
-    scores[place] = torch.where(has_others, float("-inf"), before)
+    scores[index] = torch.where(has_others, float("-inf"), before)
 
 
 Bias = tuple[tuple[int, float], ...]
@@ -108,7 +108,7 @@ class _Layout:
     """The biases of all rows of one step, concatenated. Consecutive steps usually have the same rows."""
 
     key: tuple[bytes, bytes, int]
-    places: Tensor
+    index: Tensor
     """[B] int64, indexes into the flattened scores."""
     values: Tensor
     """[B] float32."""
@@ -151,8 +151,8 @@ class BiasTable:
         """
         layout = self._layout_of(rows, slots, scores.shape[1])
         line = scores.view(-1)
-        before = line[layout.places]
-        line[layout.places] = finite(before + layout.values, before)
+        before = line[layout.index]
+        line[layout.index] = finite(before + layout.values, before)
 
     def _layout_of(self, rows: Ints, slots: Ints, size: int) -> _Layout:
         key = (rows.tobytes(), slots.tobytes(), size)
@@ -183,23 +183,22 @@ class TokenCounts:
         self._kernels = kernels
         self._counts: Tensor | None = None
         self._num_counted = np.zeros(len(token_table), dtype=np.int64)
-        """[slots], the tokens of each slot that are counted; 0 means that its counts have no meaning."""
+        """[slots], the tokens of each slot that are counted; 0 means that its counts are undefined."""
 
     def forget(self, slot: int) -> None:
-        """Another sequence takes over `slot`."""
         self._num_counted[slot] = 0
 
     def penalise(self, scores: Tensor, chosen: Ints, rows: SamplingRows) -> None:
         """Penalise the rows `chosen` [n] of `scores` [R, V] float32, contiguous, in place; they are `rows`."""
-        slots, places = np.unique(rows.table_rows, return_inverse=True)
+        slots, index = np.unique(rows.table_rows, return_inverse=True)
         # A slot may have rows at several positions. The tokens past the first position are draft tokens, not counted.
         ends = np.full(len(slots), np.iinfo(np.int64).max)
-        np.minimum.at(ends, places, rows.positions)
+        np.minimum.at(ends, index, rows.positions)
         prompts = rows.parameters["num_prompt"]
         num_prompt = np.empty_like(slots)
-        num_prompt[places] = prompts
+        num_prompt[index] = prompts
         counts = self._count(slots, ends, num_prompt, scores.shape[1])
-        columns = np.stack([chosen, rows.table_rows, ends[places], rows.positions, prompts])
+        columns = np.stack([chosen, rows.table_rows, ends[index], rows.positions, prompts])
         self._kernels.penalise(
             scores, counts, self._table, upload(columns, scores.device), _penalties(rows, scores)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,21 @@ from millrace_shard.device import transfers
 from millrace_shard.device.transfers import upload
 
 MOST_KEPT = 64
+TILE_ELEMENTS = 1 << 19
+"""Scores per tile on CPU, so that the result of a pass is still in the cache for the next pass."""
+DEVICE_TILE_ELEMENTS = 1 << 23
+"""Scores per tile elsewhere, which bounds scratch memory to some 40 bytes each whatever the batch is."""
+
+
+def tile_height(device: torch.device, width: int) -> int:
+    most = TILE_ELEMENTS if device.type == "cpu" else DEVICE_TILE_ELEMENTS
+    return max(1, most // width)
+
+
+def tiles(rows: Ints, device: torch.device, width: int) -> Iterator[Ints]:
+    """Split `rows`, of `width` elements each, into parts that are processed together."""
+    height = tile_height(device, width)
+    return (rows[start : start + height] for start in range(0, len(rows), height))
 
 
 class RowIndexes:
@@ -30,12 +46,12 @@ class RowIndexes:
         if transfers.is_synchronous(self._device):
             return upload(rows, self._device)
         key = rows.tobytes()
-        kept = self._kept.get(key)
-        if kept is None:
+        index = self._kept.get(key)
+        if index is None:
             if len(self._kept) == MOST_KEPT:
                 self._kept.clear()
-            kept = self._kept[key] = upload(rows, self._device)
-        return kept
+            index = self._kept[key] = upload(rows, self._device)
+        return index
 
 
 PENALTIES = (
@@ -49,7 +65,7 @@ FLOATS = (
     *(one.name for one in SCALARS if type(one.default) is float and one.name not in PENALTIES),
 )
 INTS = ("top_k", "do_sample", "num_prompt")
-PLACES = {name: place for place, name in enumerate((*FLOATS, *INTS))}
+WORDS = {name: index for index, name in enumerate((*FLOATS, *INTS))}
 LARGEST = np.iinfo(np.int32).max
 
 
@@ -58,8 +74,8 @@ class SlotParameters:
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.indexes = RowIndexes(device)
-        self._words = torch.zeros(len(PLACES), num_slots + 1, dtype=torch.int32, device=device)
-        self._words[PLACES["temperature"]].view(torch.float32).fill_(1.0)
+        self._words = torch.zeros(len(WORDS), num_slots + 1, dtype=torch.int32, device=device)
+        self._words[WORDS["temperature"]].view(torch.float32).fill_(1.0)
 
     def admit(self, slots: Ints, parameters: NDArray[np.void]) -> None:
         """Write the `parameters` [n], of dtype PARAMETERS, of the sequences that take over `slots` [n]."""
@@ -83,7 +99,7 @@ class DeviceRows:
     positions: Tensor
     """[n] int64, as in SamplingRows."""
     uniforms: Tensor
-    """[n] int64 of UNIFORM_BITS bits; without meaning where no row draws."""
+    """[n] int64 of UNIFORM_BITS bits; undefined if no row draws."""
     parameters: SlotParameters
 
     @cached_property
@@ -117,7 +133,7 @@ class DeviceRows:
 
 def parameter(words: Tensor, name: str) -> Tensor:
     """[n], the parameter `name` among `words` [words, n]: float32 or int64."""
-    word = words[PLACES[name]]
+    word = words[WORDS[name]]
     return word.view(torch.float32) if name in FLOATS else word.long()
 
 
@@ -144,6 +160,13 @@ class SamplingRows:
             table_rows=self.table_rows[rows],
             device=None if self.device is None else self.device.select(rows),
         )
+
+    def column(self, name: str, target: torch.device, chosen: Ints | None = None) -> Tensor:
+        """One parameter of the rows, or of those that are `chosen`, [n, 1] on `target`."""
+        if self.device is not None:
+            return (self.device if chosen is None else self.device.select(chosen)).column(name)
+        values = self.parameters[name]
+        return upload(values if chosen is None else values[chosen], target)[:, None]
 
 
 def is_unfiltered(p: NDArray[np.void]) -> Mask:
@@ -178,7 +201,7 @@ def is_narrow(p: NDArray[np.void], num_candidates: int) -> Mask:
 
 
 def is_penalised(p: NDArray[np.void]) -> Mask:
-    """Which rows have a penalty."""
+
     penalised: Mask = (p["repetition_penalty"] != 1) | is_counted(p)
     return penalised
 
@@ -202,13 +225,13 @@ def is_too_short(rows: SamplingRows) -> Mask:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowGroups:
-    """Indexes of R rows by the operations that they need, ascending; they depend on the parameters alone."""
+    """Indexes of R rows by the operations that they need, ascending; they depend only on the parameters."""
 
     watermarked: Ints
     penalised: Ints
     biased: Ints
     ruled: Ints
-    """Rows of sequences with rules of their own."""
+    """Rows of sequences with rules."""
     has_minimum: bool
     """Whether any row has a minimum of new tokens."""
     is_greedy: Mask

@@ -27,9 +27,9 @@ class AllowedTokens:
 
     def apply(self, line: Tensor) -> None:
         """Forbid all others in `line` [V] float32, in place."""
-        kept = line[self._ids]
+        allowed = line[self._ids]
         line.fill_(NEGATIVE_INFINITY)
-        line[self._ids] = kept
+        line[self._ids] = allowed
 
 
 class BadWords:
@@ -40,20 +40,22 @@ class BadWords:
         beginnings = np.full((len(words), self._width), NO_ID, dtype=np.int64)
         for row, word in zip(beginnings, words, strict=True):
             row[self._width - len(word) + 1 :] = word[:-1]
-        last, places = np.unique([word[-1] for word in words], return_inverse=True)
+        last, last_index = np.unique([word[-1] for word in words], return_inverse=True)
         self._beginnings = upload(beginnings, device)
         self._last = upload(last.astype(np.int64), device)
         # [distinct last ids, words]: which words end with which id.
-        self._ends = upload(places[None, :] == np.arange(len(last))[:, None], device)
+        self._ends = upload(last_index[None, :] == np.arange(len(last))[:, None], device)
 
     def apply(self, line: Tensor, tokens: Tensor, position: Tensor, num_prompt: Tensor) -> None:
         """Forbid in `line` [V] what would complete a passage, in place.
 
-        `tokens` [L] int32 are those of the sequence, the first `position` [] of which count; the prompt's do not.
+        The first `position` [] of `tokens` [L] int32 are the sequence's; tokens of the prompt do not count.
         """
-        places = position - self._width + torch.arange(self._width, device=line.device)
-        recent = tokens[places.clamp(min=0)].long()
-        fits = (self._beginnings == NO_ID) | ((self._beginnings == recent) & (places >= num_prompt))
+        positions = position - self._width + torch.arange(self._width, device=line.device)
+        recent = tokens[positions.clamp(min=0)].long()
+        fits = (self._beginnings == NO_ID) | (
+            (self._beginnings == recent) & (positions >= num_prompt)
+        )
         completes = (self._ends & fits.all(-1)).any(-1)
         line[self._last] = line[self._last].masked_fill(completes, NEGATIVE_INFINITY)
 
@@ -76,13 +78,13 @@ class DryPenalty:
     def apply(self, line: Tensor, tokens: Tensor, position: Tensor, most: int) -> None:
         """Change `line` [V] float32 in place; finite scores stay finite.
 
-        `tokens` [L] int32 are those of the sequence, the first `position` [] of which count, at most `most`.
+        The first `position` [] of `tokens` [L] int32 are the sequence's, at most `most`.
         """
         width = min(most, self._window or most)
-        places = position - width + torch.arange(width, device=line.device)
-        held = tokens[places.clamp(min=0)].long()
+        positions = position - width + torch.arange(width, device=line.device)
+        held = tokens[positions.clamp(min=0)].long()
         # Before the first token there is nothing: it equals no token, and ends every passage.
-        can_match = (places >= 0) & ~self._is_breaker[held]
+        can_match = (positions >= 0) & ~self._is_breaker[held]
         lengths = _lengths(held, can_match)
         following = held[1:]
         longest = torch.zeros(len(line), dtype=torch.int64, device=line.device)
@@ -99,7 +101,7 @@ def _lengths(held: Tensor, can_match: Tensor) -> Tensor:
     goes_on = torch.ones(count, dtype=torch.bool, device=held.device)
     for back in range(min(MAX_LENGTH, count)):
         end = len(held) - 1 - back
-        # The token `back` places before each of the places `back` to `count`.
+        # The token `back` positions before each of the positions `back` to `count`.
         equal = (held[: count - back] == held[end]) & can_match[: count - back] & can_match[end]
         goes_on[back:] &= equal
         goes_on[:back] = False
@@ -113,7 +115,7 @@ def _penalties(dry: Dry) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     is_free = lengths < max(1, dry.allowed_length)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         penalties = dry.multiplier * np.float64(dry.base) ** (lengths - dry.allowed_length)
-    # Zero times an infinite power is no penalty.
+    # Zero times an infinite power is NaN: the penalty is then zero.
     bounded = np.nan_to_num(np.where(is_free, 0.0, penalties), nan=0.0)
     clipped: np.ndarray[tuple[int], np.dtype[np.float32]] = np.clip(bounded, 0, FLOAT32.max).astype(
         np.float32
@@ -168,18 +170,18 @@ class RuleTable:
             rules = self._of(slot, logits.shape[1])
             line, tokens = logits[row], self._token_table[slot]
             if rules.dry is not None:
-                position, _ = self._place(rows, row)
+                position, _ = self._token_counts(rows, row)
                 rules.dry.apply(line, tokens, position, int(rows.positions[row]))
             if rules.allowed is not None:
                 rules.allowed.apply(line)
             if rules.bad_words is not None:
-                position, num_prompt = self._place(rows, row)
+                position, num_prompt = self._token_counts(rows, row)
                 rules.bad_words.apply(line, tokens, position, num_prompt)
             if rules.stop_ids is not None and is_short[row]:
                 line[rules.stop_ids] = NEGATIVE_INFINITY
 
-    def _place(self, rows: SamplingRows, row: int) -> tuple[Tensor, Tensor]:
-        """Return the number of tokens before a row's, and of those in the prompt, each [] on the device."""
+    def _token_counts(self, rows: SamplingRows, row: int) -> tuple[Tensor, Tensor]:
+        """The number of tokens before a row's token, and the length of its prompt, each [] on the device."""
         if rows.device is None:
             num_prompt = rows.parameters["num_prompt"][row]
             both = upload(np.array([rows.positions[row], num_prompt], dtype=np.int64), self._device)

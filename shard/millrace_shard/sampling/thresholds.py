@@ -106,7 +106,6 @@ def threshold_by_sorting(keys: Tensor, weights: Tensor, budget: Tensor) -> Tenso
 
 
 def threshold_of_sorted(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
-    """The threshold of keys that are in descending order."""
     num_kept = (weights.cumsum(-1) - weights < budget).sum(-1, keepdim=True)
     return keys.gather(1, (num_kept - 1).clamp_(min=0))
 
@@ -134,6 +133,6 @@ def threshold_by_buckets(keys: Tensor, weights: Tensor, budget: Tensor) -> Tenso
             continue
         order = here[np.argsort(-values[row, here])]
         before = ends[row, chosen[row] - 1] if chosen[row] else 0.0
-        kept = before + loads[row, order].cumsum() - loads[row, order] < limits[row]
-        least[row] = values[row, order[max(0, int(kept.sum()) - 1)]]
+        is_kept = before + loads[row, order].cumsum() - loads[row, order] < limits[row]
+        least[row] = values[row, order[max(0, int(is_kept.sum()) - 1)]]
     return torch.from_numpy(least)[:, None]

@@ -139,10 +139,10 @@ def drop_below(scores: Tensor, least: Tensor) -> Tensor:
         return scores.masked_fill(scores < least, NEGATIVE_INFINITY)
     # A comparison of each row with a number takes an eighth of the time of a mask.
     limits = torch.nextafter(least, torch.full_like(least, NEGATIVE_INFINITY))
-    kept = torch.empty_like(scores)
+    result = torch.empty_like(scores)
     for row, limit in enumerate(limits.squeeze(1).tolist()):
-        torch.threshold(scores[row], limit, NEGATIVE_INFINITY, out=kept[row])
-    return kept
+        torch.threshold(scores[row], limit, NEGATIVE_INFINITY, out=result[row])
+    return result
 
 
 def surprise(probabilities: Tensor, log_probabilities: Tensor) -> Tensor:
@@ -209,10 +209,10 @@ def _best(scores: Tensor, width: int, blocks: tuple[int, ...]) -> tuple[Tensor, 
     inside = columns.gather(2, chosen[:, None, :].expand(-1, height, -1)).flatten(1)
     # The scores at the end that fill no block are all searched.
     pool = torch.cat([inside, scores[:, body:]], 1)
-    values, places = _best(pool, width, blocks[1:])
-    in_blocks = chosen.gather(1, places % width) + places // width * num_blocks
-    left_over = places + (body - height * width)
-    return values, torch.where(places < height * width, in_blocks, left_over)
+    values, index = _best(pool, width, blocks[1:])
+    in_blocks = chosen.gather(1, index % width) + index // width * num_blocks
+    left_over = index + (body - height * width)
+    return values, torch.where(index < height * width, in_blocks, left_over)
 
 
 def join_candidates(parts: list[Candidates]) -> Candidates:

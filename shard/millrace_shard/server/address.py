@@ -1,4 +1,4 @@
-"""Where a shard listens: at a unix socket of its own, or with TLS at a TCP address."""
+"""The address of a shard: a unix socket, or a TCP address with TLS."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class SocketFile:
         self._inode: tuple[int, int] | None = None
 
     def check_free(self) -> None:
-        """Raise SocketTaken if a process listens at the path, or it is no socket. An abandoned socket is free."""
+        """Raise SocketTaken if a process listens at the path, or it is not a socket. An abandoned socket is free."""
         try:
             mode = self.path.stat().st_mode
         except FileNotFoundError:

@@ -61,17 +61,17 @@ class MedusaConfig:
 
 
 def is_medusa(folder: Path) -> bool:
-    """Whether the config in `folder` is that of Medusa heads."""
+    """Whether the config in `folder` describes Medusa heads."""
     return HEADS in _read_json(folder / "config.json")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, or an empty one."""
     try:
-        found = parse_json(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 logger = logging.getLogger(__name__)

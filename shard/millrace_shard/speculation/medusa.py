@@ -128,7 +128,7 @@ class MedusaProposer(Proposer):
         self._batch = batch
         self._states = torch.zeros(size, model.hidden_size, dtype=dtype, device=batch.device)
         self._is_fresh = np.zeros(size, dtype=np.bool_)
-        """Whether the state is that of the second to last token."""
+        """Whether the state belongs to the second to last token."""
 
     def admit(self, sequence: Sequence) -> None:
         """The sequence has no state before its prompt is computed."""

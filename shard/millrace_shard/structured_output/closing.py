@@ -57,12 +57,12 @@ class ClosingTokens:
         bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits)
         if len(allowed) > FEW:
-            known: list[int] = self.ids[bits[self.ids] != 0].tolist()
-            return known or allowed[:FEW].tolist()
+            candidates: list[int] = self.ids[bits[self.ids] != 0].tolist()
+            return candidates or allowed[:FEW].tolist()
         return sorted(allowed.tolist(), key=self._rank_of)
 
     def closes(self, id_: int) -> bool:
-        """Whether the token is closing brackets alone, which come first where few tokens are allowed."""
+        """Whether the token consists only of closing brackets, which come first where few tokens are allowed."""
         return not self.tokenizer.decode_bytes([id_]).strip(b"]}")
 
     def _rank_of(self, id_: int) -> tuple[int, int, int]:
@@ -132,15 +132,17 @@ def short_ending(matcher: LLMatcher, tokens: ClosingTokens, *, most: int) -> End
     ending = (*walk.path, tokens.eos_token_id)
     if not leads_to_end(matcher, ending):
         return None
-    ending = _without_loop(matcher, ending, walk.places)
+    ending = _without_loop(matcher, ending, walk.positions)
     return ending if len(ending) <= most else None
 
 
 def _without_loop(
-    matcher: LLMatcher, ending: Ending, places: Mapping[bytes, Sequence[int]]
+    matcher: LLMatcher, ending: Ending, positions: Mapping[bytes, Sequence[int]]
 ) -> Ending:
     """`ending` without the longest stretch that begins and ends where the same tokens are allowed, if it may go."""
-    spans = ((last - first, first) for some in places.values() for first in some for last in some)
+    spans = (
+        (last - first, first) for some in positions.values() for first in some for last in some
+    )
     for length, first in sorted(spans, reverse=True)[:MAX_CUTS]:
         shorter = ending[:first] + ending[first + length :]
         if length > 0 and leads_to_end(matcher, shorter):
@@ -155,7 +157,7 @@ class _Walk:
         self.walker = walker
         self.path: list[int] = []
         self.num_steps = 0
-        self.places: defaultdict[bytes, list[int]] = defaultdict(list)
+        self.positions: defaultdict[bytes, list[int]] = defaultdict(list)
         """The lengths of the path where a choice was made among the tokens of each mask."""
         self._tokens = tokens
         self._visits: defaultdict[bytes, Counter[int]] = defaultdict(Counter)
@@ -172,16 +174,15 @@ class _Walk:
         return bool(ids) and self.walker.consume_tokens(ids)
 
     def _forced_text(self) -> str:
-        """The text that has to follow, up to a special token."""
         # On a copy: where special tokens have to follow, the call spoils the state of the matcher.
-        found = self.walker.deep_copy().compute_ff_bytes()
-        return found.partition(SPECIAL_MARK)[0].decode(errors="ignore")
+        forced = self.walker.deep_copy().compute_ff_bytes()
+        return forced.partition(SPECIAL_MARK)[0].decode(errors="ignore")
 
     def take_best(self) -> bool:
         """Take the most promising token; False if there is none."""
         mask = self.walker.compute_bitmask()
         visits = self._visits[mask]
-        self.places[mask].append(len(self.path))
+        self.positions[mask].append(len(self.path))
         allowed = self._tokens.among(mask)
         if allowed and self._tokens.closes(allowed[0]):
             # Each bracket of many is progress, although the same tokens are allowed behind it.
@@ -236,7 +237,7 @@ class ClosingState:
 
 
 class Closing:
-    """Follows one text. What it does is a function of the tokens and of their limit alone.
+    """Follows one text. What it does depends only on the tokens and their limit.
 
     So a text that is computed again, or in other steps, is closed in the same place with the same tokens.
     """
@@ -259,30 +260,30 @@ class Closing:
         next_look = self._later(0) if is_out_of_reach else 0
         self.state = ClosingState(next_look, first or ())
 
-    def next_token(self, place: int) -> int | None:
-        """The token that has to come after `place` tokens, which the last look was at; None for any."""
+    def next_token(self, position: int) -> int | None:
+        """The token that has to come after `position` tokens, which the last look was at; None for any."""
         state = self.state
-        return None if state.began is None else state.ending[place - state.began]
+        return None if state.began is None else state.ending[position - state.began]
 
-    def look(self, matcher: LLMatcher, place: int) -> None:
-        """See whether the text of `matcher`, which has `place` tokens, has to be closed now."""
+    def look(self, matcher: LLMatcher, position: int) -> None:
+        """See whether the text of `matcher`, which has `position` tokens, has to be closed now."""
         state = self.state
-        if state.began is not None or place < state.next_look:
+        if state.began is not None or position < state.next_look:
             return
         if matcher.is_accepting():
-            self.state = replace(state, next_look=place + 1)
+            self.state = replace(state, next_look=position + 1)
             return
-        left, ending = self.limit - place, state.ending
+        left, ending = self.limit - position, state.ending
         if not ending or not leads_to_end(matcher, ending):
             ending = short_ending(matcher, self._tokens, most=left) or ()
         slack = left - len(ending) - self._margin
         if not ending or left < len(ending):
-            self.state = ClosingState(self._later(place), ending)
+            self.state = ClosingState(self._later(position), ending)
         elif slack <= 0:
-            self.state = ClosingState(place, ending, place)
+            self.state = ClosingState(position, ending, position)
         else:
-            self.state = ClosingState(place + max(1, slack // 2), ending)
+            self.state = ClosingState(position + max(1, slack // 2), ending)
 
-    def _later(self, place: int) -> int:
+    def _later(self, position: int) -> int:
         """The place of the next look, after one that found the limit out of reach."""
-        return place + max(PATIENCE, (self.limit - place) * 3 // 4)
+        return position + max(PATIENCE, (self.limit - position) * 3 // 4)

@@ -40,7 +40,6 @@ class GrammarProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None while there is no process."""
         process = self._process
         return None if process is None else process.pid
 
@@ -74,7 +73,6 @@ class GrammarProcess:
         return said["lark"]
 
     def close(self) -> None:
-        """Kill the process and its forks."""
         with self._lock:
             self._end()
 

@@ -36,18 +36,18 @@ def with_exact_schemas(lark: str) -> str:
 
     Raises SchemaInvalid for a schema that llguidance would not enforce, unless it is `lenient`; RecursionError.
     """
-    parts, done, place = list[str](), 0, 0
-    while (token := _TOKEN.search(lark, place)) is not None:
-        place = token.end()
+    parts, done, position = list[str](), 0, 0
+    while (token := _TOKEN.search(lark, position)) is not None:
+        position = token.end()
         if token["json"] is None:
             continue
         try:
-            schema, end = _DECODER.raw_decode(lark, place)
+            schema, end = _DECODER.raw_decode(lark, position)
         except ValueError:
             # llguidance reports the error and its place.
             return lark
-        parts += [lark[done:place], _exact(schema) or lark[place:end]]
-        done = place = end
+        parts += [lark[done:position], _exact(schema) or lark[position:end]]
+        done = position = end
     return "".join([*parts, lark[done:]])
 
 
@@ -79,7 +79,7 @@ def lark_of(grammar: Grammar) -> str:
         lark = TRANSLATIONS[grammar.kind](grammar.source)
     except SchemaInvalid as error:
         raise GrammarInvalid(str(error)) from error
-    # The last option overrides those of the grammar. The grammar is wrapped in an object, because llguidance reads a
+    # The last option overrides the grammar's options. The grammar is wrapped in an object, because llguidance reads a
     # text that begins with a brace as its own format.
     return json.dumps({"grammars": [{"lark_grammar": lark + NO_FORCING}]})
 

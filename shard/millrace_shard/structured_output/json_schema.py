@@ -71,8 +71,8 @@ class References:
         changed = True
         while changed:
             changed = False
-            for uri, known in self._productive.items():
-                if not known and self.is_productive(self.targets[uri]):
+            for uri, is_productive in self._productive.items():
+                if not is_productive and self.is_productive(self.targets[uri]):
                     self._productive[uri] = changed = True
 
     def loop(self) -> str | None:
@@ -107,20 +107,20 @@ class References:
             options = _list(schema, name)
             if options and not any(self.is_productive(option) for option in options):
                 return False
-        return any(self._allows(kind, schema) for kind in _types(schema))
+        return any(self._allows(type_, schema) for type_ in _types(schema))
 
-    def _allows(self, kind: str, schema: Schema) -> bool:
-        if kind == "object":
+    def _allows(self, type_: str, schema: Schema) -> bool:
+        if type_ == "object":
             return self._object_ends(schema)
-        if kind == "array":
+        if type_ == "array":
             return self._array_ends(schema)
         return True
 
     def _object_ends(self, schema: Schema) -> bool:
         properties = schema.get("properties")
-        known = properties if isinstance(properties, dict) else {}
+        schemas = properties if isinstance(properties, dict) else {}
         others = True if schema.get("patternProperties") else schema.get("additionalProperties")
-        return all(self.is_productive(known.get(name, others)) for name in _names(schema))
+        return all(self.is_productive(schemas.get(name, others)) for name in _names(schema))
 
     def _array_ends(self, schema: Schema) -> bool:
         least = schema.get("minItems", 0)
@@ -138,8 +138,8 @@ class References:
         while waiting:
             part, base = waiting.pop()
             if isinstance(part, dict):
-                if isinstance(own := part.get("$id"), str):
-                    base = urljoin(base, own).partition("#")[0]
+                if isinstance(identifier := part.get("$id"), str):
+                    base = urljoin(base, identifier).partition("#")[0]
                     self._resources.setdefault(base, part)
                 if isinstance(name := part.get("$anchor"), str):
                     self._anchors[f"{base}#{name}"] = part
@@ -153,13 +153,12 @@ class References:
             if isinstance(part, dict):
                 uri = self._uri(part)
                 if uri is not None and uri not in self.targets:
-                    found = self._target(uri)
-                    self.targets[uri] = found
-                    waiting.append(found)
+                    target = self._target(uri)
+                    self.targets[uri] = target
+                    waiting.append(target)
                 waiting += [sub for _, sub in subschemas(part)]
 
     def _in_place(self, schema: object) -> Iterator[str]:
-        """References that apply to the same value as `schema`."""
         waiting = [schema]
         while waiting:
             part = waiting.pop()
@@ -180,18 +179,18 @@ class References:
     def _target(self, uri: str) -> object:
         """The schema at `uri`, or True if this document has none."""
         url, _, fragment = uri.partition("#")
-        found: Any = self._resources.get(url, True)
+        value: Any = self._resources.get(url, True)
         if fragment and not fragment.startswith("/"):
             return self._anchors.get(uri, True)
         for step in fragment.split("/")[1:]:
             key = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and key in found:
-                found = found[key]
-            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-                found = found[int(key)]
+            if isinstance(value, dict) and key in value:
+                value = value[key]
+            elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+                value = value[int(key)]
             else:
                 return True
-        return found
+        return value
 
 
 def _types(schema: Schema) -> tuple[str, ...]:
@@ -210,8 +209,8 @@ def _names(schema: Schema) -> list[str]:
 
 
 def _list(schema: Schema, name: str) -> list[Any]:
-    found = schema.get(name)
-    return found if isinstance(found, list) else []
+    value = schema.get(name)
+    return value if isinstance(value, list) else []
 
 
 MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -232,14 +231,14 @@ SINGLES = frozenset(
 
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The schemas directly within `schema`, with their paths from it; other values are left out."""
-    for name, found in schema.items():
-        if isinstance(found, list):
+    for name, value in schema.items():
+        if isinstance(value, list):
             if name in LISTS:
-                yield from ((f"{name}/{index}", sub) for index, sub in enumerate(found))
-        elif isinstance(found, dict) and name in MAPS:
-            yield from ((f"{name}/{key}", sub) for key, sub in found.items())
-        elif isinstance(found, dict | bool) and name in SINGLES:
-            yield name, found
+                yield from ((f"{name}/{index}", sub) for index, sub in enumerate(value))
+        elif isinstance(value, dict) and name in MAPS:
+            yield from ((f"{name}/{key}", sub) for key, sub in value.items())
+        elif isinstance(value, dict | bool) and name in SINGLES:
+            yield name, value
 
 
 MAX_DEPTH = 64
@@ -265,7 +264,7 @@ FORMATS: dict[object, Sequence[Schema]] = {
 """The parts of formats that llguidance does not enforce."""
 IN_URIS = "%/:?@!$&'()*+,;=-._~"
 STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
-"""Users write names in references without escapes, such as `#/$defs/Page[é]`, which is no URI (RFC 3986)."""
+"""Users write names in references without escapes, such as `#/$defs/Page[é]`, which is not a URI (RFC 3986)."""
 LEAST_STEP, STEP = 2.0**-40, 2.0**-50
 """The distance from an excluded bound to the next allowed number, absolute and as a share of the bound."""
 
@@ -286,7 +285,7 @@ def read_schema(source: str) -> Schema:
         raise SchemaInvalid("the schema `false` allows nothing")
     if not isinstance(schema, dict):
         raise SchemaInvalid("a schema is an object or a boolean")
-    # Users may not set options of llguidance, and `x-guidance` is no keyword of JSON Schema.
+    # Users may not set options of llguidance, and `x-guidance` is not a keyword of JSON Schema.
     schema.pop("x-guidance", None)
     schema["x-guidance"] = SPACING | {"json_allowed_escapes": make_exact(schema)}
     return schema
@@ -302,12 +301,12 @@ def make_exact(schema: Schema) -> str:
     escapes = allowed_escapes(schema, parts)
     if escapes is None:
         raise SchemaInvalid(
-            "control characters are not supported where names that are not listed are allowed beside others"
+            "control characters are not supported where names that are not listed are allowed as well"
         )
     _move_bounds(parts)
-    for place, part in placed:
+    for pointer, part in placed:
         _mend(part)
-        _check(part, place)
+        _check(part, pointer)
     references = References(schema)
     if (uri := references.loop()) is not None:
         raise SchemaInvalid(f"`$ref` {uri!r} refers to itself without going into a value")
@@ -318,30 +317,30 @@ def make_exact(schema: Schema) -> str:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _parts(schema: Schema) -> list[tuple[str, Schema]]:
     """Every schema that is an object, with its path: those within `schema` and those that references lead to."""
     parts = list(_parts_within(schema, "#"))
-    known = {id(part) for _, part in parts}
+    seen = {id(part) for _, part in parts}
     for uri, target in References(schema).targets.items():
-        for place, part in _parts_within(target, uri):
-            if id(part) not in known:
-                known.add(id(part))
-                parts.append((place, part))
+        for pointer, part in _parts_within(target, uri):
+            if id(part) not in seen:
+                seen.add(id(part))
+                parts.append((pointer, part))
     return parts
 
 
 def _parts_within(schema: object, path: str) -> Iterator[tuple[str, Schema]]:
     waiting: list[tuple[str, Any, int]] = [(path, schema, 0)]
     while waiting:
-        place, part, depth = waiting.pop()
+        pointer, part, depth = waiting.pop()
         if depth > MAX_DEPTH:
             raise SchemaInvalid(f"schemas may be nested {MAX_DEPTH} deep")
         if isinstance(part, dict):
-            yield place, part
-            waiting += [(f"{place}/{path}", sub, depth + 1) for path, sub in subschemas(part)]
+            yield pointer, part
+            waiting += [(f"{pointer}/{path}", sub, depth + 1) for path, sub in subschemas(part)]
 
 
 def _mend(part: Schema) -> None:
@@ -390,41 +389,40 @@ def _move_bounds(parts: Sequence[Schema]) -> None:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a number that is not refused."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return -MAX_EXACT <= value <= MAX_EXACT
 
 
-def _check(part: Schema, place: str) -> None:
+def _check(part: Schema, pointer: str) -> None:
     for name in NUMBERS:
-        _check_number(part.get(name), f"{place}/{name}")
+        _check_number(part.get(name), f"{pointer}/{name}")
     if "const" in part:
-        _check_constant(part["const"], f"{place}/const")
+        _check_constant(part["const"], f"{pointer}/const")
     values = part.get("enum", [])
     if isinstance(values, list):
         for value in values:
-            _check_constant(value, f"{place}/enum")
+            _check_constant(value, f"{pointer}/enum")
     for name in MAPS:
         if name in part and not isinstance(part[name], dict):
-            raise SchemaInvalid(f"{place}/{name} has to be an object")
+            raise SchemaInvalid(f"{pointer}/{name} has to be an object")
     if _counts_duplicates(part):
         raise SchemaInvalid(
-            f"{place}: `minProperties` above 1 is not supported where `additionalProperties` or"
+            f"{pointer}: `minProperties` above 1 is not supported where `additionalProperties` or"
             " `patternProperties` allow names that are not listed, as one may come twice"
         )
 
 
-def _check_number(value: object, place: str) -> None:
+def _check_number(value: object, pointer: str) -> None:
     if isinstance(value, int | float) and not -MAX_EXACT <= value <= MAX_EXACT:
-        raise SchemaInvalid(f"{place}: numbers beyond 2**53 are not supported")
+        raise SchemaInvalid(f"{pointer}: numbers beyond 2**53 are not supported")
 
 
-def _check_constant(value: object, place: str) -> None:
+def _check_constant(value: object, pointer: str) -> None:
     waiting = [value]
     while waiting:
         each = waiting.pop()
-        _check_number(each, place)
+        _check_number(each, pointer)
         if isinstance(each, dict):
             waiting += each.values()
         elif isinstance(each, list):

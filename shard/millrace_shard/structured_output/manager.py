@@ -77,7 +77,6 @@ class GrammarManager:
         self._sequences[slot] = GuidedSequence(grammar, compiled)
 
     def drop(self, slots: Ints) -> None:
-        """Remove the sequences in `slots`, with or without a grammar."""
         for slot in slots.tolist():
             self._sequences.pop(slot, None)
 
@@ -85,12 +84,11 @@ class GrammarManager:
         self._sequences.clear()
 
     def close(self) -> None:
-        """End the threads after their current work."""
         self._thread.shutdown()
         self._compiles.shutdown()
 
     def start(self, requests: Many[MaskRequest]) -> MaskJob:
-        """Start to compute the masks of `requests`, each for an admitted slot, after those of earlier jobs."""
+        """Start to compute the masks of `requests`, each for an admitted slot, after all earlier jobs."""
         rows: list[MaskRow] = []
         num_masks = 0
         for request in requests:
@@ -129,9 +127,9 @@ class PendingConstraints:
 
     job: MaskJob
     yields: tuple[int, ...]
-    """Places of the rows with a grammar among the rows that sample."""
-    places: Ints
-    """[M], places of the masks among the sampled positions."""
+    """Indexes of the rows with a grammar among the rows that sample."""
+    samples: Ints
+    """[M], index of the sample of each mask."""
 
     def result(self, device: torch.device) -> GrammarConstraints:
         """Wait for the masks and copy them to `device`."""
@@ -140,7 +138,7 @@ class PendingConstraints:
         is_host = device.type == "cpu"
         bits = torch.from_numpy(masks.bits) if is_host else upload(masks.bits, device)
         return GrammarConstraints(
-            masks=RowMasks(rows=self.places, bits=bits),
+            masks=RowMasks(rows=self.samples, bits=bits),
             forced={
                 row: tokens
                 for row, tokens in zip(self.yields, masks.forced, strict=True)
@@ -182,7 +180,6 @@ class StepMasks:
         return True
 
     def drop(self, slots: Ints) -> None:
-        """Remove the matchers of `slots`, some of which may have none."""
         guided = [slot for slot in slots.tolist() if self._new_tokens.pop(slot, None) is not None]
         if guided and self._grammars is not None:
             self._grammars.drop(np.array(guided, dtype=np.int64))
@@ -212,13 +209,13 @@ class StepMasks:
             )
             for row in guided
         ]
-        places = np.array(guided)
+        samples = np.array(guided)
         if len(layout.sampled) > len(slots):
             for request, row in zip(requests, guided, strict=True):
                 request.drafts = drafts.of_row(int(layout.yields[row]))
-            is_guided = np.isin(np.arange(len(slots)), places)
-            places = np.flatnonzero(np.repeat(is_guided, layout.num_samples))
-        return PendingConstraints(self._grammars.start(requests), tuple(guided), places)
+            is_guided = np.isin(np.arange(len(slots)), samples)
+            samples = np.flatnonzero(np.repeat(is_guided, layout.num_samples))
+        return PendingConstraints(self._grammars.start(requests), tuple(guided), samples)
 
     def follow(self, tokens: StepTokens) -> None:
         """A step was launched. Its forced tokens come from the matchers, which need only the other ones."""

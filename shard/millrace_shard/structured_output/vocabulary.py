@@ -34,7 +34,7 @@ class Vocabulary:
     """The tokens of a model for llguidance."""
 
     tokenizer: LLTokenizer
-    """It has exactly as many tokens as the model has logits; ids without text have no bytes."""
+    """It has exactly as many tokens as the model has logits; ids without text have empty bytes."""
     size: int
     eos_token_ids: tuple[int, ...]
     """At least one; each of them ends a text and has no text itself."""

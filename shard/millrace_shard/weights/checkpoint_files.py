@@ -14,7 +14,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# The files from which `transformers` builds a fast tokenizer if the repository has no tokenizer.json.
+# The files from which `transformers` builds a fast tokenizer if the repository lacks tokenizer.json.
 TOKENIZER_SOURCES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -61,17 +61,17 @@ def metadata_files(files: Iterable[RemoteFile]) -> list[RemoteFile]:
 def weight_files(files: Sequence[RemoteFile], *, index: bytes | None) -> list[RemoteFile]:
     """The safetensors files of the model: those that the index names, else the single file, else all of them.
 
-    Raises PickledWeightsError if there are only pickles, and IncompleteModelError if there are no weights.
+    Raises PickledWeightsError if there are only pickles, and IncompleteModelError if weights are missing.
     """
     if index is not None:
-        wanted = indexed_names(index)
-        return [file for file in files if file.path in wanted]
+        indexed = indexed_names(index)
+        return [file for file in files if file.path in indexed]
     whole = [file for file in files if file.path == SINGLE]
-    found = whole or [file for file in files if fnmatchcase(file.path, "model*.safetensors")]
-    if not found:
+    weights = whole or [file for file in files if fnmatchcase(file.path, "model*.safetensors")]
+    if not weights:
         _refuse_pickles(file.path for file in files)
         raise IncompleteModelError(f"there is neither {SINGLE} nor {INDEX}")
-    return found
+    return weights
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -82,8 +82,8 @@ def missing_files(folder: Path) -> list[str]:
     missing = missing_small_files(folder)
     names = [path.name for path in folder.iterdir() if path.is_file()]
     if INDEX in names:
-        wanted = indexed_names((folder / INDEX).read_bytes())
-        return missing + sorted(wanted - set(names))
+        indexed = indexed_names((folder / INDEX).read_bytes())
+        return missing + sorted(indexed - set(names))
     weights = [name for name in names if fnmatchcase(name, "model*.safetensors")]
     if SINGLE not in names and any("-of-" in name for name in weights):
         missing.append(INDEX)
@@ -93,7 +93,6 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def missing_small_files(folder: Path) -> list[str]:
-    """The names of files that a router needs and `folder` lacks."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     names = [path.name for path in folder.iterdir() if path.is_file()]
     if not any(_matches(name, TOKENIZER_SOURCES) for name in names):

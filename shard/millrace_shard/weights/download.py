@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class HubUnreachableError(ConnectionError):
-    """The host of the hub has no address, or nobody answers there."""
+    """The host of the hub cannot be resolved, or does not answer."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -85,7 +85,6 @@ def progress_line(there: int, total: int, *, new: int, seconds: float) -> str:
 
 
 def folder_bytes(folder: Path, pattern: str) -> int:
-    """Bytes of the files that match, unfinished ones included."""
     total = 0
     for path in folder.glob(pattern):
         try:
@@ -99,7 +98,7 @@ def folder_bytes(folder: Path, pattern: str) -> int:
 class DownloadProgress:
     """A context manager around a download that logs bytes and seconds left every `interval` seconds.
 
-    `measure` tells the bytes on disk. The records have the field `fraction`, from which the launcher draws a bar.
+    `measure` returns the bytes on disk. The records have the field `fraction`, from which the launcher draws a bar.
     """
 
     def __init__(self, total: int, measure: Callable[[], int], *, interval: float) -> None:
@@ -186,7 +185,7 @@ def _download(
     files = [RemoteFile(sibling.rfilename, sibling.size or 0) for sibling in info.siblings or ()]
     small = metadata_files(files)
     if not small:
-        raise IncompleteModelError("there is no configuration and no tokenizer")
+        raise IncompleteModelError("the configuration and the tokenizer are missing")
     folder = fetch(small)
     if not needs_weights:
         return folder

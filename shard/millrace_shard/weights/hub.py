@@ -50,8 +50,8 @@ def private_folder(shared: Path) -> Path:
         path.mkdir(mode=0o700)
     # File names in the folder are predictable, so another user could plant a model there.
     status = path.lstat()
-    mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-    if not mine or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not folder or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ModelError(
             f"{path} can be written by other users: remove it, or set HF_HOME to a folder of yours"
         )
@@ -120,8 +120,8 @@ def resolve(
 ) -> Path:
     """The local folder with config, weights and tokenizer.json of `model_id`: a path, a published model, a hub name.
 
-    The model is downloaded if the cache lacks it. The path may be that of a GGUF file, whose tokenizer may come from
-    another model, `tokenizer`. Raises ModelError, whose text names the remedy.
+    The model is downloaded if the cache lacks it. The path may name a GGUF file, whose tokenizer may come from another
+    model, `tokenizer`. Raises ModelError, whose text names the remedy.
     """
     path = Path(model_id).expanduser()
     if settings.weights_override is None:
@@ -132,14 +132,14 @@ def resolve(
             return _from_gguf(path, tokenizer=tokenizer, settings=settings)
     if tokenizer is not None:
         raise HubError(
-            f"--tokenizer-name={tokenizer} is for GGUF files only; {model_id} has a tokenizer of its own"
+            f"--tokenizer-name={tokenizer} is for GGUF files only; {model_id} has its own tokenizer"
         )
     if settings.weights_override is not None:
         return _with_tokenizer(_local(settings.weights_override, settings), settings)
     if path.is_dir():
         return _with_tokenizer(_local(path, settings), settings)
     if is_path(model_id):
-        raise HubError(f"there is no folder {model_id}")
+        raise HubError(f"folder {model_id} does not exist")
     return _with_tokenizer(_from_hub(model_id, revision=revision, settings=settings), settings)
 
 
@@ -158,7 +158,9 @@ def is_file_name(model_id: str) -> bool:
 
 def _published_file(model: PublishedModel, *, revision: str | None, settings: HubSettings) -> Path:
     if revision is not None:
-        raise HubError(f"{model.name} has no revision {revision}: start without --revision")
+        raise HubError(
+            f"revision {revision} of {model.name} does not exist: start without --revision"
+        )
     return fetch_published(
         model,
         root=settings.side_root / "published",
@@ -168,9 +170,8 @@ def _published_file(model: PublishedModel, *, revision: str | None, settings: Hu
 
 
 def _from_gguf(path: Path, *, tokenizer: str | None, settings: HubSettings) -> Path:
-    """The prepared folder of a GGUF file."""
     if not path.is_file():
-        raise HubError(f"there is no file {path}")
+        raise HubError(f"file {path} does not exist")
     source = None if tokenizer is None else _tokenizer_folder(tokenizer, settings)
     # The import brings torch, which takes a second.
     from millrace_shard.weights.gguf.folder import prepare_gguf  # noqa: PLC0415
@@ -187,7 +188,7 @@ def _tokenizer_folder(name: str, settings: HubSettings) -> Path:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if is_path(name):
-            raise HubError(f"there is no folder {name} for --tokenizer-name")
+            raise HubError(f"folder {name} of --tokenizer-name does not exist")
         folder = _tokenizer_from_hub(name, settings)
     if not any((folder / source).is_file() for source in TOKENIZER_SOURCES):
         raise HubError(f"{folder} has no {TOKENIZER} for --tokenizer-name")
@@ -264,12 +265,11 @@ def _cached(
 
 
 def cached_file(model_id: str, name: str, *, revision: str | None, cache: Path) -> Path | None:
-    """The cached file `name` of a repository, if any."""
     try:
-        found = try_to_load_from_cache(model_id, name, revision=revision, cache_dir=cache)
+        file = try_to_load_from_cache(model_id, name, revision=revision, cache_dir=cache)
     except HFValidationError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(file) if isinstance(file, str) else None
 
 
 def explain(  # noqa: PLR0911
@@ -285,9 +285,9 @@ def explain(  # noqa: PLR0911
         case GatedRepoError():
             return f"{model_id} is gated: accept its terms on its page and {token}"
         case RevisionNotFoundError():
-            return f"{model_id} has no revision {revision}: look at its branches, tags and commits on the hub"
+            return f"revision {revision} of {model_id} does not exist: look at its branches and tags on the hub"
         case RepositoryNotFoundError():
-            return f"there is no model {model_id} on {settings.access.endpoint}, or it is private: {token}"
+            return f"model {model_id} does not exist on {settings.access.endpoint}, or is private: {token}"
         case HubUnreachableError():
             return f"{model_id} is not a folder and is not in the cache {settings.access.cache}; {error}"
         case HfHubHTTPError() if error.response.status_code in (401, 403):

@@ -1,4 +1,4 @@
-"""Reads a JSON object from a file beside the weights."""
+"""Reads a JSON object from a file next to the weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from millrace_shard.errors import ModelError
 def read_json_object(path: Path) -> dict[str, Any] | None:
     """The object in `path`; None if the file does not exist. Raises ModelError, naming the file."""
     try:
-        found = parse_json(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")
-    return found
+    return value
 
 
 def parse_json(text: bytes) -> Any:  # noqa: ANN401

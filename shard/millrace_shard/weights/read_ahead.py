@@ -27,7 +27,6 @@ class LoadProgress:
         self._logged_at = clock()
 
     def add(self, num_bytes: int) -> None:
-        """Count `num_bytes` more bytes."""
         self._num_bytes += num_bytes
         now = self._clock()
         if now - self._logged_at >= INTERVAL_SECONDS:

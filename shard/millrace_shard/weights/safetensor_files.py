@@ -44,19 +44,17 @@ class MappedFiles:
         return any(begin <= address < end for begin, end in self._places)
 
 
-def release_pages(found: Tensor) -> None:
-    """Return the pages under `found`, a view into a mapped file, to the system.
+def release_pages(view: Tensor) -> None:
+    """Return the pages under `view`, a view into a mapped file, to the system.
 
     The pages stay in the page cache and are mapped again at the next access, but do not count as resident memory of
     this process. Otherwise a checkpoint would be resident twice while it is loaded. No effect outside Linux.
     """
-    if not ON_LINUX or found.numel() == 0:
+    if not ON_LINUX or view.numel() == 0:
         return
-    last = sum(
-        (size - 1) * stride for size, stride in zip(found.shape, found.stride(), strict=True)
-    )
-    begin = -(-found.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (found.data_ptr() + (last + 1) * found.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
+    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    begin = -(-view.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (view.data_ptr() + (last + 1) * view.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
     if begin < end:
         advice = mmap.MADV_DONTNEED
         _library().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
@@ -110,20 +108,19 @@ class SafetensorFiles:
         return self.stored_name(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, *, dim: int, span: tuple[int, int]) -> Tensor:
         """Rows (dim 0) or columns (dim 1) `span` of a tensor, in the dtype of the file; a view of the mapped file."""
         rows = slice(*span)
-        found: Tensor = self._slice(name)[rows if dim == 0 else (slice(None), rows)]
-        return found
+        tensor: Tensor = self._slice(name)[rows if dim == 0 else (slice(None), rows)]
+        return tensor
 
     def whole(self, name: str) -> Tensor:
         """A tensor of any number of axes, in the dtype of the file; a view of the mapped file."""
         stored = self._needed_name(name)
-        found: Tensor = self._file(self._paths[stored]).get_tensor(stored)
-        return found
+        tensor: Tensor = self._file(self._paths[stored]).get_tensor(stored)
+        return tensor
 
     def dtype(self, name: str) -> torch.dtype:
         stored = self._slice(name).get_dtype()
@@ -141,17 +138,16 @@ class SafetensorFiles:
         """The name in the file; None if there is no such tensor."""
         bare = name.removeprefix(PREFIX)
         others = (f"{prefix}{part}" for prefix in TEXT_PREFIXES for part in (name, bare))
-        found = next((n for n in (name, bare, PREFIX + name, *others) if n in self._paths), None)
-        if found is not None:
-            self._asked.add(found)
-        return found
+        stored = next((n for n in (name, bare, PREFIX + name, *others) if n in self._paths), None)
+        if stored is not None:
+            self._asked.add(stored)
+        return stored
 
     def names(self) -> list[str]:
-        """The names in the files of all tensors."""
         return sorted(self._paths)
 
     def unread(self) -> list[str]:
-        """The names in the files of all tensors that no method was asked for."""
+        """The names in the files of all tensors that no method has read."""
         return sorted(self._paths.keys() - self._asked)
 
     def differ(self, name: str, other: str) -> bool:
@@ -177,7 +173,6 @@ class SafetensorFiles:
         return next(iter(self._paths.values())).name if stored is None else self._paths[stored].name
 
     def stored_bytes(self, name: str) -> int:
-        """The bytes of the whole tensor in its file."""
         return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def release(self, values: Tensor) -> None:
@@ -187,10 +182,10 @@ class SafetensorFiles:
     def check_layers(self, count: int) -> None:
         """Raise if there are layers of the text model after the first `count`, which its config says."""
         for name in self._paths:
-            found = LAYER.match(name)
-            if found is not None and int(found[1]) >= count:
+            match = LAYER.match(name)
+            if match is not None and int(match[1]) >= count:
                 raise WeightsError(
-                    f"tensor {name} in {self.file_name(name)} is of layer {found[1]}, its config says {count} layers"
+                    f"tensor {name} in {self.file_name(name)} is of layer {match[1]}, its config says {count} layers"
                 )
 
     def paths(self) -> list[Path]:
@@ -198,7 +193,6 @@ class SafetensorFiles:
         return sorted(path for path in set(self._paths.values()) if path.is_file())
 
     def num_bytes(self) -> int:
-        """The total size of all existing files."""
         return sum(path.stat().st_size for path in self.paths())
 
     def close(self) -> None:
@@ -211,7 +205,7 @@ class SafetensorFiles:
             return self._file(self._paths[stored]).get_slice(stored)
         except SafetensorError as error:
             raise WeightsError(
-                f"{self._paths[stored].name} has no tensor {stored}: {error}"
+                f"{self._paths[stored].name} lacks tensor {stored}: {error}"
             ) from error
 
     def _needed_name(self, name: str) -> str:
@@ -252,5 +246,5 @@ def _read_index(index: Path) -> dict[str, Path]:
         raise WeightsError(f"{index} is damaged: {error!r}") from error
     for file in files.values():
         if Path(file).name != file:
-            raise WeightsError(f"{index} names {file}, which is not a file beside it")
+            raise WeightsError(f"{index} names {file}, which is not a file in its folder")
     return {name: index.parent / file for name, file in files.items()}

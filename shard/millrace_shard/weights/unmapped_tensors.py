@@ -43,11 +43,9 @@ class TensorUnmapper:
         """Addresses of counted tensors: a tied weight is read twice, and an unmapped tensor may be read again."""
 
     def is_unmapped(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is on the device and outside the mapped files."""
         return tensor.device.type == self.device.type and not self._mapped.contains(tensor)
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
-        """The dtype of `parameter` on the device."""
         if self._casts is not None and parameter.dtype == self._casts[0]:
             return self._casts[1]
         return parameter.dtype
@@ -72,12 +70,12 @@ class TensorUnmapper:
     def unmap_rest(self) -> None:
         """Copy all tensors that are still mapped or elsewhere into memory of the device."""
         for tensor in self._tensors():
-            found = tensor.data
-            dtype = self.dtype_of(found) if isinstance(tensor, nn.Parameter) else found.dtype
-            with self.releasing(found):
-                if not self.is_unmapped(found) or found.dtype != dtype:
-                    tensor.data = torch.empty_like(found, device=self.device, dtype=dtype)
-                    self.copy(tensor.data, found)
+            data = tensor.data
+            dtype = self.dtype_of(data) if isinstance(tensor, nn.Parameter) else data.dtype
+            with self.releasing(data):
+                if not self.is_unmapped(data) or data.dtype != dtype:
+                    tensor.data = torch.empty_like(data, device=self.device, dtype=dtype)
+                    self.copy(tensor.data, data)
             self._used.add(tensor.data_ptr())
 
     def _tensors(self) -> Iterator[Tensor]:

@@ -41,12 +41,11 @@ class Columns:
 
     @property
     def rows(self) -> int:
-        """Rows of the whole tensor."""
         return self.units * self.unit_size if self.total is None else self.total
 
-    def of(self, kind: str) -> Columns:
-        """The same rows of the tensor `kind` of the module that `name` names."""
-        return replace(self, name=f"{self.name}.{kind}")
+    def of(self, suffix: str) -> Columns:
+        """The same rows of the tensor `suffix` of the module that `name` names."""
+        return replace(self, name=f"{self.name}.{suffix}")
 
     def span(self, rank: int, world_size: int) -> tuple[int, int]:
         """The half-open range of rows of one rank."""
@@ -63,7 +62,7 @@ FILL_ELEMENTS = 1 << 24
 class Weights:
     """Tensors by name, in `dtype` on `device`, sliced for this rank.
 
-    Names are those of the transformers class (`model.layers.0…`); files without the leading `model.` are supported.
+    Names follow the transformers class (`model.layers.0…`); files without the leading `model.` are supported.
     `shape` is the whole tensor's and is checked. Methods raise WeightsError, naming the tensor or the file.
     """
 
@@ -96,7 +95,6 @@ class Weights:
         return name in self.files
 
     def check_layers(self, count: int) -> None:
-        """Raise WeightsError if the files have layers after the first `count`."""
         self.files.check_layers(count)
 
     def close(self) -> None:
@@ -119,8 +117,8 @@ class Weights:
 
     def columns(self, parts: Sequence[Columns], inputs: int) -> StoredWeight:
         """The rank's outputs of all `parts`, each [rows, inputs]; valid until `release`."""
-        found = [self._linear(part.name, self._column_cut(part, inputs)) for part in parts]
-        return StoredWeight(tuple(found), self.dtype, self._device, self._copy)
+        cut_parts = [self._linear(part.name, self._column_cut(part, inputs)) for part in parts]
+        return StoredWeight(tuple(cut_parts), self.dtype, self._device, self._copy)
 
     def biases(self, parts: Sequence[Columns]) -> Tensor:
         """The rank's outputs of all `parts`, each [rows]."""
@@ -129,8 +127,8 @@ class Weights:
         spans = [self._span(part) for part in parts]
         out = self._new(sum(end - start for start, end in spans))
         values = torch.split(out, [end - start for start, end in spans])
-        for part, span, own in zip(parts, spans, values, strict=True):
-            self._fill(own, part.name, (part.rows,), span)
+        for part, span, rank_part in zip(parts, spans, values, strict=True):
+            self._fill(rank_part, part.name, (part.rows,), span)
         return out
 
     def heads(self, name: str, heads: Columns) -> Tensor:
@@ -154,7 +152,6 @@ class Weights:
         return StoredWeight((self._linear(name, cut),), self.dtype, self._device, self._copy)
 
     def has_stacked_codes(self, name: str) -> bool:
-        """Whether the file has the experts `name` in MXFP4."""
         return f"{name}_blocks" in self.files
 
     def stacked_codes(
@@ -166,12 +163,12 @@ class Weights:
         """
         if not isinstance(self.files, SafetensorFiles) or not self.has_stacked_codes(name):
             return None
-        module, _, own = name.rpartition(".")
+        module, _, rank_part = name.rpartition(".")
         experts = shape[0]
         tensors = ModuleTensors(
             self.files, module, lambda values, size: self._note(values, size // experts)
         )
-        return read_expert(tensors, own, shape, index, rows=rows, columns=columns)
+        return read_expert(tensors, rank_part, shape, index, rows=rows, columns=columns)
 
     def stacked(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
         """Element `index` of a tensor of `shape` [E, ...], in the dtype of the file; valid until `release`."""
@@ -181,9 +178,10 @@ class Weights:
         return values[0]
 
     def stored(self, *parts: Tensor | QuantizedTensor) -> StoredWeight:
-        """A stored weight of what `stacked` and `stacked_codes` returned."""
-        found = tuple(self._made_of(part) if isinstance(part, Tensor) else part for part in parts)
-        return StoredWeight(found, self.dtype, self._device, self._copy)
+        made_parts = tuple(
+            self._made_of(part) if isinstance(part, Tensor) else part for part in parts
+        )
+        return StoredWeight(made_parts, self.dtype, self._device, self._copy)
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
         """The rank's rows of the vocabulary, [ceil(vocab_size / world_size), hidden_size]; zeros past the last id."""
@@ -201,7 +199,7 @@ class Weights:
         return out
 
     def has_codes(self, name: str) -> bool:
-        """Whether a safetensors file has the weight `name` quantised, in the way that its config says."""
+        """Whether a safetensors file has the weight `name` quantised, in the way that its config describes."""
         return self._reader is not None and self._reader.has_codes(name)
 
     def head(self, name: str, vocab_size: int, hidden_size: int) -> StoredWeight:
@@ -247,7 +245,6 @@ class Weights:
         self._count(self.files.stored_bytes(name))
 
     def _linear(self, name: str, cut: Cut) -> Tensor | QuantizedTensor:
-        """A rank's part of a weight [out, in]."""
         if (codes := self._read_codes(name, cut)) is not None:
             return codes
         self._check(name, (cut.outputs, cut.inputs))
@@ -269,24 +266,24 @@ class Weights:
         """A part of a weight that is quantised in the files; None if it is not."""
         if not isinstance(self.files, GgufFiles):
             return None if self._reader is None else self._reader.read(name, cut)
-        found = self.files.codes(name, cut)
-        if found is not None:
+        codes = self.files.codes(name, cut)
+        if codes is not None:
             self._count(self.files.stored_bytes(name))
-        return found
+        return codes
 
     def _codes(self, name: str, outputs: int, inputs: int, rows: Span) -> StoredWeight | None:
         """Rows of a weight that is quantised in the files; None if it is not."""
         cut = Cut(outputs=outputs, inputs=inputs, rows=rows, columns=(0, inputs))
-        found = self._read_codes(name, cut)
-        if found is None:
+        codes = self._read_codes(name, cut)
+        if codes is None:
             return None
-        return StoredWeight((found,), self.dtype, self._device, self._copy)
+        return StoredWeight((codes,), self.dtype, self._device, self._copy)
 
     def _column_cut(self, part: Columns, inputs: int) -> Cut:
         return Cut(outputs=part.rows, inputs=inputs, rows=self._span(part), columns=(0, inputs))
 
     def _vocabulary_span(self, vocab_size: int) -> tuple[int, int, int]:
-        """The rows of each rank, and where those of this one begin and end."""
+        """The number of rows of each rank, and the begin and end of this rank's rows."""
         share = -(-vocab_size // self._world_size)
         start = min(self._rank * share, vocab_size)
         return share, start, min(start + share, vocab_size)
@@ -296,10 +293,10 @@ class Weights:
         self._views.append((values, num_bytes))
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        found = self.files.shape(name)
-        if found != shape:
+        stored_shape = self.files.shape(name)
+        if stored_shape != shape:
             raise WeightsError(
-                f"tensor {name} has shape {list(found)}, its config says {list(shape)}"
+                f"tensor {name} has shape {list(stored_shape)}, its config says {list(shape)}"
             )
         if not self.files.is_plain(name):
             raise WeightsError(
@@ -313,7 +310,6 @@ class Weights:
 
 
 def checkpoint_bytes(folder: Path) -> int:
-    """The size of the weights in `folder`."""
     files = open_files(folder)
     try:
         return files.num_bytes()

@@ -21,7 +21,7 @@ from tests.ecosystem import prepare
 from millrace_router.engine.infer import SHORTEST
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.launcher.certificates import certificate
+from millrace_testing.launcher.deployment import certificate
 from millrace_testing.router.edge import LIMITS, Edge, serving
 
 DEPLOY = Path(__file__).parents[3] / "deploy"

@@ -21,10 +21,10 @@ from tests.ecosystem.operating.proxies import (
     prefixed,
     wait_for_port,
 )
-from tests.router.api.openapi.test_openapi import BODIES, STREAM, STREAMS
+from tests.router.api.test_openapi import BODIES, STREAM, STREAMS
 
-from millrace_router.api.openapi.operations import OPERATIONS
-from millrace_testing.launcher.ports import kept_port
+from millrace_router.api.openapi.document import OPERATIONS
+from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.router.edge import echo, finished, token_event
 
 pytestmark = pytest.mark.ecosystem

@@ -18,7 +18,7 @@ import yaml
 from bench.harness.server import RunningServer
 from tests.ecosystem.operating.prometheus import CONFIG, DASHBOARD, ROOT, Prometheus, poll, scraping
 
-from millrace_testing.contract.tgi_series import SERIES
+from millrace_testing.contract.contract import SERIES
 
 pytestmark = pytest.mark.ecosystem
 

@@ -168,7 +168,7 @@ async def test_a_wrong_command_line_is_2(tmp_path: Path) -> None:
         ("{}", "custom_id"),
         (line("a", "x", method="GET"), "method"),
         (line("a", "x", url="/v1/other"), "url is none of"),
-        (line("a", "x", body=[]), "body is no object"),
+        (line("a", "x", body=[]), "body must be an object"),
         (line("a", "x", body={"stream": True}), "no streams"),
     ],
 )

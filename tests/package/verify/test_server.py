@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from millrace.verify.__main__ import main
+from millrace.server import LocalServers
+from millrace.verify.__main__ import main, replay
 from millrace.verify.client import MOST_TRIES, Client, ServerError, counting
-from millrace.verify.options import CASES
+from millrace.verify.comparison import Verdict
+from millrace.verify.inside import verify_model
+from millrace.verify.options import CASES, read_options
 from millrace.verify.questions import Question
 from millrace.verify.suite import (
     ServerInfo,
@@ -18,6 +25,8 @@ from millrace.verify.suite import (
     questions_for,
     unrelated_questions,
 )
+from millrace_launcher.settings.commands import Programs
+from millrace_testing.launcher import fake_launcher
 from millrace_testing.launcher.verify import BLOCK, FakeServer, fake_server, tokens_of
 
 
@@ -47,7 +56,7 @@ def test_a_server_that_keeps_its_promise_is_green(capsys: pytest.CaptureFixture[
     by_title = {row["title"]: row for row in report["rows"]}
     assert by_title["solo / batched"]["requests"] == 12
     assert by_title["solo / batched"]["tokens"] > 12 * 24
-    assert "servers of its own" in by_title["preempted"]["note"]
+    assert "its own servers" in by_title["preempted"]["note"]
 
 
 def test_one_bit_turns_it_red(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,3 +294,172 @@ def test_the_reference_is_asked_each_prompt_once() -> None:
     assert [question.text for question in greedy] == ["one", "two"]
     assert all(question.parameters == {"ignore_eos": True} for question in greedy)
     assert all(question.max_new_tokens <= 16 for question in greedy)
+
+
+SERVER = """
+import socket, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+port = next(int(word.partition("=")[2]) for word in sys.argv if word.startswith("--port="))
+with socket.socket() as probe:
+    try:
+        probe.bind(("127.0.0.1", port))
+    except OSError:
+        print(port, "kept", flush=True)
+    else:
+        print(port, "given away", flush=True)
+HTTPServer(("127.0.0.1", port), Ready).serve_forever()
+"""
+
+
+def test_the_port_is_reserved_until_the_server_listens(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SERVER)
+    servers = LocalServers(model=None, logs=tmp_path, launcher=(str(program),))
+    with servers.running("x") as server:
+        pass
+    port, what = (tmp_path / "x.log").read_text().split("\n")[0].split(maxsplit=1)
+    assert (f"http://127.0.0.1:{port}", what) == (server.url, "kept")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", int(port)))
+
+
+KERNEL_SERVER = """
+import sys, threading
+from millrace_testing.launcher.verify import fake_server
+port = next(int(word.partition("=")[2]) for word in sys.argv if word.startswith("--port="))
+attention = "plain" if "--prefix-caching=on" in sys.argv else "cpu"
+with fake_server(port=port, attention=attention):
+    threading.Event().wait()
+"""
+
+
+def test_a_server_on_other_kernels_breaks_no_promise_and_is_red_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    program = tmp_path / "program.py"
+    program.write_text(KERNEL_SERVER)
+    servers = LocalServers(model="m", logs=tmp_path, launcher=(str(program),))
+    options = read_options(["m", "--requests", "3", "--cases", "chunked,cached"], environ={})
+    report = verify_model(options, servers)
+    chunked, cached = report.rows
+    assert (chunked.verdict, chunked.comparison is None) == (Verdict.NOT_EXERCISED, False)
+    assert (cached.verdict, cached.comparison) == (Verdict.NOT_EXERCISED, None)
+    assert "plain attention, the first one cpu" in cached.note
+    assert report.exit_code == 1
+
+
+ROUTER = """
+import pathlib, sys
+found = next(word for word in sys.argv if word.startswith("--shard-addresses="))
+for address in found.partition("=")[2].split(","):
+    assert pathlib.Path(address.removeprefix("unix:")).is_socket(), address
+pathlib.Path(LOG).write_text(" ".join(sys.argv[1:]))
+sys.exit(5)
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    monkeypatch.setenv("FAKE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if path))
+    script = tmp_path / "router.py"
+    script.write_text(ROUTER.replace("LOG", repr(str(tmp_path / "argv"))))
+    shard = (*fake_launcher.CHILDREN, "shard")
+    return Programs(shard=shard, router=(sys.executable, str(script)))
+
+
+def test_the_router_drives_shards_that_are_started_for_it(
+    tmp_path: Path, programs: Programs
+) -> None:
+    argv = ["some/model", "--replay", "journal", "--epoch", "3", "--json", "--", "--num-shard=2"]
+    options = read_options(argv, environ={})
+    assert options.replay is not None
+    assert replay(options, options.replay, programs) == 5
+    words = (tmp_path / "argv").read_text().split()
+    assert words[0] == "replay"
+    assert words[1].count("unix:") == 2
+    assert words[2:] == ["journal", "--epoch=3", "--json"]
+    pids = [int((tmp_path / f"shard-{rank}.pid").read_text()) for rank in (0, 1)]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_shards_that_do_not_start_are_explained(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_SHARD", "crash")
+    options = read_options(["some/model", "--replay", "journal"], environ={})
+    assert options.replay is not None
+    assert replay(options, options.replay, programs) == 2
+    shown = capsys.readouterr().err
+    assert "cannot find its feet" in shown
+    assert "error: shard-0: exit code 1" in shown
+
+
+def test_defaults() -> None:
+    options = read_options([], environ={})
+    assert options.target is None
+    assert options.cases == tuple(CASES)
+    assert not options.chosen
+    assert not options.is_url
+    assert options.flags == ()
+
+
+def test_flags_after_the_dashes_are_the_launchers() -> None:
+    options = read_options(["m", "--requests", "3", "--", "--dtype", "float32"], environ={})
+    assert (options.target, options.num_requests) == ("m", 3)
+    assert options.flags == ("--dtype", "float32")
+
+
+def test_cases_are_chosen_by_name() -> None:
+    options = read_options(["--cases", "cached,batched"], environ={})
+    assert options.cases == ("cached", "batched")
+    assert options.chosen
+
+
+@pytest.mark.parametrize("key", [["--api-key", "k"], []], ids=["flag", "environment"])
+def test_the_key_comes_from_flag_or_environment(key: list[str]) -> None:
+    environ = {} if key else {"API_KEY": "k"}
+    assert read_options(["http://host:1", *key], environ=environ).api_key == "k"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--cases", "nonsense"], "unknown case nonsense"),
+        (["--cases", ""], "no case is named"),
+        (["--requests", "0"], "at least 1"),
+        (["--num-shard", "1"], "at least 2"),
+        (["--max-new-tokens", "x"], "at least 1"),
+        (["http://host:1", "--", "--dtype", "float32"], "not for a URL"),
+        (["http://host:1", "--replay", "j"], "--replay needs the model"),
+        (["--epoch", "1"], "--epoch is for --replay"),
+        (["--nonsense"], "unrecognized"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_command_lines(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_options(argv, environ={})
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_names_every_case() -> None:
+    command = [sys.executable, "-m", "millrace.verify", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for name, text in CASES.items():
+        assert f"{name} " in shown
+        assert text in shown
+
+
+def test_an_epoch_is_that_of_a_journal() -> None:
+    assert read_options(["--replay", "j", "--epoch", "2"], environ={}).epoch == 2

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from millrace_router.adapters.cache import AdapterCache
+from millrace_router.adapters.cache import KEPT_SECONDS, AdapterCache
 from millrace_router.adapters.child import COMMAND, run_child
 from millrace_router.adapters.fetcher import (
     LAST_VERSIONS,
@@ -165,7 +167,7 @@ async def test_two_run_at_once(tmp_path: Path) -> None:
         assert [(await tasks[id_]).digest[0] for id_ in "ac"] == ["a", "c"]
 
 
-async def test_a_fetch_that_nobody_waits_for_is_killed(tmp_path: Path) -> None:
+async def test_abandoned_fetches_are_killed(tmp_path: Path) -> None:
     async with playing(tmp_path) as play:
         task = play.fetch("a")
         process = await play.started("a")
@@ -236,14 +238,16 @@ async def test_a_process_that_is_killed_while_it_writes_leaves_nothing(tmp_path:
         ('{"error": "broken", "reason": "KeyError in line 3"}', "failed: KeyError in line 3"),
     ],
 )
-async def test_a_process_without_an_answer(answer: str, message: str, tmp_path: Path) -> None:
+async def test_a_process_without_an_answer_is_unavailable(
+    answer: str, message: str, tmp_path: Path
+) -> None:
     async with playing(tmp_path) as play:
         play.go("a", answer)
         with pytest.raises(AdapterUnavailable, match=message):
             await play.fetch("a")
 
 
-async def test_a_program_that_does_not_start(tmp_path: Path) -> None:
+async def test_a_program_that_does_not_start_is_unavailable(tmp_path: Path) -> None:
     fetcher = real(tmp_path, ("/nothing",))
     with pytest.raises(AdapterUnavailable, match="did not start"):
         await fetch(fetcher, local("a"))
@@ -270,7 +274,7 @@ async def test_each_failure_doubles_the_wait_up_to_a_minute(tmp_path: Path) -> N
         assert (await play.fetch("b")).digest
 
 
-async def test_what_is_broken_is_remembered_by_its_files(tmp_path: Path) -> None:
+async def test_broken_adapters_are_remembered_by_their_files(tmp_path: Path) -> None:
     async with playing(tmp_path) as play:
         refusal = {"error": "invalid", "reason": "because", "source_digest": "d1"}
         play.go("a", json.dumps(refusal))
@@ -363,7 +367,7 @@ async def test_memory_has_a_limit(tmp_path: Path) -> None:
         await fetch(fetcher, local(tmp_path))
 
 
-async def test_a_defect_is_told_without_the_values(tmp_path: Path) -> None:
+async def test_a_defect_is_reported_without_values(tmp_path: Path) -> None:
     program = (
         "import millrace_router.adapters.fetching.__main__ as main\n"
         "def answer(request):\n"
@@ -473,3 +477,88 @@ def test_a_process_that_closes_its_stdin_early_can_answer() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(answers()) == [{}] * ROUNDS
+
+
+def digest(number: int) -> str:
+    return f"{number:064x}"
+
+
+def put(folder: Path, number: int, size: int) -> None:
+    (folder / digest(number)).mkdir(parents=True)
+    path = folder / digest(number) / "adapter.safetensors"
+    path.write_bytes(b"x" * size)
+    os.utime(path, (number, number))
+
+
+def test_an_earlier_process_left_versions_and_rests(tmp_path: Path) -> None:
+    for number, size in ((3, 30), (1, 10), (2, 20)):
+        put(tmp_path, number, size)
+    (tmp_path / ".partial-x").mkdir()
+    (tmp_path / ".partial-x" / "adapter.safetensors").write_bytes(b"x")
+    (tmp_path / ("f" * 32)).mkdir()
+    (tmp_path / digest(9)).mkdir()
+    (tmp_path / "notes.txt").write_text("of the operator")
+    cache = AdapterCache(tmp_path, max_bytes=35, clock=Clock())
+    cache.open()
+    assert cache.num_bytes == 60
+    assert not (tmp_path / ".partial-x").exists()
+    assert cache.evict(()) == [digest(1), digest(2)]
+    assert cache.num_bytes == 30
+    cache.delete([digest(1), digest(2)])
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"f" * 32, digest(9), digest(3), "notes.txt"}
+
+
+def test_a_version_whose_file_was_removed_is_not_there(tmp_path: Path) -> None:
+    put(tmp_path, 1, 10)
+    cache = AdapterCache(tmp_path, max_bytes=35, clock=Clock())
+    assert not cache.touch(digest(1))
+    cache.open()
+    assert cache.touch(digest(1))
+    (tmp_path / digest(1) / "adapter.safetensors").unlink()
+    assert not cache.touch(digest(1))
+    assert cache.num_bytes == 0
+
+
+def test_a_folder_is_made(tmp_path: Path) -> None:
+    cache = AdapterCache(tmp_path / "a" / "b", max_bytes=1, clock=Clock())
+    cache.open()
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_the_least_recently_used_leave_first() -> None:
+    clock = Clock()
+    cache = AdapterCache(Path("unused"), max_bytes=20, clock=clock)
+    for number in (1, 2, 3):
+        cache.use(digest(number), 10)
+        clock.now += 1
+    cache.use(digest(1), 10)
+    assert cache.evict(()) == []
+    clock.now += KEPT_SECONDS
+    assert cache.evict(()) == [digest(2)]
+    assert digest(1) in cache
+    assert digest(3) in cache
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), max_size=30),
+    st.sets(st.integers(0, 9)),
+    st.integers(0, 60),
+)
+def test_nothing_needed_leaves_and_the_rest_fits(
+    uses: list[tuple[int, int]], needed: set[int], max_bytes: int
+) -> None:
+    clock = Clock()
+    cache = AdapterCache(Path("unused"), max_bytes=max_bytes, clock=clock)
+    sizes: dict[str, int] = {}
+    for number, size in uses:
+        cache.use(digest(number), size)
+        sizes[digest(number)] = size
+    clock.now += KEPT_SECONDS
+    kept = {digest(number) for number in needed}
+    victims = cache.evict(kept)
+    assert not kept & set(victims)
+    assert len(victims) == len(set(victims))
+    left = sizes.keys() - set(victims)
+    assert cache.num_bytes == sum(sizes[one] for one in left)
+    assert cache.num_bytes <= max_bytes or left <= kept

@@ -56,7 +56,7 @@ class Clock:
 
 
 class Fetching:
-    """A fetcher beside a hub."""
+    """A fetcher and its hub."""
 
     def __init__(self, stub: HubStub, folder: Path) -> None:
         self.stub = stub
@@ -115,7 +115,7 @@ async def test_two_files_of_one_commit_are_fetched(files: dict[str, bytes], tmp_
         assert (await hub.fetch()).digest != version.digest
 
 
-async def test_who_may_not_read(files: dict[str, bytes], tmp_path: Path) -> None:
+async def test_clients_without_access_are_refused(files: dict[str, bytes], tmp_path: Path) -> None:
     async with fetching(tmp_path, Repository(files, tokens={TOKEN})) as hub:
         assert type(await hub.refusal()) is AdapterNotFound
         assert type(await hub.refusal(token="hf_other")) is AdapterForbidden
@@ -128,7 +128,7 @@ async def test_who_may_not_read(files: dict[str, bytes], tmp_path: Path) -> None
         assert type(await hub.refusal()) is AdapterNotFound
 
 
-async def test_what_is_known_is_not_downloaded_again(
+async def test_known_versions_are_not_downloaded_again(
     files: dict[str, bytes], tmp_path: Path
 ) -> None:
     """Another fetch asks the hub for the commit alone, with the token of its client."""
@@ -144,7 +144,7 @@ async def test_what_is_known_is_not_downloaded_again(
         assert (tmp_path / "cache" / version.digest).is_dir()
 
 
-async def test_the_commit_alone_tells_who_may_read(files: dict[str, bytes], tmp_path: Path) -> None:
+async def test_access_is_checked_by_the_commit(files: dict[str, bytes], tmp_path: Path) -> None:
     repository = Repository(files, tokens={TOKEN})
     async with fetching(tmp_path, repository) as hub:
         assert await hub.commit(token=TOKEN) == repository.commit
@@ -184,7 +184,7 @@ def test_tokens_that_are_no_header(token: str) -> None:
         ("org/a", "?"),
     ],
 )
-def test_names_that_are_none_ask_nobody(repository: str, revision: str | None) -> None:
+def test_invalid_names_send_no_request(repository: str, revision: str | None) -> None:
     with pytest.raises(NotFound):
         Hub("http://127.0.0.1:1").commit_of(repository, revision)
 
@@ -235,7 +235,7 @@ async def test_a_pickle_is_not_downloaded(files: dict[str, bytes], tmp_path: Pat
         ({"redirects": {WEIGHTS: "https://evil.example/x"}}, "redirects to another host"),
         ({"redirects": {WEIGHTS: "file:///etc/passwd"}}, "redirects to another host"),
         ({"redirects": {WEIGHTS: "http://[x"}}, "redirects to no address"),
-        ({"redirects": {WEIGHTS: WEIGHTS}}, "redirects without an end"),
+        ({"redirects": {WEIGHTS: WEIGHTS}}, "redirects too often"),
     ],
     ids=lambda one: str(one)[:60],
 )
@@ -305,10 +305,10 @@ def test_a_hub_that_is_not_there() -> None:
 
 def children() -> list[Path]:
     """Processes that this one started."""
-    found = []
+    processes = []
     for task in Path("/proc/self/task").iterdir():
-        found += [Path("/proc") / pid for pid in (task / "children").read_text().split()]
-    return found
+        processes += [Path("/proc") / pid for pid in (task / "children").read_text().split()]
+    return processes
 
 
 async def test_no_token_is_left_anywhere(

@@ -1,4 +1,4 @@
-"""Names become versions: registered ones, those of clients, former ones, merged ones."""
+"""Names become versions: registered names, clients' names, former ones, merged ones."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ async def test_first_uses_at_the_same_time_fetch_once_and_survive_the_one_that_l
     await asyncio.wait([waiting[0]])
     assert fetcher.gate is not None
     fetcher.gate.set()
-    found = await asyncio.gather(*waiting[1:])
+    versions = await asyncio.gather(*waiting[1:])
     assert waiting[0].cancelled()
-    assert len({one.digest for one in found}) == len(fetcher.fetched) == 1
+    assert len({one.digest for one in versions}) == len(fetcher.fetched) == 1
     assert metrics.adapter_fetches.labels(outcome="fetched").value == 1
     assert metrics.adapter_fetched_bytes.value == 100
 
@@ -143,7 +143,7 @@ async def test_first_uses_of_an_id_on_the_hub_ask_and_fetch_once() -> None:
     assert (len(fetcher.asked), len(fetcher.fetched)) == (1, 1)
 
 
-async def test_names_that_nobody_registered_are_unknown_by_default(tmp_path: Path) -> None:
+async def test_unregistered_names_are_unknown_by_default(tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", "one")
     fetcher = FakeFetcher(hub={"org/a": Repository()})
     resolver = resolver_of(fetcher)
@@ -166,7 +166,7 @@ async def test_the_operator_may_open_ids_on_the_hub() -> None:
     assert not resolver.is_adapter("orgs/new")
 
 
-async def test_clients_name_folders_below_the_root_alone(tmp_path: Path) -> None:
+async def test_clients_may_name_only_folders_below_the_root(tmp_path: Path) -> None:
     root = tmp_path / "root"
     write_adapter(root / "team" / "a", "one")
     write_adapter(tmp_path / "outside", "two")

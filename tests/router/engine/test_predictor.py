@@ -1,4 +1,4 @@
-"""Waits of requests where nothing is predicted: without chunked prefill."""
+"""The latency predictor, and the calibration that it starts from."""
 
 from __future__ import annotations
 
@@ -6,26 +6,33 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace_router.engine import calibration
+from millrace_router.engine.calibration import calibrate
 from millrace_router.engine.in_flight import InFlight
 from millrace_router.engine.predictor import LatencyPredictor, quantile
 from millrace_router.errors import QueueFull
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.forecast import Forecaster, Prediction
+from millrace_router.prediction.step_load import StepLoad
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.request.entry import Entry
+from millrace_router.request.limits import Limits
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.telemetry.metrics import Metrics
-from millrace_testing.router.fake_router import request, tiny_tokenizer
+from millrace_testing.router.fake_router import DirectShards, new_batcher, request, tiny_tokenizer
+from millrace_testing.shards.fake_shard import FakeShard
+from millrace_testing.shards.hash_tokens import VOCAB_SIZE
 
 COST = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))
 
 
 class Queue:
-    """As many requests as it is told."""
+    """Holds as many requests as the test sets."""
 
     def __init__(self, num_waiting: int, ahead: tuple[int, int]) -> None:
         self.num_waiting, self.tokens_ahead = num_waiting, ahead
@@ -37,18 +44,14 @@ class Queue:
         return self.tokens_ahead
 
 
-def predictor_without_chunks(queue: Queue) -> LatencyPredictor:
+def predictor_without_costs(queue: Queue) -> LatencyPredictor:
+    cost = CostModel()
     forecaster = Forecaster(
-        COST,
-        max_batch_size=4,
-        max_batch_prefill_tokens=100,
-        block_size=16,
-        num_blocks=100,
-        predicts=False,
+        cost, max_batch_size=4, max_batch_prefill_tokens=100, block_size=16, num_blocks=100
     )
     planner = SimpleNamespace(rows={}, num_paused=0, num_paused_tokens=0, num_cached=lambda _: 0)
     return LatencyPredictor(
-        COST,
+        cost,
         forecaster,
         Metrics(max_input_tokens=1000, max_total_tokens=1000),
         in_flight=cast("InFlight", SimpleNamespace(plans=[], seconds_in_step=lambda: 0.0)),
@@ -61,14 +64,14 @@ def predictor_without_chunks(queue: Queue) -> LatencyPredictor:
 
 
 def entry(number: int, *, max_queue_seconds: float | None = None) -> Entry:
-    asked = request([1, 2, 3], max_new_tokens=5)
-    found = Entry(number, asked, tiny_tokenizer(), frozenset(), block_size=16)
-    found.scheduling = SchedulingParameters(max_queue_seconds=max_queue_seconds)
-    return found
+    valid = request([1, 2, 3], max_new_tokens=5)
+    new = Entry(number, valid, tiny_tokenizer(), frozenset(), block_size=16)
+    new.scheduling = SchedulingParameters(max_queue_seconds=max_queue_seconds)
+    return new
 
 
 def test_no_wait_is_promised_and_none_is_refused_beforehand() -> None:
-    predictor = predictor_without_chunks(Queue(0, (50, 50_000)))
+    predictor = predictor_without_costs(Queue(0, (50, 50_000)))
     one = entry(0, max_queue_seconds=1e-9)
     assert predictor.predict(one) is None
     predictor.accept(one)
@@ -76,7 +79,7 @@ def test_no_wait_is_promised_and_none_is_refused_beforehand() -> None:
 
 
 def test_a_refused_request_may_come_again_after_the_mean_of_the_observed_waits() -> None:
-    predictor = predictor_without_chunks(Queue(1, (1, 100)))
+    predictor = predictor_without_costs(Queue(1, (1, 100)))
     assert predictor.drain_seconds() == 0.0
     for number in range(200):
         one = entry(number)
@@ -90,7 +93,7 @@ def test_a_refused_request_may_come_again_after_the_mean_of_the_observed_waits()
 
 def test_the_wait_of_a_mean_request_is_that_of_the_last_ones_while_some_wait() -> None:
     queue = Queue(1, (1, 100))
-    predictor = predictor_without_chunks(queue)
+    predictor = predictor_without_costs(queue)
     for number in range(200):
         one = entry(number)
         one.stream.batched_at = one.queued_at + 7.0
@@ -101,7 +104,7 @@ def test_the_wait_of_a_mean_request_is_that_of_the_last_ones_while_some_wait() -
 
 
 def test_metrics_show_quantiles_of_prediction_errors() -> None:
-    predictor = predictor_without_chunks(Queue(0, (0, 0)))
+    predictor = predictor_without_costs(Queue(0, (0, 0)))
     for number, missed in enumerate([1.0, 2.0, 3.0, 4.0, 10.0]):
         one = entry(number)
         predictor._expected[number] = Prediction(0.0, missed, missed)
@@ -116,7 +119,35 @@ def test_metrics_show_quantiles_of_prediction_errors() -> None:
 def test_quantile_is_the_least_value_that_a_share_does_not_exceed(
     values: list[float], share: float
 ) -> None:
-    found = quantile(values, share)
-    assert found in values
-    assert sum(value < found for value in values) < share * len(values)
-    assert share * len(values) <= sum(value <= found for value in values) + 1e-9
+    least = quantile(values, share)
+    assert least in values
+    assert sum(value < least for value in values) < share * len(values)
+    assert share * len(values) <= sum(value <= least for value in values) + 1e-9
+
+
+LIMITS = Limits(max_input_tokens=40, max_total_tokens=48, vocab_size=VOCAB_SIZE)
+
+
+async def test_costs_are_known_afterwards_and_nothing_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "SECONDS", 60.0)
+    shard = FakeShard(num_blocks=300)
+    batcher = new_batcher(DirectShards(shard), shard)
+    cost = batcher._predictor.cost
+    assert cost.seconds(StepLoad(decodes=1, context=10)) is None
+    await calibrate(batcher, LIMITS, max_batch_size=4)
+    assert cost.seconds(StepLoad(decodes=1, context=10)) is not None
+    assert cost.seconds(StepLoad(prefill_tokens=16, prefill_pairs=136, num_chunks=1)) is not None
+    assert not batcher._planner.rows
+    assert batcher._planner.blocks.num_owned == 0
+
+
+async def test_shards_that_fail_are_reported_and_do_not_stop_the_start() -> None:
+    shard = FakeShard()
+    shard.fail_always = "the device caught fire"
+    batcher = new_batcher(DirectShards(shard), shard)
+    with structlog.testing.capture_logs() as logs:
+        await calibrate(batcher, LIMITS, max_batch_size=4)
+    (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert "quarantined" in warning["error"]

@@ -11,10 +11,10 @@ from typing import cast
 import pytest
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.errors import JournalUnusable
-from millrace_router.journal.header import Header
+from millrace_router.journal.frames import JournalUnusable
+from millrace_router.journal.header import Header, header_from_json, header_to_json
 from millrace_router.journal.journal import Journal
-from millrace_router.journal.reader import Answered, Failed, Sent
+from millrace_router.journal.reader import AdapterChanged, Answered, Failed, Sent, read_events
 from millrace_router.journal.replay.command import replay
 from millrace_router.journal.replay.comparison import Comparison
 from millrace_router.journal.replay.player import Player, Unanswered, settled, token_at
@@ -135,13 +135,14 @@ async def test_a_token_that_differs_is_found_where_it_is(tmp_path: Path) -> None
         answer.logprobs[index] -= 0.25
 
     (outcome,) = await replayed(tmp_path, Liar(number, lie))
-    found = outcome.difference
-    assert found is not None
-    assert (found.what, found.step, found.slot, found.gap) == ("token", number, slot, 0.25)
+    difference = outcome.difference
+    assert difference is not None
+    assert (difference.what, difference.gap) == ("token", 0.25)
+    assert (difference.step, difference.slot) == (number, slot)
     position, was, request_id = oracle(driver, number, slot)
-    assert (found.position, found.request_id) == (position, request_id)
-    assert found.recorded.startswith(f"{was} (")
-    assert found.replayed.startswith(f"{was + 1} (")
+    assert (difference.position, difference.request_id) == (position, request_id)
+    assert difference.recorded.startswith(f"{was} (")
+    assert difference.replayed.startswith(f"{was + 1} (")
     assert outcome.num_steps == number, "what comes after it is not compared"
 
 
@@ -363,7 +364,7 @@ async def record_over_sockets(address: str, folder: Path, *, keeps_tokens: bool 
         await shards.close()
 
 
-def test_the_command_says_equal(
+def test_the_command_reports_equal_epochs(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(record_over_sockets(address, tmp_path / "journal"))
@@ -385,7 +386,7 @@ def test_the_command_says_equal(
     assert epoch["tokens"] >= 45
 
 
-def test_the_command_says_different(
+def test_the_command_reports_a_difference(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(record_over_sockets(address, tmp_path / "journal"))
@@ -397,13 +398,17 @@ def test_the_command_says_different(
         assert "DIFFERENT" in (table := capsys.readouterr().out)
         assert replay([*arguments, "--json"]) == 1
         report = json.loads(capsys.readouterr().out)
-    found = report["epochs"][0]["difference"]
-    assert (found["what"], found["request_id"], found["position"]) == ("token", 3, 2 + 4)
-    assert found["replayed"].startswith("96 ")
-    assert f"first difference at step {found['step']}, slot {found['slot']}, request 3" in table
+    difference = report["epochs"][0]["difference"]
+    assert difference["what"] == "token"
+    assert (difference["request_id"], difference["position"]) == (3, 2 + 4)
+    assert difference["replayed"].startswith("96 ")
+    assert (
+        f"first difference at step {difference['step']}, slot {difference['slot']}, request 3"
+        in table
+    )
 
 
-def test_the_command_says_that_nothing_is_compared(
+def test_the_command_reports_that_nothing_is_compared(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(record_over_sockets(address, tmp_path / "journal", keeps_tokens=False))
@@ -415,15 +420,15 @@ def test_the_command_says_that_nothing_is_compared(
     assert "holds no token ids" in table
 
 
-def test_what_cannot_be_replayed(
+def test_journals_that_cannot_be_replayed_are_refused(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "text").write_text("hello, this is no journal")
+    (tmp_path / "text").write_text("hello, this is not a journal")
     for path, words in (
         ("empty", "contains no journal"),
         ("none", "does not exist"),
-        ("text", "is no jo"),
+        ("text", "is not a jo"),
     ):
         assert replay([str(tmp_path / path), f"--shard-addresses={address}"]) == 2
         assert words in capsys.readouterr().err
@@ -437,3 +442,54 @@ def test_what_cannot_be_replayed(
     with pytest.raises(SystemExit) as ended:
         replay([])
     assert ended.value.code == 2
+
+
+def record_adapters(folder: Path, *, fails: bool = False) -> RecordedDriver:
+    """Run requests with adapters, of which the shard holds two at a time."""
+    shard = new_shard(max_adapters=2)
+    journal, writer, _ = journal_in(folder, header(shard))
+    driver = RecordedDriver(BUDGETS, shard, journal)
+    for number, asked in enumerate(requests(24, adapters=True)):
+        driver.submit(asked)
+        driver.turn()
+        if fails and number == 12:
+            shard.fail_next, driver.loses_adapters = "killed", True
+    driver.run()
+    driver.check_idle()
+    writer.close()
+    return driver
+
+
+async def test_a_journal_with_adapters_replays(tmp_path: Path) -> None:
+    driver = record_adapters(tmp_path)
+    assert driver.shard.adapters.num_read.total() > 8, "no adapter was evicted"
+    shard = new_shard(max_adapters=2)
+    (outcome,) = await replayed(tmp_path, shard)
+    assert outcome.difference is None
+    assert outcome.is_compared
+    assert outcome.num_tokens > 100
+    assert shard.adapters.num_read == driver.shard.adapters.num_read
+
+
+async def test_another_epoch_begins_with_the_loads_of_its_own(tmp_path: Path) -> None:
+    record_adapters(tmp_path, fails=True)
+    first, second = await replayed(tmp_path, new_shard(max_adapters=2))
+    assert first.difference is None
+    assert second.difference is None
+    assert second.num_tokens > 20
+
+
+def test_a_journal_has_digests_and_no_names(tmp_path: Path) -> None:
+    record_adapters(tmp_path)
+    found = [event for _, event in read_events(tmp_path) if isinstance(event, AdapterChanged)]
+    digests = {event.digest for event in found if event.digest is not None}
+    assert len(digests) == 5
+    assert all(len(digest) == 64 for digest in digests)
+    assert any(event.digest is None for event in found), "no slot was freed"
+
+
+def test_the_header_has_modules_and_pages() -> None:
+    head = header(new_shard(max_adapters=2))
+    assert head.capacity.adapter_pages == 3
+    assert head.shard.adapter_modules
+    assert header_from_json(header_to_json(head)) == head

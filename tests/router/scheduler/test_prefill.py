@@ -130,9 +130,9 @@ def test_no_prompt_takes_more_than_twice_the_steps_that_it_takes_in_order_of_arr
 ) -> None:
     came = arrived(arrivals)
     fair = Prompts.new(shortest_first=False).run(arrivals)
-    found = Prompts.new().run(arrivals)
-    assert found.keys() == fair.keys()
-    for number, step in found.items():
+    steps = Prompts.new().run(arrivals)
+    assert steps.keys() == fair.keys()
+    for number, step in steps.items():
         assert step - came[number] + 1 <= 2 * (fair[number] - came[number] + 1) + 1
 
 
@@ -153,7 +153,7 @@ def test_every_step_is_as_full_as_in_order_of_arrival_and_computes_each_token_on
         assert prompts.planner.blocks.num_owned == 0
 
 
-def test_a_short_prompt_joins_the_next_step_beside_a_long_one() -> None:
+def test_a_short_prompt_joins_the_next_step_of_a_long_one() -> None:
     prompts = Prompts.new()
     long = prompts.submit(LONG)
     prompts.step()

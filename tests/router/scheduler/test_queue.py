@@ -52,7 +52,7 @@ def test_a_step_of_priority_is_worth_the_ageing_seconds() -> None:
     assert list(queue) == [soon, old, late]
 
 
-def test_ahead_of_one_in_the_middle_of_a_long_queue() -> None:
+def test_ahead_counts_requests_in_the_middle_of_a_long_queue() -> None:
     queue = WaitingQueue(ageing_seconds=10.0)
     for i in range(1000):
         queue.append(new(i, float(i), num_prompt_tokens=2))
@@ -148,10 +148,10 @@ class WaitingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule()
     def take_the_shortest(self) -> None:
-        """The first of the shortest prompts among those of the highest priority, in order of service."""
+        """The first of the shortest prompts among the ones of highest priority, in order of service."""
         highest = max(item.scheduling.priority for item in self.waiting)
-        known = [item for item in self.waiting if item.scheduling.priority == highest]
-        shortest = min(known, key=lambda item: item.num_prompt_tokens)
+        candidates = [item for item in self.waiting if item.scheduling.priority == highest]
+        shortest = min(candidates, key=lambda item: item.num_prompt_tokens)
         assert self.queue.shortest() is shortest
         self.queue.take(shortest)
         self.waiting.remove(shortest)

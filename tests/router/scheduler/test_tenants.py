@@ -97,7 +97,7 @@ def test_an_idle_tenant_keeps_its_debt_until_rounds_have_paid_it() -> None:
     assert [queue.pop().scheduling.tenant for _ in range(5)] == list("bbbab")
 
 
-def test_a_small_tenant_is_next_but_one_beside_one_that_sends_fifty_times_more() -> None:
+def test_a_small_tenant_waits_for_few_requests_of_one_that_sends_fifty_times_more() -> None:
     queue = TenantQueue(quantum=100)
     for i in range(500):
         queue.append(of("big", i, 50))
@@ -155,7 +155,7 @@ def test_tenants_that_are_gone_take_no_memory() -> None:
     assert len(queue._turns) + len(queue._idle) == len(queue._tenants)
 
 
-def test_who_has_just_come_is_served_at_once_and_pays_afterwards() -> None:
+def test_new_tenants_are_served_at_once_and_pay_afterwards() -> None:
     queue = TenantQueue(quantum=10)
     for i in range(50):
         queue.append(of("steady", i, 10))

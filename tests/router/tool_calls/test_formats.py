@@ -129,7 +129,7 @@ CALLS = st.lists(
     said=st.sampled_from(["", "Let me see. ", "é < b\n\n"]),
     data=st.data(),
 )
-def test_what_a_model_calls_is_what_the_client_gets(
+def test_clients_get_the_models_calls(
     name: str, calls: list[Any], special: bool, said: str, data: st.DataObject
 ) -> None:
     if name in {"llama", "json", "pythonic"}:
@@ -197,7 +197,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN.values(), ids=BROKEN)
-def test_what_ends_a_broken_call_is_not_lost(case: tuple[str, str, str, str]) -> None:
+def test_the_end_of_a_broken_call_is_kept(case: tuple[str, str, str, str]) -> None:
     name, text, said, arguments = case
     for pieces in ([text], text):
         assert read(made(name), pieces) == (said, [("weather", arguments)])
@@ -314,7 +314,7 @@ MALFORMED = [
 
 @each_format
 @pytest.mark.parametrize("schema", MALFORMED, ids=str)
-def test_what_is_no_schema_is_refused_by_those_who_read_it(
+def test_invalid_schemas_are_refused_by_formats_that_read_them(
     name: str, schema: dict[str, Any]
 ) -> None:
     """Formats of JSON leave the schema to the shards."""

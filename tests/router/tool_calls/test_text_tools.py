@@ -166,7 +166,7 @@ def walk(matcher: Matcher, rng: random.Random, *, most: int) -> bytes | None:
 
 @pytest.mark.parametrize("name", COMMON)
 def test_terminals_of_lark_are_those_of_llguidance(name: str) -> None:
-    """Short texts over a small alphabet, beside the compiler's own definition."""
+    """Short texts over a small alphabet, compared with the compiler's own definition."""
     source = f"start: {name}\n%import common.{name}"
     theirs, grammar = matcher_of(source), Grammar(GrammarKind.LARK, source)
     ours, quoted = rule_of(plain_rule(grammar, "", "")), rule_of(quoted_rule(grammar))
@@ -191,7 +191,9 @@ def test_terminals_of_lark_are_those_of_llguidance(name: str) -> None:
         (r"^a[$^]$|^(?:^b$)$", ["a$", "a^", "b"], ["a", "^b", "b$"]),
     ],
 )
-def test_expressions(source: str, texts: list[str], others: list[str]) -> None:
+def test_expressions_match_their_texts_only(
+    source: str, texts: list[str], others: list[str]
+) -> None:
     check(GrammarKind.REGEX, source, texts, others)
 
 
@@ -220,7 +222,7 @@ def test_expressions(source: str, texts: list[str], others: list[str]) -> None:
         'start: "ab".."cd"',
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(source: str) -> None:
+def test_constraints_that_cannot_be_kept_are_refused_by_name(source: str) -> None:
     with pytest.raises(ToolError, match="the grammar of a tool"):
         quoted_rule(Grammar(GrammarKind.LARK, source))
 
@@ -256,7 +258,7 @@ def test_any_text_comes_as_it_is(text: str, is_ascii: bool, cuts: list[int]) -> 
         ("{}", "{}"),
     ],
 )
-def test_the_edges(arguments: str, said: str) -> None:
+def test_texts_are_read_up_to_their_edges(arguments: str, said: str) -> None:
     assert read(arguments, []) == read(arguments, list(range(len(arguments)))) == said
 
 

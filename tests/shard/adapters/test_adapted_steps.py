@@ -72,7 +72,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def test_prompt_logprobs_are_those_of_the_adapter(bench: Bench) -> None:
+def test_prompt_logprobs_match_the_adapter(bench: Bench) -> None:
     stepper = bench.stepper()
     fields: dict[str, Any] = {"prefill_logprobs": True, "prefill_top_n_tokens": 2}
     first = stepper.admission(0, PROMPT, adapter_slot=1, **fields)
@@ -126,19 +126,19 @@ def test_drafts_of_the_base_do_not_change_what_an_adapter_generates(
             int(alone.run(alone.admission(slot, PROMPT[: 9 + slot], adapter_slot=slot)).ids[0])
         ]
         expected += [int(alone.decode([slot]).ids[0]) for _ in range(8)]
-        found = drafting.run(
+        result = drafting.run(
             drafting.admission(slot, PROMPT[: 9 + slot], adapter_slot=slot)
         ).ids.tolist()
-        while len(found) < 9:
+        while len(result) < 9:
             step = Forward(
                 decode_slots=ints([slot]), decode_tokens=ints([4]), draft_tokens=ints([3])
             )
-            found += drafting.run(step).ids.tolist()
-        assert found[:9] == expected
+            result += drafting.run(step).ids.tolist()
+        assert result[:9] == expected
 
 
 def test_a_step_of_the_base_sees_no_rows_of_adapters(bench: Bench) -> None:
-    """A step after one with adapters, and steps between, have the adapters of their own rows."""
+    """A step after one with adapters, and steps between, use their own rows' adapters."""
     stepper = bench.stepper()
     tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
 

@@ -169,8 +169,8 @@ def test_a_row_has_the_bits_that_it_has_alone(
 
 def test_adapters_differ_from_the_base_and_from_each_other(bench: Bench) -> None:
     for which in range(len(LENGTHS)):
-        found = [bench.alone[which, adapter] for adapter in range(len(RANKS) + 1)]
-        assert not any(torch.equal(a, b) for n, a in enumerate(found) for b in found[:n])
+        result = [bench.alone[which, adapter] for adapter in range(len(RANKS) + 1)]
+        assert not any(torch.equal(a, b) for n, a in enumerate(result) for b in result[:n])
 
 
 COMPANY = [(which, adapter) for which in range(len(LENGTHS)) for adapter in (1, 2, 3)]

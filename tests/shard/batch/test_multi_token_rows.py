@@ -25,8 +25,7 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.loading import Speculation
-from millrace_shard.speculation.ngrams import NgramProposer, lookup
+from millrace_shard.speculation.loading import NgramProposer, Speculation, lookup
 from millrace_testing.engines.engine_driver import PROMPT, Driver, forward
 from millrace_testing.engines.fake_engine import greedy as fake_greedy
 from millrace_testing.engines.fake_engine import logits_for
@@ -92,7 +91,7 @@ class Setup:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread: several would wait for each other, which is slow beside another busy process."""
+    """Use one thread: several would wait for each other, which is slow next to another busy process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -178,7 +177,7 @@ def test_rejected_drafts_leave_one_token_a_step(setup: Setup) -> None:
     assert run.steps == NUM_TOKENS
 
 
-def test_computed_positions_are_those_of_all_tokens_but_the_last(setup: Setup) -> None:
+def test_computed_positions_match_all_tokens_but_the_last(setup: Setup) -> None:
     slot = 1
     stepper = setup.planned()
     run = Generation(stepper, {slot: setup.wants[slot]}, 12, allow=lambda _: (4, 3))
@@ -187,7 +186,7 @@ def test_computed_positions_are_those_of_all_tokens_but_the_last(setup: Setup) -
     assert run.yielded[slot].computed == sorted(set(run.yielded[slot].computed))
 
 
-def test_drafts_are_no_more_than_the_shard_makes(setup: Setup) -> None:
+def test_drafts_are_limited_to_what_the_shard_makes(setup: Setup) -> None:
     """However many are allowed."""
     run = Generation(
         setup.planned(error_rate=0.0), setup.wants, NUM_TOKENS, allow=lambda _: (2**32 - 1,) * 2
@@ -348,7 +347,7 @@ def test_allowances_are_cut_to_the_block_table(setup: Setup) -> None:
 def test_allowances_that_make_no_sense_are_refused(setup: Setup, fields: dict[str, Any]) -> None:
     stepper = setup.stepper()
     stepper.run(stepper.admission(0, PROMPTS[0]))
-    with pytest.raises(StepInvalid, match=r"differ in length|no position"):
+    with pytest.raises(StepInvalid, match=r"differ in length|at least one position"):
         stepper.run(Forward(decode_slots=ints([0]), **fields))
 
 
@@ -669,15 +668,15 @@ def test_steps_with_drafts_are_sent_ahead(driver: Driver) -> None:
     admitted = driver.admit(0, LOOP, room=24, parameters=BIASED), driver.admit(3, room=24)
     steps = [driver.send(forward(*admitted, chunks=[(0, len(LOOP)), (3, len(PROMPT))]))]
     steps += [driver.send(multi_token(0, 3)) for _ in range(4)]
-    found: dict[int, list[int]] = {0: [], 3: []}
+    result: dict[int, list[int]] = {0: [], 3: []}
     for step in steps:
         outcome = step.result(30).outcome
         assert isinstance(outcome, StepResult)
         ids = iter(outcome.ids.tolist())
         for slot, count in zip(outcome.slots.tolist(), outcome.counts.tolist(), strict=True):
-            found[slot] += [next(ids) for _ in range(count)]
-    assert found[0] == among_few(LOOP, len(found[0]))
-    assert found[3] == fake_greedy(PROMPT, len(found[3]))
+            result[slot] += [next(ids) for _ in range(count)]
+    assert result[0] == among_few(LOOP, len(result[0]))
+    assert result[3] == fake_greedy(PROMPT, len(result[3]))
 
 
 def test_a_draft_that_is_not_finite_fails_its_row_alone(driver: Driver) -> None:

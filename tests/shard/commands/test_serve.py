@@ -42,7 +42,7 @@ from millrace_shard.errors import EngineEnded, UnsupportedModel
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
 from millrace_shard.server.address import SocketTaken
 from millrace_shard.weights.hub import HubError
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
 from millrace_testing.models.models import CPU, save_tiny
@@ -79,7 +79,7 @@ def folder(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) ->
 
 @contextmanager
 def process(folder: Path, sockets: Path, *arguments: str) -> Iterator[Forked]:
-    """A shard of its own process; killed at the end if it still runs."""
+    """A shard in a separate process; killed at the end if it still runs."""
     shard = Forked(main, command_line(folder, sockets, *arguments))
     try:
         yield shard
@@ -283,7 +283,7 @@ def test_int8_is_for_classes_of_transformers_too(tmp_path: Path) -> None:
     assert isinstance(load(config, torch.device("cpu")).kernels, Int8Kernels)
 
 
-def test_each_device_has_its_defaults(folder: Path) -> None:
+def test_defaults_depend_on_the_device(folder: Path) -> None:
     config = ShardConfig.from_args([str(folder), "--device=cpu"])
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert choose_device(config) == cpu
@@ -391,7 +391,7 @@ def test_a_name_on_the_hub_is_downloaded(cache: Path, monkeypatch: pytest.Monkey
 
 
 def test_neither_folder_nor_name(cache: Path) -> None:
-    with pytest.raises(HubError, match="there is no folder /no/such/model"):
+    with pytest.raises(HubError, match="folder /no/such/model does not exist"):
         with_folders(ShardConfig.from_args(["/no/such/model"]))
 
 
@@ -401,7 +401,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache", "restored_log")
-def test_flags_without_effect_are_reported_by_the_download(
+def test_tgis_download_flags_are_accepted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = "--extension .bin --logger-level INFO --json-output --trust-remote-code --merge-lora --auto-convert"

@@ -116,8 +116,8 @@ def meminfo(folder: Path) -> Path:
 
 
 def test_without_a_container_the_kernels_word_counts(tmp_path: Path) -> None:
-    found = available_memory(meminfo=meminfo(tmp_path), cgroup=tmp_path / "none")
-    assert found == 8_000_000 * 1024
+    result = available_memory(meminfo=meminfo(tmp_path), cgroup=tmp_path / "none")
+    assert result == 8_000_000 * 1024
 
 
 def test_a_containers_limit_counts_when_it_is_nearer(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_containers_limit_counts_when_it_is_nearer(tmp_path: Path) -> None:
     assert available_memory(meminfo=meminfo(tmp_path), cgroup=group) == 8_000_000 * 1024
 
 
-def test_version_1_control_groups(tmp_path: Path) -> None:
+def test_version_1_control_groups_limit_the_memory(tmp_path: Path) -> None:
     folder = tmp_path / "memory"
     folder.mkdir()
     (folder / "memory.limit_in_bytes").write_text("4000000\n")

@@ -31,7 +31,7 @@ from millrace_shard.device.process_group import (
     use_interface_to,
 )
 from millrace_shard.models.families.registry import FAMILIES
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models.models import VOCAB, Run, greedy, logprobs, prompt_of, save_tiny
 from millrace_testing.shards.ranks import (
     GlooMemory,
@@ -198,7 +198,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     return TwoRanks(jobs, references, run_ranks(folder, 2, work_of_a_rank, list(jobs.values())))
 
 
-def test_collectives_combine_what_two_ranks_send(two_ranks: TwoRanks) -> None:
+def test_collectives_of_two_ranks_return_exact_results(two_ranks: TwoRanks) -> None:
     for results, _ in two_ranks.by_rank:
         assert results["sum"].tolist() == [[10, 12], [14, 16]]
         assert results["gathered"].tolist() == [[0, 2, 10, 12], [1, 3, 11, 13]]
@@ -210,15 +210,15 @@ def test_collectives_combine_what_two_ranks_send(two_ranks: TwoRanks) -> None:
 def test_small_sums_go_through_shared_memory_and_others_do_not(two_ranks: TwoRanks) -> None:
     total = torch.arange(8.0) * 2 + 10
     for results, _ in two_ranks.by_rank:
-        found = results["one_shot"]
-        assert torch.equal(found["small"], total)
-        assert torch.equal(found["again"], total.view(2, 4) * 2)
-        assert found["bf16"].dtype is torch.bfloat16
-        assert found["bf16"].tolist() == total.tolist()
-        assert found["odd"].tolist() == total[:3].tolist()
-        assert found["int"].tolist() == total.tolist()
-        assert found["large"].tolist() == found["limit"].tolist() == total.tolist()
-        assert found["sizes"] == [32, 32, 16, MAX_BYTES]
+        result = results["one_shot"]
+        assert torch.equal(result["small"], total)
+        assert torch.equal(result["again"], total.view(2, 4) * 2)
+        assert result["bf16"].dtype is torch.bfloat16
+        assert result["bf16"].tolist() == total.tolist()
+        assert result["odd"].tolist() == total[:3].tolist()
+        assert result["int"].tolist() == total.tolist()
+        assert result["large"].tolist() == result["limit"].tolist() == total.tolist()
+        assert result["sizes"] == [32, 32, 16, MAX_BYTES]
 
 
 def test_no_rank_shares_memory_unless_all_can(two_ranks: TwoRanks) -> None:
@@ -236,7 +236,7 @@ def test_a_group_of_one_shares_nothing() -> None:
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_in_rank_order_no_memory_is_shared_and_a_message_says_so(
+def test_rank_order_shares_no_memory_and_logs_it(
     world_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = ProcessGroup(0, world_size, torch.device("cpu"))
@@ -254,11 +254,11 @@ def test_in_rank_order_a_row_is_summed_alike_whatever_is_beside_it(tmp_path: Pat
     parts = [part_of(rank) for rank in range(3)]
     expected = (parts[0] + parts[1]) + parts[2]
     rounded = (parts[0].bfloat16().float() + parts[1].bfloat16()) + parts[2].bfloat16()
-    for found in by_rank:
+    for result in by_rank:
         for num_rows in ROWS:
-            assert torch.equal(found["float32"][num_rows], expected[:num_rows])
-            assert torch.equal(found["bfloat16"][num_rows], rounded[:num_rows].bfloat16())
-        assert found["integers"].tolist() == [3, 3]
+            assert torch.equal(result["float32"][num_rows], expected[:num_rows])
+            assert torch.equal(result["bfloat16"][num_rows], rounded[:num_rows].bfloat16())
+        assert result["integers"].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -354,11 +354,11 @@ def ranks() -> Iterator[ExitStack]:
 
 
 def started(ranks: ExitStack, rank: int, port: int) -> Rank:
-    found = Rank(rank, port)
+    result = Rank(rank, port)
     # It waits for the process and closes its pipe.
-    ranks.enter_context(found.process)
-    ranks.callback(found.process.kill)
-    return found
+    ranks.enter_context(result.process)
+    ranks.callback(result.process.kill)
+    return result
 
 
 @pytest.mark.parametrize("gone", [0, 1])
@@ -393,7 +393,7 @@ def test_a_name_that_does_not_resolve_leads_nowhere() -> None:
     assert interface_to("nowhere.invalid") is None
 
 
-def test_what_the_environment_says_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     gloo, nccl = VARIABLES
     monkeypatch.setenv(gloo, "eth9")
     monkeypatch.setenv(nccl, "")

@@ -27,9 +27,9 @@ CPU = torch.device("cpu")
 
 def test_what_is_uploaded_is_a_copy() -> None:
     values = np.arange(4)
-    found = upload(values, CPU)
+    result = upload(values, CPU)
     values[:] = 9
-    assert found.tolist() == [0, 1, 2, 3]
+    assert result.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

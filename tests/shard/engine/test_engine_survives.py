@@ -30,7 +30,7 @@ from millrace_shard.model_runner.runner import StepRunner
 from millrace_shard.sampling.sampler import Sampler
 from millrace_testing.engines.engine_driver import PROMPT, WARMUP, Driver, forward, generate, tokens
 from millrace_testing.engines.fake_engine import greedy
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models.models import save_tiny
 from millrace_testing.shards.poison_shard import Poison, poisoned_main
 from millrace_testing.shards.ranks import Forked
@@ -129,7 +129,7 @@ def test_nothing_of_a_step_without_memory_stays(driver: Driver) -> None:
 
 
 def test_nothing_of_a_warm_up_without_memory_stays() -> None:
-    """Above all its caches, which the next warm-up could not fit beside its own."""
+    """Above all its caches, which would not fit next to the caches of the next warm-up."""
     driver = Driver()
     caches: list[weakref.ref[torch.Tensor]] = []
     new_cache = driver.kernels.new_cache
@@ -273,7 +273,7 @@ def lose_the_device(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return asked
 
 
-def test_progress_tells_a_hang_from_a_warm_up_and_from_rest(
+def test_progress_distinguishes_a_hang_from_a_warm_up_and_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a clock that is turned by hand."""
@@ -456,7 +456,7 @@ def test_a_shard_that_is_frozen_answers_nothing(folder: Path, tmp_path: Path) ->
         call.cancel()
 
 
-def test_a_rank_whose_peer_dies_in_a_step_says_so_and_ends(folder: Path, tmp_path: Path) -> None:
+def test_a_rank_whose_peer_dies_in_a_step_reports_it_and_ends(folder: Path, tmp_path: Path) -> None:
     """By itself: what it waits for in a collective will never come."""
     settings = {"POISON": "17,23,42", "POISON_HOW": "kill"}
     with two_ranks(folder, tmp_path, **settings) as ((process, stub), (peer, peer_stub)):

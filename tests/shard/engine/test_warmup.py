@@ -78,7 +78,7 @@ def test_the_largest_prefill_runs_once_and_leaves_nothing() -> None:
 
 
 class ThreeLayers(FakeModel):
-    """Its first layers are a model of their own."""
+    """Its first layers are a separate model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ def test_no_capture_follows_one_that_has_failed() -> None:
 def test_memory_that_torch_cannot_release_does_not_count_as_free(
     monkeypatch: pytest.MonkeyPatch, version: str, reused: int
 ) -> None:
-    """A failed capture holds all cached memory, that of the profile run's KV cache among it, until torch 2.13."""
+    """A failed capture holds all cached memory, including the profile run's KV cache, until torch 2.13."""
 
     def fail(number: int) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")

@@ -1,4 +1,4 @@
-"""The check at each start: it tells right from wrong in all that serves."""
+"""The check at each start: it rejects wrong results of everything that serves."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class WithSwappedHeadNorms(PlainKernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
+def test_the_agreement_check_rejects_wrong_kernels(dtype: torch.dtype) -> None:
     oracle = PlainKernels(deterministic=False)
     same = PlainKernels(deterministic=True, block_size=64)
     assert (
@@ -96,7 +96,7 @@ def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
 
 
 class OffInOneOutput(PlainKernels):
-    """Halves of its own, of which one has a wrong output in a wrong row."""
+    """Its own halves, of which one has a wrong output in a wrong row."""
 
     def __init__(self, wrong: str) -> None:
         super().__init__(deterministic=False)
@@ -232,8 +232,8 @@ class ChangesBaseRows(PlainKernels):
 def test_deterministic_kernels_that_change_rows_of_the_base_are_found() -> None:
     for deterministic, is_fault in ((True, True), (False, False)):
         kernels = ChangesBaseRows(deterministic=deterministic)
-        found = adapter_difference(kernels, ORACLE, dtype=torch.float32, head_dim=32)
-        assert (found == math.inf) is is_fault
+        result = adapter_difference(kernels, ORACLE, dtype=torch.float32, head_dim=32)
+        assert (result == math.inf) is is_fault
 
 
 def test_kernels_that_fail_the_check_do_not_serve_with_adapters(

@@ -91,7 +91,7 @@ def test_any_change_builds_anew(tmp_path: Path, source: Path, changed: str) -> N
     assert runs(tmp_path) == 4
 
 
-def test_a_failed_build_says_why_and_leaves_nothing(tmp_path: Path, source: Path) -> None:
+def test_a_failed_build_names_the_reason_and_leaves_nothing(tmp_path: Path, source: Path) -> None:
     folder = tmp_path / "cache"
     with pytest.raises(BuildError, match="no such thing"):
         compile_library(source, folder, toolchain(tmp_path, FAILING))
@@ -128,18 +128,18 @@ def test_another_c_library_builds_anew(
     assert compile_library(source, tmp_path, tools) != before
 
 
-def test_a_build_without_a_compiler_is_refused(tmp_path: Path, source: Path) -> None:
+def test_a_missing_compiler_is_an_error(tmp_path: Path, source: Path) -> None:
     with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
         compile_library(source, tmp_path, replace(toolchain(tmp_path), compiler=None))
 
 
-def test_a_program_that_is_no_compiler_is_named(tmp_path: Path, source: Path) -> None:
+def test_a_program_that_is_not_a_compiler_is_named(tmp_path: Path, source: Path) -> None:
     tools = toolchain(tmp_path, "not a program\n")
     with pytest.raises(BuildError, match="compiler does not run"):
         compile_library(source, tmp_path, tools)
 
 
-def test_a_build_says_when_it_begins_and_ends(
+def test_a_build_logs_its_begin_and_end(
     tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -161,7 +161,7 @@ class Told(logging.Handler):
             self.waiting.set()
 
 
-def test_who_waits_for_anothers_build_says_so(
+def test_waiting_for_another_build_is_logged(
     tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tools, told = toolchain(tmp_path), Told()
@@ -188,7 +188,7 @@ def test_who_waits_for_anothers_build_says_so(
     assert runs(tmp_path) == 2
 
 
-def test_the_environment_names_the_cache_folder(
+def test_cache_folder_follows_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MILLRACE_CACHE", raising=False)

@@ -62,10 +62,10 @@ def defined(rule: RoutingRule, logits: list[float], correction: list[float]) -> 
 def test_choice_and_shares_are_what_their_definitions_say(name: str) -> None:
     rule, logits, correction = RULES[name], random(50, NUM_EXPERTS), random(NUM_EXPERTS, seed=1)
     chosen, shares = rule.choose(logits, correction)
-    for row, experts, found in zip(logits.tolist(), chosen.tolist(), shares, strict=True):
+    for row, experts, result in zip(logits.tolist(), chosen.tolist(), shares, strict=True):
         expected = defined(rule, row, correction.tolist())
         assert experts == list(expected)
-        torch.testing.assert_close(found, torch.tensor(list(expected.values())))
+        torch.testing.assert_close(result, torch.tensor(list(expected.values())))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -86,7 +86,7 @@ def test_a_row_has_the_same_bits_alone(name: str) -> None:
         assert torch.equal(own[0], shares[row])
 
 
-def test_groups_are_those_of_transformers() -> None:
+def test_groups_match_transformers() -> None:
     config = AutoConfig.for_model(
         "glm4_moe",
         hidden_size=16,

@@ -148,7 +148,7 @@ LENGTHS = [31, 150, 9, 201, 1, 170]
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("window", [None, 1, 20, 500])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_attend(
+def test_attention_matches_its_definition(
     deterministic: bool, block_size: int, window: int | None, softcap: float | None
 ) -> None:
     kernels = PlainKernels(deterministic=deterministic, block_size=block_size)
@@ -189,7 +189,7 @@ def test_sinks_join_the_softmax_and_have_no_values(
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(1, 1, 8), (4, 4, 20), (9, 3, 64)]
 )
-def test_attend_heads(
+def test_attention_of_any_heads_matches_its_definition(
     deterministic: bool, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
     kernels = PlainKernels(deterministic=deterministic)
@@ -301,7 +301,7 @@ def test_silu_mul_of_a_row_does_not_depend_on_where_it_lies(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("rotary_dim", [16, 8, 2])
-def test_rope_store(rotary_dim: int) -> None:
+def test_rope_store_rotates_pairs_of_channels(rotary_dim: int) -> None:
     """Channel i pairs with i + rotary_dim / 2; channels past rotary_dim and values are left alone."""
     kernels = PlainKernels(deterministic=False)
     case = make_case(kernels, [40], stored=False)
@@ -326,7 +326,7 @@ def test_rope_store(rotary_dim: int) -> None:
     assert case.cache.keys.isnan().any(), "nothing but the batch's rows is written"
 
 
-def test_a_step_without_any_decode_or_without_any_prefill() -> None:
+def test_steps_of_only_prefills_or_only_decodes_attend_exactly() -> None:
     kernels = PlainKernels(deterministic=False)
     case = make_case(kernels, LENGTHS)
     for rows in ([(1, 0, 150)], [(0, 30, 31), (3, 200, 201)]):
@@ -430,7 +430,7 @@ def test_forbidden_tokens_are_never_chosen(choose: Choose) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 37])
-def test_a_row_that_is_not_finite_says_so_alone(choose: Choose, bad: float, place: int) -> None:
+def test_only_the_row_that_is_not_finite_fails(choose: Choose, bad: float, place: int) -> None:
     logits = torch.randn(3, 38)
     expected = choose(logits.clone())
     logits[1, place] = bad

@@ -32,7 +32,7 @@ SIZES = (1, 3)
 RANKS = (6, 20, 11, 70)
 """The graphs have programs for ranks up to 64."""
 RUNS_ON_CUDA = torch.cuda.is_available()
-pytestmark = pytest.mark.skipif(RUNS_ON_CUDA, reason="the steps are those of a CPU")
+pytestmark = pytest.mark.skipif(RUNS_ON_CUDA, reason="the steps are a CPU's")
 
 
 class Bench:

@@ -72,7 +72,7 @@ def steppers(setup: Setup, recorder: Recorder, sizes: tuple[int, ...] = SIZES) -
 
 
 def story() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Admissions of slot 0, 1, … beside decodes, then decodes in changing batches."""
+    """Admissions of slot 0, 1, … together with decodes, then decodes in changing batches."""
     yield "greedy", ()
     yield "temperature", (0,)
     yield "filters", (1, 0)
@@ -161,7 +161,7 @@ def test_a_row_without_its_forced_tokens_lets_the_step_use_the_graph(
     assert recorder.replays() == {2: 1}
 
 
-def test_a_prompt_of_one_token_is_no_decode(setup: Setup, recorder: Recorder) -> None:
+def test_a_prompt_of_one_token_is_not_a_decode(setup: Setup, recorder: Recorder) -> None:
     by_graph, eager = steppers(setup, recorder)
     results = [s.run(s.admission(0, [7], prefill_logprobs=True)) for s in (by_graph, eager)]
     assert results[0].ids.tolist() == results[1].ids.tolist()
@@ -257,7 +257,7 @@ def test_what_cannot_be_captured_runs_eagerly(
         assert ours.ids.tolist() == theirs.ids.tolist()
 
 
-def test_a_lost_group_is_no_problem_of_graphs(setup: Setup) -> None:
+def test_a_lost_group_is_not_blamed_on_graphs(setup: Setup) -> None:
     recorder = Recorder(fail_warm_up=raising_second(CollectiveError("rank 1 is gone")))
     with pytest.raises(CollectiveError, match="rank 1 is gone"):
         steppers(setup, recorder)
@@ -349,7 +349,7 @@ def test_a_failed_row_among_good_ones_fails_alone_by_graph(
 def test_the_kernels_of_cuda_take_nothing_from_the_host_copies(
     recorder: Recorder, tmp_path: Path
 ) -> None:
-    """In Triton's interpreter where there is no GPU; a captured step tells them the longest contexts there may be."""
+    """In Triton's interpreter without a GPU; a captured step gives them the longest contexts that may occur."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which the next test runs")
     cuda = pytest.importorskip("millrace_shard.kernels.cuda.operators", reason="no Triton")

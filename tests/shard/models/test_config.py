@@ -93,7 +93,7 @@ PUBLISHED = {
 }
 
 OTHER_ROPES = ("phi3", "gemma3_text", "olmo3", "ministral3")
-"""Families whose rotary embeddings cannot be those of Llama 3.1."""
+"""Families that cannot have Llama 3.1's rotary embeddings."""
 LLAMA_3_ROPE = LLAMA_3_1["rope_scaling"]
 ROPES = st.sampled_from(
     [
@@ -168,13 +168,15 @@ def assert_same(raw: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs(name: str, tmp_path: Path) -> None:
+def test_published_configs_are_read_as_transformers_reads_them(name: str, tmp_path: Path) -> None:
     assert_same(PUBLISHED[name], tmp_path)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("rope", [{}, {"rope_parameters": LLAMA_3_ROPE}])
-def test_what_transformers_saves(model_type: str, rope: dict[str, Any], tmp_path: Path) -> None:
+def test_configs_that_transformers_saves_are_read(
+    model_type: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
     if rope and model_type in OTHER_ROPES:
         pytest.skip("another kind of parameters")
     # Some classes change the object.
@@ -262,7 +264,7 @@ def save(folder: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_of_the_text_model(name: str, tmp_path: Path) -> None:
+def test_text_models_of_multimodal_ones_match_transformers(name: str, tmp_path: Path) -> None:
     reference = save(tmp_path, name)
     kernels = PlainKernels(deterministic=False)
     model = load_model(
@@ -285,9 +287,9 @@ def test_fields_of_the_outer_object_count(tmp_path: Path) -> None:
     path.write_text(json.dumps(raw | {"eos_token_id": [5, 6], "dtype": "bfloat16"}))
     raw["text_config"].pop("dtype", None)
     path.write_text(json.dumps(raw | {"eos_token_id": [5, 6], "dtype": "bfloat16"}))
-    found = ModelDescription.read(tmp_path)
-    assert found.eos_token_ids == (5, 6)
-    assert found.dtype == torch.bfloat16
+    result = ModelDescription.read(tmp_path)
+    assert result.eos_token_ids == (5, 6)
+    assert result.dtype == torch.bfloat16
 
 
 def test_a_head_of_its_own_though_the_outer_object_ties_it(tmp_path: Path) -> None:

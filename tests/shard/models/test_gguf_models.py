@@ -1,4 +1,4 @@
-"""Models in GGUF files, against those of transformers with the same weights."""
+"""Models in GGUF files, against transformers' models with the same weights."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def assert_same_as_transformers(tiny: TinyGguf, runs: list[Run]) -> None:
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 @pytest.mark.parametrize("family", CLASSES)
-def test_logits_are_those_of_transformers(family: str, kind: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(family: str, kind: str, tmp_path: Path) -> None:
     tiny = TinyGguf(family, kind)
     folder = prepare_gguf(tiny.write(tmp_path / "m.gguf"), tmp_path / "cache", tokenizer=None)
     assert_same_as_transformers(tiny, generate(folder, ProcessGroup.single()))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_of_a_family(name: str, tmp_path: Path) -> None:
+def test_variants_of_a_family_match_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[name]
     tiny = TinyGguf(family, "Q8_0", seed=1, **overrides)
     folder = prepare_gguf(tiny.write(tmp_path / "m.gguf"), tmp_path / "cache", tokenizer=None)

@@ -1,4 +1,4 @@
-"""Models over KV in int8 and fp8: bits that depend on the tokens alone, and logits close to those of plain KV."""
+"""Models over KV in int8 and fp8: bits that depend only on the tokens, and logits close to plain KV's."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_scales_of_the_checkpoint_are_used(
     assert [float(scale) for scale in scaled] == [0.25, float(torch.tensor(0.1))]
 
 
-def test_one_scale_applies_to_keys_and_values(tmp_path: Path) -> None:
+def test_one_scale_serves_keys_and_values(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     with_tensors(tmp_path, {"model.layers.0.self_attn.kv_scale": torch.tensor(0.5)})
     assert load(tmp_path, E5M2).model.geometry.layers[0].scales == (0.5, 0.5)

@@ -55,7 +55,7 @@ def load(
     )
 
 
-def test_info(tmp_path: Path) -> None:
+def test_info_follows_the_config(tmp_path: Path) -> None:
     save_tiny(tmp_path, "mistral", sliding_window=9)
     model = load(tmp_path)
     assert model.info.model_type == "mistral"
@@ -89,7 +89,7 @@ def test_end_of_sequence_ids(
     assert load(tmp_path).info.eos_token_ids == expected
 
 
-def test_an_end_of_sequence_that_is_no_id_is_refused(tmp_path: Path) -> None:
+def test_an_end_of_sequence_that_is_not_an_id_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     edit_json(tmp_path / "generation_config.json", eos_token_id="</s>")
     with pytest.raises(ModelError, match="eos_token_id='</s>'"):
@@ -177,7 +177,7 @@ def test_older_names_of_rope_settings(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
 
 
-def test_the_dtype_asked_for_is_that_of_the_computation(tmp_path: Path) -> None:
+def test_the_requested_dtype_is_computed_in(tmp_path: Path) -> None:
     for model_type in ("llama", "gpt2"):
         reference = save_tiny(tmp_path / model_type, model_type)
         kernels = PlainKernels(deterministic=False)
@@ -190,7 +190,7 @@ def test_the_dtype_asked_for_is_that_of_the_computation(tmp_path: Path) -> None:
         assert 1e-4 < difference < 0.5
 
 
-def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json in"):
         load(tmp_path)
 
@@ -262,8 +262,8 @@ def logits(folder: Path) -> Tensor:
 def of_transformers(folder: Path) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        found: Tensor = model(torch.tensor([prompt_of(9)])).logits[0, -1]
-    return found
+        result: Tensor = model(torch.tensor([prompt_of(9)])).logits[0, -1]
+    return result
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_biases_that_one_rank_adds_are_read_by_all(rank: int, tmp_path: Path) ->
     load_model(tmp_path, dtype=torch.float32, kernels=kernels, group=group, device=CPU)
 
 
-def test_other_tensors_of_layers_are_told_of(
+def test_other_tensors_of_layers_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny(tmp_path, "glm4_moe", use_qk_norm=True)
@@ -349,9 +349,9 @@ def test_a_tied_head_that_the_file_has_in_another_form_is_used_as_in_transformer
     make, is_told = HEADS[head]
     change(tmp_path, {"lm_head.weight": make(embedding)})
     with caplog.at_level(logging.WARNING, "millrace_shard"):
-        found = logits(tmp_path)
+        result = logits(tmp_path)
     assert any("another head" in record.message for record in caplog.records) is is_told
-    torch.testing.assert_close(found, of_transformers(tmp_path), atol=1e-4, rtol=0)
+    torch.testing.assert_close(result, of_transformers(tmp_path), atol=1e-4, rtol=0)
 
 
 QUANTIZED_HEADS = {
@@ -363,7 +363,7 @@ QUANTIZED_HEADS = {
 
 
 @pytest.mark.parametrize("method", QUANTIZED_HEADS)
-def test_a_quantised_head_beside_a_tied_embedding_is_told_of(
+def test_a_quantised_head_with_a_tied_embedding_is_reported(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """transformers uses one in int8 and fails on the others; it is asked for a head of the same numbers."""
@@ -382,10 +382,10 @@ def test_a_quantised_head_beside_a_tied_embedding_is_told_of(
     config = {**head.config, "config_groups": groups, "ignore": [] if is_used else ["lm_head"]}
     edit_json(tmp_path / "config.json", quantization_config=config)
     with caplog.at_level(logging.WARNING, "millrace_shard"):
-        found = logits(tmp_path)
+        result = logits(tmp_path)
     (message,) = (record.message for record in caplog.records if "another head" in record.message)
     assert message.endswith(f"the file has another head: {QUANTIZED_HEADS[method]}")
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
     spec = ModelDescription.read(tmp_path).spec
     assert spec is not None
     formats = code_formats(tmp_path, spec, quantize=None, rank=0, world_size=1)
@@ -438,12 +438,12 @@ def test_it_is_what_the_model_attends_with(model_type: str, tmp_path: Path) -> N
         {"num_key_value_heads": 4} if model_type in {"gpt_neox", "opt"} else {}
     )
     save_tiny(tmp_path, model_type, **ungrouped)
-    shape, found = ModelDescription.read(tmp_path).layer_shape(1), record(tmp_path)
-    assert found.attended == {(shape.num_heads, shape.num_kv_heads, shape.head_dim)}
-    assert found.kinds == set(shape.kinds)
+    shape, result = ModelDescription.read(tmp_path).layer_shape(1), record(tmp_path)
+    assert result.attended == {(shape.num_heads, shape.num_kv_heads, shape.head_dim)}
+    assert result.kinds == set(shape.kinds)
     if model_type in FAMILIES:
-        assert set(found.weights) == set(shape.linears)
-        assert found.head_weights == [shape.head]
+        assert set(result.weights) == set(shape.linears)
+        assert result.head_weights == [shape.head]
 
 
 def test_windows_may_differ_by_layer(tmp_path: Path) -> None:

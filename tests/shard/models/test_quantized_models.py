@@ -1,4 +1,4 @@
-"""Models with quantised linears, against those of transformers with the numbers that the codes stand for."""
+"""Models with quantised linears, against transformers' models with the numbers that the codes stand for."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def assert_same(reference: PreTrainedModel, runs: list[Run]) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
     assert_same(save_quantized(tmp_path, "llama", name), generate(tmp_path))
 
 
@@ -107,13 +107,13 @@ def test_compiled_kernels_compute_the_same_weights(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3_text"])
-def test_other_families(family: str, tmp_path: Path) -> None:
+def test_quantised_models_of_other_families_match_transformers(family: str, tmp_path: Path) -> None:
     assert_same(save_quantized(tmp_path, family, "gptq"), generate(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "pack-quantized", "fp8-block", "nf4"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
-def test_experts_one_by_one(family: str, name: str, tmp_path: Path) -> None:
+def test_quantised_experts_match_transformers(family: str, name: str, tmp_path: Path) -> None:
     reference = save_quantized(tmp_path, family, name, moe_intermediate_size=64)
     assert_same(reference, generate(tmp_path))
 
@@ -148,7 +148,7 @@ def test_groups_of_modules_have_their_own_formats(tmp_path: Path) -> None:
     assert_same(save_mixed(tmp_path, "llama", formats, config), generate(tmp_path))
 
 
-def test_overrides_of_gptq(tmp_path: Path) -> None:
+def test_overrides_of_gptq_match_transformers(tmp_path: Path) -> None:
     config = {
         **FORMATS["gptq"].config,
         "dynamic": {"-:.*self_attn.*": {}, r"+:.*\.down_proj": {"bits": 8}},
@@ -254,7 +254,7 @@ def found(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_checkpoints(name: str, tmp_path: Path) -> None:
+def test_formats_of_checkpoints_match_the_loaded_weights(name: str, tmp_path: Path) -> None:
     save_quantized(tmp_path, "llama", name, num_hidden_layers=1)
     formats = found(tmp_path)
     assert formats
@@ -270,7 +270,7 @@ def test_ranks_have_groups_of_their_own(rank: int, tmp_path: Path) -> None:
     assert formats == loaded(tmp_path, group=ProcessGroup(rank, 2, CPU))
 
 
-def test_modules_of_other_formats(tmp_path: Path) -> None:
+def test_formats_of_single_modules_match_the_loaded_weights(tmp_path: Path) -> None:
     parts = {"q_proj": FORMATS["pack-quantized"], "down_proj": FORMATS["int-quantized"], "": None}
     groups = {
         f"group_{number}": {
@@ -288,7 +288,7 @@ def test_modules_of_other_formats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q4_K", "Q6_K"])
-def test_gguf_files(kind: str, tmp_path: Path) -> None:
+def test_formats_of_gguf_files_match_the_loaded_weights(kind: str, tmp_path: Path) -> None:
     made = TinyGguf("llama", kind, num_hidden_layers=1)
     folder = prepare_gguf(made.write(tmp_path / "m.gguf"), tmp_path, tokenizer=None)
     assert len(found(folder)) == (kind != "F16")

@@ -53,9 +53,9 @@ def config(rope: dict[str, Any], **overrides: Any) -> LlamaConfig:
 
 
 def rope(settings: dict[str, Any], **overrides: Any) -> RopeSpec:
-    found = rope_of(config(settings, **overrides))
-    assert found is not None
-    return found
+    result = rope_of(config(settings, **overrides))
+    assert result is not None
+    return result
 
 
 def reference(module: torch.nn.Module, positions: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def test_the_table_follows_an_explicit_head_dim() -> None:
 
 
 @pytest.mark.parametrize("kind", ["default", "linear"])
-def test_partial_rotary(kind: str) -> None:
+def test_partial_rotary_rotates_a_share_of_the_channels(kind: str) -> None:
     partial = StableLmConfig(
         hidden_size=64,
         num_attention_heads=4,
@@ -105,7 +105,7 @@ def test_dynamic_rotates_each_position_as_the_last_of_its_sequence() -> None:
     torch.testing.assert_close(table[:128], within, atol=1e-6, rtol=0)
 
 
-def test_longrope_by_position_or_long_throughout() -> None:
+def test_longrope_changes_factors_by_position_or_is_long_throughout() -> None:
     short = reference(LlamaRotaryEmbedding(config(LONGROPE)), torch.arange(32))
     long = reference(LlamaRotaryEmbedding(config(LONGROPE)), torch.arange(128))
     assert not torch.allclose(short, long[:32])
@@ -136,9 +136,7 @@ def test_the_longest_sequence_expected_chooses_the_factors_and_the_size() -> Non
         (STATIC["llama3"], 128),
     ],
 )
-def test_the_longest_position_follows_from_the_scaling(
-    settings: dict[str, Any], expected: int
-) -> None:
+def test_the_longest_position_follows_the_scaling(settings: dict[str, Any], expected: int) -> None:
     assert longest_position(rope(settings)) == expected
 
 

@@ -127,14 +127,14 @@ PACKED = {
 def on_a_rank(group: ProcessGroup, folder: Path) -> dict[str, list[Run]]:
     torch.set_num_threads(1)
     names = {name: folder / name for name in ON_RANKS}
-    found = {
+    result = {
         name: load(each, group=group).generate(PROMPTS, NUM_TOKENS, chunk=9)
         for name, each in names.items()
     }
     CONFIG_MAPPING["glm"].base_model_tp_plan = PACKED
     packed = load(folder / "glm", group=group)
     assert packed.model.geometry.layers == (KVLayer(1, 16),) * 2
-    return found | {"packed": packed.generate(PROMPTS, NUM_TOKENS, chunk=9)}
+    return result | {"packed": packed.generate(PROMPTS, NUM_TOKENS, chunk=9)}
 
 
 def test_two_ranks_generate_what_transformers_does(tmp_path: Path) -> None:
@@ -268,8 +268,8 @@ REFUSED = {
     "bart": "BartForCausalLM",
     "gpt_oss": "attention with s_aux is not supported",
     "xmod": "XmodForCausalLM does not run on paged attention: Input language unknown",
-    "gemma4_text": "has layers with fields of their own",
-    "t5": "t5 is no decoder: transformers has no causal LM class for it",
+    "gemma4_text": "has layers whose fields differ",
+    "t5": "t5 is not a decoder: transformers has no causal LM class for it",
     "bert": "attention with is_causal=False is not supported",
 }
 

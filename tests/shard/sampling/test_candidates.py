@@ -20,7 +20,7 @@ from millrace_proto.sampling import Sampling
 from millrace_shard.batch.sequence import PARAMETERS
 from millrace_shard.batch.sequence import Sequence as Admitted
 from millrace_shard.kernels.scores import RowMasks
-from millrace_shard.sampling import processors
+from millrace_shard.sampling import sampling_rows
 from millrace_shard.sampling import warpers as warpers_module
 from millrace_shard.sampling.sampler import TIE_ROOM, Sampler, SamplingRows, TopTokens
 from millrace_shard.sampling.warpers import (
@@ -42,22 +42,22 @@ def test_candidates_are_the_greatest_scores_under_their_ids(size: int) -> None:
     scores = torch.randn(3, size, generator=torch.Generator().manual_seed(size)).bfloat16().float()
     scores[1] = scores[1].sort().values
     scores[2, : size // 2] = NEGATIVE_INFINITY
-    found = find_candidates(scores, None)
+    result = find_candidates(scores, None)
     width = min(size, NUM_CANDIDATES)
-    assert torch.equal(found.scores, scores.sort(descending=True).values[:, :width])
-    assert torch.equal(scores.gather(1, found.ids), found.scores)
-    assert all(len(set(ids)) == width for ids in found.ids.tolist())
-    assert found.are_all == (size == width)
+    assert torch.equal(result.scores, scores.sort(descending=True).values[:, :width])
+    assert torch.equal(scores.gather(1, result.ids), result.scores)
+    assert all(len(set(ids)) == width for ids in result.ids.tolist())
+    assert result.are_all == (size == width)
 
 
 def test_the_first_is_as_likely_as_in_the_whole_row_at_its_temperature() -> None:
     scores = torch.randn(4, 20_000, generator=torch.Generator().manual_seed(2)) * 3
     temperature = torch.tensor([[1.0], [0.3], [2.0], [1e-30]])
-    found = find_candidates(scores, temperature)
+    result = find_candidates(scores, temperature)
     scaled = (scores - scores.amax(-1, keepdim=True)).double() / temperature
-    assert found.best_probability is not None
+    assert result.best_probability is not None
     expected = scaled.softmax(-1).amax(-1)
-    torch.testing.assert_close(found.best_probability[:, 0].double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(result.best_probability[:, 0].double(), expected, rtol=1e-5, atol=0)
 
 
 def parameters_of(kinds: list[Sampling]) -> np.ndarray:
@@ -116,12 +116,12 @@ def test_complete_rows_keep_what_is_kept_over_the_vocabulary(
         patch.setattr(warpers_module, "BLOCKS", (2,))
         warpers = CandidateWarpers(parameters_of(chosen), torch.device("cpu"))
         has_mass = not chosen[0].top_k
-        found = find_candidates(scores, warpers.temperature if has_mass else None)
-        left, is_complete = warpers.apply(found)
+        result = find_candidates(scores, warpers.temperature if has_mass else None)
+        left, is_complete = warpers.apply(result)
     for i, kind in enumerate(chosen):
         if is_complete[i]:
             expected = over_the_vocabulary(scores[i : i + 1], kind)[0]
-            mine = found.ids[i][left[i] > NEGATIVE_INFINITY]
+            mine = result.ids[i][left[i] > NEGATIVE_INFINITY]
             assert sorted(mine.tolist()) == (expected > NEGATIVE_INFINITY).nonzero()[:, 0].tolist()
 
 
@@ -177,9 +177,9 @@ def test_the_rule_holds_however_many_tie(table: list[list[float]], wanted: list[
     top = TopTokens.of(torch.tensor(table), names, mine)
     found_rows, ids, logprobs = top.chosen(top.best)
     for name, row, n in zip(names, table, mine.tolist(), strict=True):
-        found = sorted(ids[found_rows == name].tolist())
-        assert found == expected(row, n)
-        assert sorted(logprobs[found_rows == name]) == sorted(row[i] for i in found)
+        result = sorted(ids[found_rows == name].tolist())
+        assert result == expected(row, n)
+        assert sorted(logprobs[found_rows == name]) == sorted(row[i] for i in result)
     assert len(ids) == sum(len(expected(row, n)) for row, n in zip(table, mine, strict=True))
 
 
@@ -194,8 +194,8 @@ def test_the_rule_holds_among_all_that_is_possible(
     top = TopTokens.among(torch.tensor(ids), torch.tensor(table), np.arange(len(table)), mine)
     found_rows, found_ids, _ = top.chosen(top.best)
     for i, (row, n) in enumerate(zip(table, mine.tolist(), strict=True)):
-        found = sorted(found_ids[found_rows == i].tolist())
-        assert found == sorted(ids[i][j] for j in expected(row, n))
+        result = sorted(found_ids[found_rows == i].tolist())
+        assert result == sorted(ids[i][j] for j in expected(row, n))
 
 
 @pytest.mark.parametrize("ties", [TIE_ROOM, TIE_ROOM + 1, TIE_ROOM + 2, SIZE])
@@ -238,7 +238,7 @@ def reference_of(tensor: Tensor) -> Any:
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Measures the greatest number of bytes of tensors on device "meta" at a time, except those of `held`."""
+    """Measures the greatest number of bytes of tensors on device "meta" at a time, without `held`."""
 
     def __init__(self, held: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -268,7 +268,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def peak(kind: Sampling, num_rows: int, *, masked: bool) -> int:
-    """Bytes beside the logits while `num_rows` rows of the greatest length are sampled."""
+    """Bytes in addition to the logits while `num_rows` rows of the greatest length are sampled."""
     columns = Admitted(
         slot=0, request_id=0, input_ids=np.zeros(LENGTH, dtype=np.int64), parameters=kind
     ).columns()
@@ -291,7 +291,7 @@ def peak(kind: Sampling, num_rows: int, *, masked: bool) -> int:
 def test_scratch_memory_does_not_grow_with_the_batch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processors, "DEVICE_TILE_ELEMENTS", TILE)
+    monkeypatch.setattr(sampling_rows, "DEVICE_TILE_ELEMENTS", TILE)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     few, many = (peak(KINDS[name], rows, masked=name == "mask") for rows in (64, 512))
     assert 4 * TILE // 8 < few < 100 * TILE

@@ -96,11 +96,11 @@ class Both:
             parameters=columns, positions=np.array(positions), table_rows=np.array(slots)
         )
         groups = RowGroups.of(columns, num_candidates=8)
-        found, expected = scores.clone(), scores.clone()
-        self.ours.apply(found, rows, groups, None)
+        result, expected = scores.clone(), scores.clone()
+        self.ours.apply(result, rows, groups, None)
         self.plain.apply(expected, rows, groups, None)
-        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
-        return found
+        assert torch.equal(result.view(torch.int32), expected.view(torch.int32))
+        return result
 
 
 def scores_of(num_rows: int, seed: int, vocab: int = VOCAB) -> Tensor:
@@ -188,9 +188,9 @@ def test_scores_that_are_not_finite_stay_so(bad: float) -> None:
     both.admit(0, [4, 4, 6], Sampling(repetition_penalty=2.0, presence_penalty=1.0))
     scores = torch.zeros(1, VOCAB, device=DEVICE)
     scores[0, 4] = bad
-    found = both.check([0], [3], scores)
-    assert not found[0, 4].isfinite()
-    assert found[0].isfinite().sum() == VOCAB - 1
+    result = both.check([0], [3], scores)
+    assert not result[0, 4].isfinite()
+    assert result[0].isfinite().sum() == VOCAB - 1
 
 
 def test_long_prompts_and_vocabularies_take_several_programs(

@@ -100,9 +100,9 @@ def test_a_row_whose_mask_allows_nothing_fails_alone() -> None:
         )
         for i in range(4)
     ]
-    found = sample(rows, [1] * 4)
-    assert found.failed.tolist() == [False, True, True, False]
-    assert all(0 <= id_ < 3 for id_ in found.ids.tolist())
+    result = sample(rows, [1] * 4)
+    assert result.failed.tolist() == [False, True, True, False]
+    assert all(0 <= id_ < 3 for id_ in result.ids.tolist())
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_the_end_is_banned_until_enough_is_generated_unless_nothing_else_is_allo
         eos=(0, 3),
         allowed=allowed,
     )
-    found = sample([row])
-    assert found.ids.tolist() == [expected]
-    assert not found.failed.any()
+    result = sample([row])
+    assert result.ids.tolist() == [expected]
+    assert not result.failed.any()
     long_enough = Row(
         logits=logits,
         prompt=[1],
@@ -187,17 +187,15 @@ def test_biases_are_forgotten_with_their_sequences() -> None:
     vocab=st.integers(1, 300),
     gamma=st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.99, 1.0]),
 )
-def test_green_ids_are_those_of_the_definition(
-    previous: list[int], vocab: int, gamma: float
-) -> None:
-    found = Watermark(gamma=gamma).green(torch.tensor(previous), vocab)
+def test_green_ids_match_the_definition(previous: list[int], vocab: int, gamma: float) -> None:
+    result = Watermark(gamma=gamma).green(torch.tensor(previous), vocab)
     expected = [[is_green(before, id_, gamma) for id_ in range(vocab)] for before in previous]
-    assert found.tolist() == expected
+    assert result.tolist() == expected
 
 
 @pytest.mark.parametrize("gamma", [0.1, 0.5, 0.9])
 def test_green_ids_are_a_share_of_the_vocabulary_and_others_after_each_token(gamma: float) -> None:
-    """Counts and overlaps within five standard deviations of those of independent coins."""
+    """Counts and overlaps within five standard deviations of what independent coins give."""
     num_lists, vocab = 200, 20_000
     green = Watermark(gamma=gamma).green(torch.arange(num_lists), vocab).double()
     width = 5 * math.sqrt(vocab * gamma * (1 - gamma))

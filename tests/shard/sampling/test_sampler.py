@@ -104,8 +104,8 @@ rows = st.builds(
 def test_tokens_and_logprobs_agree_with_the_reference(way: str, batch: list[Row]) -> None:
     """Rows are skipped where the reference's rounding decides which tokens are dropped."""
     with going(way):
-        found = sample(batch)
-    for row, id_, logprob in zip(batch, found.ids.tolist(), found.logprobs.tolist(), strict=True):
+        result = sample(batch)
+    for row, id_, logprob in zip(batch, result.ids.tolist(), result.logprobs.tolist(), strict=True):
         if not _is_clear_cut(row):
             continue
         scores = warped(row)
@@ -131,11 +131,11 @@ def test_candidates_agree_with_the_reference(way: str, batch: list[Row], n: int)
             continue
         expected = log_probabilities(warped(row))
         last = max(sorted(expected, reverse=True)[:n][-1], -1e30)
-        found = {id_: logprob for owner, id_, logprob in top if owner == i}
+        result = {id_: logprob for owner, id_, logprob in top if owner == i}
         # The reference's rounding may part equals.
-        assert {j for j, q in enumerate(expected) if q >= last + 1e-6} <= found.keys()
-        assert found.keys() <= {j for j, q in enumerate(expected) if q >= last - 1e-6}
-        assert all(abs(expected[id_] - logprob) < 1e-4 for id_, logprob in found.items())
+        assert {j for j, q in enumerate(expected) if q >= last + 1e-6} <= result.keys()
+        assert result.keys() <= {j for j, q in enumerate(expected) if q >= last - 1e-6}
+        assert all(abs(expected[id_] - logprob) < 1e-4 for id_, logprob in result.items())
 
 
 def _is_clear_cut(row: Row) -> bool:
@@ -245,20 +245,20 @@ def test_rows_that_are_not_finite_fail_and_leave_the_others_alone(way: str, bad:
             spoiled = Row(logits=values, prompt=[4], generated=[5], parameters=kind)
             # A mask over what is no number hides nothing.
             hidden = replace(spoiled, allowed=frozenset(range(20)))
-            found = sample([spoiled, good, hidden], [2, 2, 0])
-            assert found.failed.tolist() == [True, False, True]
-            assert columns(found, 1) == columns(sample([good], [2]), 0)
-            assert all(0 <= id_ < 60 for id_ in found.ids.tolist())
-            assert {owner for owner, *_ in top_of(found)} <= {0, 1}
+            result = sample([spoiled, good, hidden], [2, 2, 0])
+            assert result.failed.tolist() == [True, False, True]
+            assert columns(result, 1) == columns(sample([good], [2]), 0)
+            assert all(0 <= id_ < 60 for id_ in result.ids.tolist())
+            assert {owner for owner, *_ in top_of(result)} <= {0, 1}
 
 
-def test_impossible_tokens_in_finite_logits_are_no_failure() -> None:
+def test_impossible_tokens_in_finite_logits_do_not_fail() -> None:
     row = Row(
         logits=[-math.inf, 2.0, -math.inf, 1.0], prompt=[1], generated=[], parameters=KINDS[0]
     )
-    found = sample([row], [4])
-    assert found.failed.tolist() == [False]
-    assert [id_ for _, id_, _ in top_of(found)] == [1, 3]
+    result = sample([row], [4])
+    assert result.failed.tolist() == [False]
+    assert [id_ for _, id_, _ in top_of(result)] == [1, 3]
 
 
 @pytest.mark.parametrize("kind", [p for p in KINDS if p.do_sample and not p.bias])
@@ -268,9 +268,9 @@ def test_extreme_parameters_never_leave_the_vocabulary(way: str, kind: Sampling)
         hard = Sampling(do_sample=True, seed=kind.seed, temperature=temperature, top_p=1e-300)
         row = Row(logits=[3.0, 9.0, -5.0, -math.inf], prompt=[0], generated=[], parameters=hard)
         with going(way):
-            found = sample([row])
-        assert found.ids.tolist() == [1]
-        assert not found.failed.any()
+            result = sample([row])
+        assert result.ids.tolist() == [1]
+        assert not result.failed.any()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -288,15 +288,15 @@ def test_what_is_impossible_is_never_drawn_at_any_temperature(way: str) -> None:
         for top_k in (0, 7, 39, 40, 10**9)
     ]
     with going(way):
-        found = sample(batch)
-    assert not found.failed.any()
-    assert all(id_ % 2 == 0 for id_ in found.ids.tolist())
+        result = sample(batch)
+    assert not result.failed.any()
+    assert all(id_ % 2 == 0 for id_ in result.ids.tolist())
 
 
 def top_ids(scores: list[float], n: int, **fields: object) -> list[int]:
     row = Row(logits=scores, prompt=[0], generated=[], parameters=Sampling(**fields))  # type: ignore[arg-type]
-    found = sample([row], [n])
-    return [id_ for _, id_, _ in top_of(found)]
+    result = sample([row], [n])
+    return [id_ for _, id_, _ in top_of(result)]
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -351,9 +351,9 @@ def test_penalties_never_make_a_finite_row_fail(name: str, others: dict[str, Any
         generated=[3, 1, 2, 2, 5, 5],
         parameters=parameters,
     )
-    found = sample([row])
-    assert found.failed.tolist() == [False]
-    assert found.logprobs.isfinite().all()
+    result = sample([row])
+    assert result.failed.tolist() == [False]
+    assert result.logprobs.isfinite().all()
     # What is not a number to begin with is not made one.
     scores[7] = math.nan
     assert sample([row]).failed.tolist() == [True]
@@ -369,9 +369,9 @@ def test_impossible_tokens_stay_impossible_whatever_is_added() -> None:
     )
     scores = [0.0, -math.inf, 1.0]
     row = Row(logits=scores, prompt=[1], generated=[1], parameters=parameters, gamma=1.0)
-    found = sample([row], [3])
-    assert [id_ for _, id_, _ in top_of(found)] == [0, 2]
-    assert not found.failed.any()
+    result = sample([row], [3])
+    assert [id_ for _, id_, _ in top_of(result)] == [0, 2]
+    assert not result.failed.any()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -437,7 +437,7 @@ def draws(
     columns = np.repeat(one.columns(), len(seeds))
     columns["seed"] = seeds
     sampler = Sampler(torch.zeros(1, int(positions.max()) + 1, dtype=torch.int32), ())
-    found = []
+    result = []
     for start in range(0, len(seeds), at_once):
         some = slice(start, start + at_once)
         rows = SamplingRows(
@@ -446,8 +446,8 @@ def draws(
             table_rows=np.zeros(len(seeds[some]), dtype=np.int64),
         )
         logits = torch.tensor(scores).repeat(len(seeds[some]), 1)
-        found.append(sampler.sample(logits, rows).ids.numpy())
-    return np.concatenate(found)
+        result.append(sampler.sample(logits, rows).ids.numpy())
+    return np.concatenate(result)
 
 
 def check_distribution(found: NDArray[np.int64], probs: list[float]) -> None:
@@ -468,21 +468,21 @@ def check_distribution(found: NDArray[np.int64], probs: list[float]) -> None:
 def test_draws_follow_the_distribution_over_seeds_and_over_positions(fixed: str) -> None:
     index = np.arange(NUM_DRAWS, dtype=np.int64)
     seeds, positions = FIXED[fixed](index)
-    found = draws(SCORES, DISTRIBUTIONS["plain"], seeds.astype(np.uint64), positions)
-    check_distribution(found, probabilities(SCORES))
+    result = draws(SCORES, DISTRIBUTIONS["plain"], seeds.astype(np.uint64), positions)
+    check_distribution(result, probabilities(SCORES))
 
 
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
 def test_draws_follow_the_distribution_that_is_left(kind: str) -> None:
     index = np.arange(NUM_DRAWS, dtype=np.int64)
     row = Row(logits=SCORES, prompt=[0], generated=[], parameters=DISTRIBUTIONS[kind])
-    found = draws(SCORES, DISTRIBUTIONS[kind], index.astype(np.uint64), index % 97 + 1)
-    check_distribution(found, probabilities(warped(row)))
+    result = draws(SCORES, DISTRIBUTIONS[kind], index.astype(np.uint64), index % 97 + 1)
+    check_distribution(result, probabilities(warped(row)))
     with going("nothing read back"):
         again = draws(
             SCORES, DISTRIBUTIONS[kind], index[:10_000].astype(np.uint64), index[:10_000] % 97 + 1
         )
-    assert np.array_equal(again, found[:10_000])
+    assert np.array_equal(again, result[:10_000])
 
 
 def test_draws_from_many_tokens_follow_the_distribution() -> None:
@@ -490,10 +490,10 @@ def test_draws_from_many_tokens_follow_the_distribution() -> None:
     generator = np.random.default_rng(8)
     scores = (generator.standard_normal(1200) * 2).tolist()
     index = np.arange(NUM_DRAWS, dtype=np.int64)
-    found = draws(
+    result = draws(
         scores, DISTRIBUTIONS["plain"], index.astype(np.uint64) * np.uint64(977), index % 7 + 1
     )
-    check_distribution(found, probabilities(scores))
+    check_distribution(result, probabilities(scores))
 
 
 def test_neighbouring_positions_are_independent() -> None:
@@ -511,19 +511,19 @@ def test_draws_are_the_same_on_any_row_tile_and_batch(kind: str) -> None:
     seeds = np.array([0, 1, 2**63, 2**64 - 1] * 30, dtype=np.uint64)
     positions = np.arange(120) % 11 + 1
     scores = [math.sin(i) * 4 for i in range(300)]
-    found = draws(scores, DISTRIBUTIONS[kind], seeds, positions)
+    result = draws(scores, DISTRIBUTIONS[kind], seeds, positions)
     order = np.random.default_rng(1).permutation(120)
     shuffled = draws(scores, DISTRIBUTIONS[kind], seeds[order], positions[order], at_once=7)
-    assert np.array_equal(shuffled, found[order])
+    assert np.array_equal(shuffled, result[order])
     with going("small tiles"):
-        assert np.array_equal(draws(scores, DISTRIBUTIONS[kind], seeds, positions), found)
+        assert np.array_equal(draws(scores, DISTRIBUTIONS[kind], seeds, positions), result)
 
 
 @settings(derandomize=True)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**20))
 def test_uniforms_are_splitmix64(seed: int, position: int) -> None:
-    found = uniforms(np.array([seed, 3], dtype=np.uint64), np.array([position, 0]))
-    assert found.tolist() == [splitmix64(seed, position) >> 40, splitmix64(3, 0) >> 40]
+    result = uniforms(np.array([seed, 3], dtype=np.uint64), np.array([position, 0]))
+    assert result.tolist() == [splitmix64(seed, position) >> 40, splitmix64(3, 0) >> 40]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
@@ -535,15 +535,15 @@ def test_every_seed_of_64_bits_is_one_of_its_own(seed: int) -> None:
     )
     columns = np.repeat(one.columns(), 3)
     assert [int(value) for value in columns["seed"]] == [seed] * 3
-    found = uniforms(columns["seed"], np.arange(3))
-    assert found.tolist() == [splitmix64(seed, position) >> 40 for position in range(3)]
+    result = uniforms(columns["seed"], np.arange(3))
+    assert result.tolist() == [splitmix64(seed, position) >> 40 for position in range(3)]
 
 
 def test_uniforms_begin_with_the_published_sequence() -> None:
     """The first outputs of splitmix64 for seed 1234567, as its reference program prints them."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    found = uniforms(np.full(3, 1234567, dtype=np.uint64), np.arange(3))
-    assert found.tolist() == [value >> 40 for value in published]
+    result = uniforms(np.full(3, 1234567, dtype=np.uint64), np.arange(3))
+    assert result.tolist() == [value >> 40 for value in published]
 
 
 META = torch.device("meta")
@@ -599,10 +599,10 @@ def test_padding_is_never_chosen(kind: Sampling) -> None:
     logits = [[1.0, 0.5, 0.9, 0.2, 1.1], [math.nan] * 5, [-math.inf] * 5, [1.0, math.inf, 0, 0, 0]]
     rows = [Row(logits=each, prompt=[0], generated=[], parameters=kind) for each in logits]
     with going("nothing read back"):
-        found = sample(rows, [5] * 4)
-    assert found.failed.tolist() == [False, True, True, True]
-    assert all(0 <= id_ < 5 for id_ in found.ids.tolist())
-    assert all(id_ < 5 for _, id_, _ in top_of(found))
+        result = sample(rows, [5] * 4)
+    assert result.failed.tolist() == [False, True, True, True]
+    assert all(0 <= id_ < 5 for id_ in result.ids.tolist())
+    assert all(id_ < 5 for _, id_, _ in top_of(result))
     expected = sample(rows[:1], [5])
-    assert found.ids[0] == expected.ids[0]
-    assert found.logprobs[0].item() == pytest.approx(expected.logprobs[0].item())
+    assert result.ids[0] == expected.ids[0]
+    assert result.logprobs[0].item() == pytest.approx(expected.logprobs[0].item())

@@ -54,7 +54,7 @@ def device_rows(p: np.ndarray, slots: Ints, positions: Ints) -> DeviceRows:
     )
 
 
-def test_columns_are_those_of_the_slots() -> None:
+def test_columns_match_the_slots() -> None:
     random = np.random.default_rng(0)
     p = some_parameters(random, 5)
     for name in (*PENALTIES, "min_p"):
@@ -95,14 +95,14 @@ def test_the_choice_has_the_bits_of_the_sampler(size: int) -> None:
     sampler = Sampler(torch.zeros(NUM_SLOTS, 500, dtype=torch.int32), ())
     rows = SamplingRows(parameters=p, positions=positions, table_rows=slots)
     expected = sampler.sample(logits.clone(), rows)
-    found = choose_plain(logits, on_device.words, on_device.uniforms)
-    assert found.failed.tolist() == expected.failed.tolist()
-    assert 0 < found.failed.sum() < NUM_SLOTS
+    result = choose_plain(logits, on_device.words, on_device.uniforms)
+    assert result.failed.tolist() == expected.failed.tolist()
+    assert 0 < result.failed.sum() < NUM_SLOTS
     good = ~expected.failed
-    assert found.ids[good].tolist() == expected.ids[good].tolist()
-    bits = found.logprobs.view(torch.int32)
+    assert result.ids[good].tolist() == expected.ids[good].tolist()
+    bits = result.logprobs.view(torch.int32)
     assert bits[good].tolist() == expected.logprobs.view(torch.int32)[good].tolist()
-    assert len(set(found.ids[good].tolist())) > 3
+    assert len(set(result.ids[good].tolist())) > 3
 
 
 def test_row_numbers_go_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

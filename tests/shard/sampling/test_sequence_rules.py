@@ -46,7 +46,7 @@ def processed(row: Row) -> list[float]:
 
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(passages, texts)
-def test_bad_words_are_those_of_transformers(words: list[list[int]], generated: list[int]) -> None:
+def test_bad_words_match_transformers(words: list[list[int]], generated: list[int]) -> None:
     """Which looks at the prompt, too: it gets the generated tokens alone."""
     rules = SequenceRules(bad_words=tuple(map(tuple, words)))
     row = row_with(rules, generated)
@@ -129,5 +129,5 @@ def test_xtc_is_on_as_often_as_asked() -> None:
         (1 - share) * 0.2 + share * 0.4,
     ]
     assert abs(on / count - share) < 4 * math.sqrt(share * (1 - share) / count)
-    for found, p in zip(drawn, expected, strict=True):
-        assert abs(found / count - p) < 4 * math.sqrt(p * (1 - p) / count)
+    for result, p in zip(drawn, expected, strict=True):
+        assert abs(result / count - p) < 4 * math.sqrt(p * (1 - p) / count)

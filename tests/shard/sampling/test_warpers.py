@@ -1,4 +1,4 @@
-"""Warpers against those of transformers, and the properties that random scores must keep."""
+"""Warpers against transformers' warpers, and the properties that random scores must keep."""
 
 from __future__ import annotations
 
@@ -128,11 +128,11 @@ def test_every_way_to_find_a_cut_keeps_the_same(
     scores = scores.bfloat16().float()
     masses = column([mass] * len(scores))
     ks = torch.tensor([[int(mass * VOCAB)]] * len(scores))
-    found = keep_top_p(scores, masses), keep_typical(scores, masses), keep_top_k(scores, ks, VOCAB)
+    result = keep_top_p(scores, masses), keep_typical(scores, masses), keep_top_k(scores, ks, VOCAB)
     monkeypatch.setattr(transfers, "is_synchronous", lambda _: False)
-    assert torch.equal(found[0], keep_top_p(scores, masses))
-    assert torch.equal(found[1], keep_typical(scores, masses))
-    assert torch.equal(found[2], keep_top_k(scores, ks, VOCAB))
+    assert torch.equal(result[0], keep_top_p(scores, masses))
+    assert torch.equal(result[1], keep_typical(scores, masses))
+    assert torch.equal(result[2], keep_top_k(scores, ks, VOCAB))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.5, 1.0])
@@ -180,8 +180,8 @@ def test_sums_of_whole_distributions_fit_their_integers() -> None:
 
 def test_entropy_counts_impossible_tokens_as_nothing() -> None:
     scores = torch.tensor([[1.0, 1.0, float("-inf"), 1.0, 1.0], [0.0] + [float("-inf")] * 4])
-    found = entropy(scores.softmax(-1), scores.log_softmax(-1))
-    torch.testing.assert_close(found, torch.tensor([[4.0], [1.0]]).log())
+    result = entropy(scores.softmax(-1), scores.log_softmax(-1))
+    torch.testing.assert_close(result, torch.tensor([[4.0], [1.0]]).log())
 
 
 WAYS = {"buckets": threshold_by_buckets, "sorting": threshold_by_sorting}
@@ -208,9 +208,9 @@ def test_those_above_the_cut_weigh_less_than_the_budget(
     budget = max(1, int(share * sum(weight for _, weight in pairs)))
     keys = torch.tensor([[key for key, _ in pairs]])
     weights = torch.tensor([[weight for _, weight in pairs]])
-    found = WAYS[way](keys, weights, torch.tensor([[budget]]))
-    assert found.shape == (1, 1)
-    assert (keys >= found)[0].tolist() == reference_kept(pairs, budget)
+    result = WAYS[way](keys, weights, torch.tensor([[budget]]))
+    assert result.shape == (1, 1)
+    assert (keys >= result)[0].tolist() == reference_kept(pairs, budget)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-6, 1.0, 30.0])

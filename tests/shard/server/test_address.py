@@ -34,7 +34,7 @@ from millrace_shard.server.address import (
 )
 from millrace_shard.server.service import ShardService, new_server
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel, fake_kernels
-from millrace_testing.launcher.certificates import Certificate, certificate
+from millrace_testing.launcher.deployment import Certificate, certificate
 from millrace_testing.shards.ranks import Forked
 
 SECONDS = 60.0
@@ -164,7 +164,7 @@ def test_a_unix_socket_needs_no_certificate() -> None:
 
 
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key", "tls_ca"])
-def test_all_three_files_or_none(given: str, tmp_path: Path) -> None:
+def test_tls_needs_all_three_files_or_none(given: str, tmp_path: Path) -> None:
     with pytest.raises(CredentialsError, match="--tls-") as refused:
         server_credentials(config("localhost:1", **{given: tmp_path / "x"}))
     assert "--" + given.replace("_", "-") not in str(refused.value)
@@ -237,7 +237,7 @@ def test_a_successors_socket_is_kept_at_the_end(tmp_path: Path) -> None:
             assert path.exists()
 
 
-def test_what_is_no_socket_is_never_replaced(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_never_replaced(tmp_path: Path) -> None:
     path = tmp_path / "shard-0"
     path.write_text("mine")
     with pytest.raises(SocketTaken, match="is not a socket"):

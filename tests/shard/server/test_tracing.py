@@ -1,4 +1,4 @@
-"""Spans of a shard's calls, below those of the router."""
+"""Spans of a shard's calls, below the router's spans."""
 
 from __future__ import annotations
 

@@ -133,9 +133,7 @@ def test_any_beginning_has_an_ending_that_completes_it(source: dict[str, Any]) -
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), limit=st.integers(60, LIMIT))
-def test_a_text_is_whole_and_valid_and_says_whether_the_limit_closed_it(
-    seed: int, limit: int
-) -> None:
+def test_a_text_is_whole_and_valid_and_marked_if_the_limit_closed_it(seed: int, limit: int) -> None:
     run = generate(PERSON, limit, seed)
     assert run.has_ended
     jsonschema.validate(value_of(run), PERSON)

@@ -85,7 +85,7 @@ def process_of(compiler: GrammarCompiler) -> psutil.Process:
     [regex("[0-9]{4}"), schema('{"type": "object"}'), lark('start: "a" b\nb: /x+/')],
     ids=["regex", "json schema", "lark"],
 )
-def test_a_valid_grammar(compiler: GrammarCompiler, grammar: Grammar) -> None:
+def test_a_valid_grammar_is_accepted(compiler: GrammarCompiler, grammar: Grammar) -> None:
     compiler.check(grammar)
     assert mask_of(compiler.matcher(grammar))
 
@@ -615,7 +615,7 @@ def test_the_service_answers_without_the_engine(
 @pytest.mark.parametrize(
     "grammars", [None, GrammarManager(None, 430)], ids=["none", "no tokenizer"]
 )
-def test_a_model_without_grammars_says_so(grammars: GrammarManager | None) -> None:
+def test_a_model_without_grammars_reports_it(grammars: GrammarManager | None) -> None:
     answer = ask(grammars, pb.Grammar(kind=pb.Grammar.KIND_REGEX, source="a"), Call())
     assert answer.error == NO_GRAMMARS
 
@@ -651,7 +651,7 @@ def small_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 class Texts:
-    """Follows texts of one grammar, each by a generator of its own."""
+    """Follows texts of one grammar, each by its own generator."""
 
     def __init__(self, small_compiler: GrammarCompiler, numbers: range) -> None:
         self.grammars = GrammarManager(small_compiler, VOCAB_SIZE, overlap=False)
@@ -671,9 +671,9 @@ class Texts:
         ]
         masks = self.grammars.start(rows).result()
         for slot, mask in zip(self._last, masks.bits, strict=True):
-            found = allowed(mask)
-            self.masks[slot].append(found)
-            self._last[slot] = (self._random[slot].choice(sorted(found - {0})),)
+            result = allowed(mask)
+            self.masks[slot].append(result)
+            self._last[slot] = (self._random[slot].choice(sorted(result - {0})),)
         return masks
 
 

@@ -149,7 +149,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "multipleOf": ({"type": "integer", "multipleOf": 3}, [0, 3, -9, 123], [1, 10]),
     "multipleOf, decimal": ({"type": "number", "multipleOf": 0.01}, [0.07, 12.5, 3], [0.075]),
     "anyOf": ({"anyOf": [{"type": "integer"}, {"const": "x"}]}, [1, "x"], ["y", None]),
-    "anyOf beside type": (
+    "anyOf with type": (
         {"type": "string", "anyOf": [{"maxLength": 1}, {"const": "abc"}]},
         ["a", "abc"],
         ["ab", 1],
@@ -159,7 +159,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [None, "a"],
         [1],
     ),
-    "oneOf told apart by a property": (
+    "oneOf distinguished by a property": (
         {
             "oneOf": [
                 {"type": "object", "properties": {"k": {"const": "a"}}, "required": ["k"]},
@@ -399,7 +399,7 @@ def test_a_listed_name_does_not_come_again_in_escapes(described: dict[str, Any],
 
 
 @pytest.mark.parametrize("control", ["\x00", "\x1f", "\x7f"])
-def test_control_characters_that_are_asked_for_can_be_written(control: str) -> None:
+def test_requested_control_characters_can_be_written(control: str) -> None:
     written = f'"a\\u{ord(control):04x}"'
     assert accepts({"const": f"a{control}"}, written)
     assert not accepts({"type": "string"}, written)
@@ -513,8 +513,8 @@ def test_a_part_that_would_never_end_is_not_entered() -> None:
         },
     }
     assert accepts(described, '{"b":null}')
-    found = matcher(described)
-    assert not found.consume_all(WORDS.split(b'{"a'))
+    result = matcher(described)
+    assert not result.consume_all(WORDS.split(b'{"a'))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -524,11 +524,11 @@ def test_random_schemas_never_yield_invalid_json(seed: int) -> None:
     for _ in range(NUM_RANDOM):
         described = schemas.schema()
         try:
-            found = matcher(described)
+            result = matcher(described)
         except GrammarInvalid:
             refused += 1
             continue
-        text = walk(found, WORDS, rng, most=300)
+        text = walk(result, WORDS, rng, most=300)
         if text is None:
             unfinished += 1
             continue
@@ -560,7 +560,7 @@ def writings(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.skipif(SUITE is None, reason="run by make test-all SUITE=fuzz")
-def test_the_official_suite() -> None:
+def test_the_official_suite_is_enforced_or_refused() -> None:
     wrong, missing, refused, checked = [], [], [], 0
     for name, described, tests in suite_groups():
         try:
@@ -579,8 +579,8 @@ def test_the_official_suite() -> None:
             elif test["valid"] and not is_accepted and not title.startswith("format: "):
                 missing.append(title)
     if (report := os.environ.get("JSON_SCHEMA_REPORT")) is not None:
-        found = {"checked": checked, "wrong": wrong, "missing": missing, "refused": refused}
-        Path(report).write_text(json.dumps(found, indent=1))
+        result = {"checked": checked, "wrong": wrong, "missing": missing, "refused": refused}
+        Path(report).write_text(json.dumps(result, indent=1))
     assert not wrong
     assert not missing
     assert checked > 600
@@ -627,7 +627,7 @@ def test_arguments_of_tools_are(
     assert not consumes_all(BYTES.matcher(grammar), f'{{"a":{bad}}}')
 
 
-def test_what_cannot_be_kept_is_refused_unless_lenience_is_asked_for() -> None:
+def test_unenforceable_schemas_are_refused_unless_lenient() -> None:
     endless = {"$ref": "#"}
     with pytest.raises(GrammarInvalid, match="refers to itself"):
         BYTES.matcher(lark(f"start: %json {json.dumps(endless)}"))
@@ -652,7 +652,7 @@ def test_what_is_asked_of_the_library_is_an_object(of: str) -> None:
 
 
 @pytest.mark.parametrize("broken", ["{", '{"type": }', "{'a': 1}"])
-def test_what_is_no_json_is_refused(broken: str) -> None:
+def test_texts_that_are_not_json_are_refused(broken: str) -> None:
     with pytest.raises(GrammarInvalid):
         BYTES.matcher(lark(f"start: %json {broken}"))
 

@@ -126,9 +126,9 @@ def load(
     rust: Tokenizer, folder: Path, *, more: int = 0, eos: tuple[int, ...] = (0,)
 ) -> Vocabulary:
     size = rust.get_vocab_size() + more
-    found = load_vocabulary(folder_of(rust, folder), vocab_size=size, eos_token_ids=eos)
-    assert found is not None
-    return found
+    result = load_vocabulary(folder_of(rust, folder), vocab_size=size, eos_token_ids=eos)
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback], ids=lambda make: make.__name__)
@@ -138,7 +138,7 @@ def test_any_text_matches_as_its_tokens(
 ) -> None:
     rust = make()
     vocabulary = load(rust, tmp_path)
-    # In the middle of a text, where a tokenizer that marks spaces adds none of its own.
+    # In the middle of a text, where a tokenizer that marks spaces does not add one.
     ids = rust.encode(f"x{text}", add_special_tokens=False).ids
     decoded = rust.decode(ids)
     assert decoded.lstrip() == f"x{text}".lstrip()
@@ -176,9 +176,9 @@ def _words(matcher: Matcher) -> NDArray[np.int32]:
 
 def test_a_tokenizer_larger_than_the_model_is_cut(tmp_path: Path) -> None:
     rust = byte_level()
-    found = load_vocabulary(folder_of(rust, tmp_path), vocab_size=300, eos_token_ids=(0,))
-    assert found is not None
-    matcher = Matcher.of(lark_of(regex("(?s:.)*")), found)
+    result = load_vocabulary(folder_of(rust, tmp_path), vocab_size=300, eos_token_ids=(0,))
+    assert result is not None
+    matcher = Matcher.of(lark_of(regex("(?s:.)*")), result)
     assert max(allowed(_words(matcher))) < 300
 
 
@@ -208,7 +208,7 @@ def test_every_end_of_sequence_id_ends_a_text_and_is_none_itself(tmp_path: Path)
     ],
     ids=["missing", "broken", "no decoder", "no model", "no end", "word pieces", "a list"],
 )
-def test_without_a_usable_tokenizer_there_are_no_grammars_and_no_crash(
+def test_an_unusable_tokenizer_disables_grammars_without_a_crash(
     content: str | None, eos: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if content is not None:

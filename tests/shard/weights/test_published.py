@@ -41,9 +41,7 @@ def test_the_file_is_fetched_and_read(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "ERROR" in lines[-1]
 
 
-def test_no_hub_is_asked_for_a_published_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_published_model_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_hub.serve(Hub({})) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
         settings = HubSettings.of(Variables())
@@ -58,12 +56,14 @@ def test_a_folder_of_the_name_takes_precedence(
     save_tiny(tmp_path / "tiny", "llama")
     (tmp_path / "tiny" / "tokenizer.json").write_text("{}")
     assert download_weights.main(["tiny"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found == {"model_folder": str(tmp_path / "tiny")}
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == {"model_folder": str(tmp_path / "tiny")}
 
 
 def test_a_revision_is_refused() -> None:
-    with pytest.raises(HubError, match="tiny has no revision v1: start without --revision"):
+    with pytest.raises(
+        HubError, match="revision v1 of tiny does not exist: start without --revision"
+    ):
         resolve("tiny", revision="v1", settings=HubSettings.of(Variables()))
 
 

@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_replicated_is_the_whole_tensor_in_the_dtype_asked_for(folder: Path) -> None:
+def test_replicated_tensors_are_whole_and_in_the_requested_dtype(folder: Path) -> None:
     read = weights(folder, 1, 2, torch.bfloat16).replicated("model.a.weight", 8, 6)
     assert read.dtype == torch.bfloat16
     assert torch.equal(read, MATRIX.bfloat16())
@@ -88,7 +88,7 @@ def test_rows_split_inputs(folder: Path) -> None:
         assert torch.equal(read.copied(), MATRIX[:, 2 * rank : 2 * rank + 2])
 
 
-def test_what_is_kept_is_a_copy_in_the_dtype_asked_for(folder: Path) -> None:
+def test_kept_tensors_are_copies_in_the_requested_dtype(folder: Path) -> None:
     read = weights(folder, dtype=torch.bfloat16)
     stored = read.columns([Columns("model.a.weight", 8), Columns("model.b.weight", 8)], 6)
     kept = stored.copied()
@@ -165,7 +165,7 @@ def shard(folder: Path) -> Path:
     return index
 
 
-def test_sharded_files_by_index_and_without_one(tmp_path: Path) -> None:
+def test_sharded_files_are_read_with_and_without_an_index(tmp_path: Path) -> None:
     index = shard(tmp_path)
     for _ in range(2):
         read = weights(tmp_path)
@@ -187,7 +187,7 @@ def test_a_shard_without_its_tensor_is_named(tmp_path: Path) -> None:
     shard(tmp_path)
     save_file({"model.c": MATRIX}, tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(
-        WeightsError, match=r"model-00002-of-00002\.safetensors has no tensor model\.b"
+        WeightsError, match=r"model-00002-of-00002\.safetensors lacks tensor model\.b"
     ):
         weights(tmp_path).replicated("model.b", 8, 6)
 
@@ -284,7 +284,7 @@ def sparse(path: Path, size: int) -> Path:
     return path
 
 
-def test_files_are_asked_for_one_after_another(tmp_path: Path, asked: Asked) -> None:
+def test_files_are_requested_one_after_another(tmp_path: Path, asked: Asked) -> None:
     paths = [sparse(tmp_path / "one", CHUNK + 1), sparse(tmp_path / "two", 5)]
     ahead = ReadAhead(paths, max_bytes=1 << 40)
     assert asked.next(3) == [(CHUNK + 1, 0), (CHUNK + 1, CHUNK), (5, 0)]
@@ -292,7 +292,7 @@ def test_files_are_asked_for_one_after_another(tmp_path: Path, asked: Asked) -> 
     assert asked.pieces.empty()
 
 
-def test_no_more_is_asked_for_than_may_be_before_it_is_used(tmp_path: Path, asked: Asked) -> None:
+def test_reading_ahead_is_bounded(tmp_path: Path, asked: Asked) -> None:
     size = 6 * CHUNK
     ahead = ReadAhead([sparse(tmp_path / "one", size)], max_bytes=2 * CHUNK)
     assert asked.next(2) == [(size, 0), (size, CHUNK)]
@@ -304,7 +304,7 @@ def test_no_more_is_asked_for_than_may_be_before_it_is_used(tmp_path: Path, aske
     assert asked.pieces.empty()
 
 
-def test_files_that_cannot_be_asked_for_are_left_to_who_reads_them(
+def test_files_that_cannot_be_read_ahead_are_left_to_their_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ReadAhead([tmp_path / "missing"], max_bytes=CHUNK).close()
@@ -312,7 +312,7 @@ def test_files_that_cannot_be_asked_for_are_left_to_who_reads_them(
     ReadAhead([sparse(tmp_path / "one", 1)], max_bytes=CHUNK).close()
 
 
-def test_weights_are_asked_for_as_far_as_others_were_used(
+def test_weights_are_read_ahead_as_others_are_used(
     tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_tiny(tmp_path, "llama")
@@ -329,11 +329,11 @@ def test_weights_are_asked_for_as_far_as_others_were_used(
 def test_both_paths_ask_for_a_model_that_they_load(
     model_type: str, tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     close = ReadAhead.close
 
     def close_once_asked(ahead: ReadAhead) -> None:
-        found.extend(asked.next(1))
+        result.extend(asked.next(1))
         close(ahead)
 
     monkeypatch.setattr(ReadAhead, "close", close_once_asked)
@@ -345,4 +345,4 @@ def test_both_paths_ask_for_a_model_that_they_load(
         group=ProcessGroup.single(),
         device=torch.device("cpu"),
     )
-    assert found == [((tmp_path / "model.safetensors").stat().st_size, 0)]
+    assert result == [((tmp_path / "model.safetensors").stat().st_size, 0)]

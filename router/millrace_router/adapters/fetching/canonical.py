@@ -48,7 +48,7 @@ class TensorName:
     def parse(cls, key: str) -> TensorName:
         """Read a key of the file; raises Invalid for everything else.
 
-        `base_layer` is the base's own weight, which PEFT saves beside A and B of a head.
+        `base_layer` is the base's own weight, which PEFT saves with A and B of a head.
         """
         if len(key) > MAX_NAME_LENGTH:
             raise Invalid(f"the name of the tensor {quoted(key)} is too long")
@@ -154,12 +154,12 @@ def check_adapter(
             f"the file has {len(file.tensors)} tensors, and the model {len(shapes)} modules for adapters"
         )
     if not file.tensors:
-        raise Invalid("the file has no tensors")
-    found = _by_module(file.tensors, shapes)
+        raise Invalid("the file contains no tensors")
+    parts_by_module = _by_module(file.tensors, shapes)
     return [
-        _module(config, shapes[name], found[name], max_rank=max_rank)
+        _module(config, shapes[name], parts_by_module[name], max_rank=max_rank)
         for name in shapes
-        if name in found
+        if name in parts_by_module
     ]
 
 
@@ -177,7 +177,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
 def _by_module(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, AdapterModule]
 ) -> dict[str, dict[Part, _Found]]:
-    found: dict[str, dict[Part, _Found]] = {}
+    modules: dict[str, dict[Part, _Found]] = {}
     for key, tensor in tensors.items():
         name = TensorName.parse(key)
         base = base_module(name.module, shapes)
@@ -185,22 +185,22 @@ def _by_module(
             raise Invalid(
                 f"the tensor {quoted(key)} is of a module that the model does not have, or that adapters cannot change"
             )
-        parts = found.setdefault(base, {})
+        parts = modules.setdefault(base, {})
         if name.part in parts:
             raise Invalid(
                 f"the tensors {quoted(parts[name.part].key)} and {quoted(key)} are of the same module"
             )
         parts[name.part] = _Found(key, name.module, tensor)
-    return found
+    return modules
 
 
 def _module(
     config: PeftConfig, shape: AdapterModule, parts: Mapping[Part, _Found], *, max_rank: int
 ) -> LoraModule:
     any_part = next(iter(parts.values()))
-    for wanted in PARTS if config.lora_bias else PARTS[:2]:
-        if wanted not in parts:
-            raise Invalid(f"the tensor {quoted(any_part.key)} has no {wanted} beside it")
+    for name in PARTS if config.lora_bias else PARTS[:2]:
+        if name not in parts:
+            raise Invalid(f"the tensor {quoted(any_part.key)} comes without its {name}")
     if "bias" in parts and not config.lora_bias:
         raise Invalid(
             f"the tensor {quoted(parts['bias'].key)} is there, but lora_bias of {CONFIG_FILE} is not set"
@@ -235,9 +235,9 @@ def _module(
     )
 
 
-def _expect_shape(found: _Found, expected: tuple[int, ...], shape: AdapterModule) -> None:
-    if found.tensor.shape != expected:
+def _expect_shape(part: _Found, expected: tuple[int, ...], shape: AdapterModule) -> None:
+    if part.tensor.shape != expected:
         raise Invalid(
-            f"the tensor {quoted(found.key)} has the shape {list(found.tensor.shape)}, and the module {shape.name}"
+            f"the tensor {quoted(part.key)} has the shape {list(part.tensor.shape)}, and the module {shape.name}"
             f" of the model, with the rank of {CONFIG_FILE}, needs {list(expected)}"
         )

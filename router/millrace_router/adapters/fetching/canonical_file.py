@@ -86,7 +86,7 @@ def read_adapter(digest: str, cache: Path) -> list[LoraModule]:
 
 
 def _chunks(modules: Sequence[LoraModule]) -> Iterator[bytes | memoryview]:
-    """The parts of the file: its header, and the tensors, the widest values first, so that each is aligned."""
+    """Return the parts of the file: its header, and the tensors, the widest values first, so that each is aligned."""
     tensors = dict(_tensors(modules))
     order = sorted(tensors, key=lambda name: (-DTYPE_BYTES[tensors[name].dtype], name))
     offsets, end = {}, 0

@@ -2,7 +2,7 @@
 
 FetchError
 ├── NotFound       no such adapter, or no right to know that it exists
-├── Forbidden      the token has no access
+├── Forbidden      the token lacks access
 ├── Invalid        the files cannot be used
 ├── TooLarge       more bytes than allowed
 └── Unavailable    the hub or the disk failed, and may work later
@@ -31,7 +31,7 @@ class NotFound(FetchError):
 
 
 class Forbidden(FetchError):
-    """The token has no access."""
+    """The token lacks access."""
 
     kind = "forbidden"
 

@@ -53,7 +53,7 @@ class Commit:
     """SHA-256 of the files that the hub keeps by their hash."""
 
     def digest(self) -> str:
-        """The key under which a refusal of this commit is remembered."""
+        """Return the key under which a refusal of this commit is remembered."""
         return hashlib.sha256(f"{self.repository}@{self.commit}".encode()).hexdigest()
 
 
@@ -85,7 +85,7 @@ class Hub:
 
         Raises:
             NotFound, Forbidden: by what the hub answers, with and without a token.
-            Unavailable: there is no answer, or it is not a hub's.
+            Unavailable: the server did not answer, or not as a hub does.
 
         """
         revision = revision or DEFAULT_REVISION
@@ -123,7 +123,7 @@ class Hub:
                 view[filled : filled + len(chunk)] = chunk
                 filled += len(chunk)
             if response.read(1):
-                raise Unavailable(f"{name} is longer than the hub's list of files says")
+                raise Unavailable(f"{name} is longer than in the hub's list of files")
         if commit.sha256.get(name, digest := hashlib.sha256(data).hexdigest()) != digest:
             raise Unavailable(f"the download of {name} is damaged")
         return bytes(data)
@@ -143,7 +143,7 @@ class Hub:
                 url = self.redirect(url, location)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 raise Unavailable(f"the hub does not answer ({type(error).__name__})") from None
-        raise Unavailable("the hub redirects without an end")
+        raise Unavailable("the hub redirects too often")
 
     def headers_for(self, url: str) -> dict[str, str]:
         """Headers of a request; the token goes only to the endpoint."""
@@ -153,7 +153,7 @@ class Hub:
         return headers
 
     def redirect(self, url: str, location: str) -> str:
-        """The address that a redirect leads to; raises Unavailable for another host than the hub's."""
+        """Return the address that a redirect leads to; raises Unavailable for another host than the hub's."""
         try:
             target = urljoin(url, location)
             parts, endpoint = urlsplit(target), urlsplit(self.endpoint)

@@ -25,7 +25,7 @@ class SourceFiles:
     weights: bytes
 
     def digest(self) -> str:
-        """The key under which a refusal of these files is remembered."""
+        """Return the key under which a refusal of these files is remembered."""
         parts = [hashlib.sha256(part).hexdigest() for part in (self.config, self.weights)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
@@ -89,7 +89,7 @@ def parse_object(data: bytes, *, what: str) -> JsonObject:
 
 
 def _is_text(value: object) -> bool:
-    """Whether a string has no lone surrogates, which UTF-8 cannot write."""
+    """Return whether a string has no lone surrogates, which UTF-8 cannot write."""
     try:
         return not isinstance(value, str) or value.encode() is not None
     except UnicodeEncodeError:

@@ -85,7 +85,7 @@ def parse_safetensors(data: bytes) -> SafetensorsFile:
 def _header(data: bytes) -> JsonObject:
     """Parse the header, whose length has a bound."""
     if len(data) < _LENGTH.size:
-        raise Invalid("the safetensors file is cut short: it has no header")
+        raise Invalid("the safetensors file is cut short within its header")
     (length,) = _LENGTH.unpack_from(data)
     if length > MAX_HEADER_BYTES:
         raise Invalid(
@@ -110,7 +110,7 @@ def _check_entry(name: str, entry: object) -> None:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether every value is finite, and stays finite when it is rounded to bfloat16."""
+    """Return whether every value is finite, and stays finite when it is rounded to bfloat16."""
     bits = np.frombuffer(tensor.data, _BITS[tensor.dtype])
     magnitude, limit = _MAGNITUDE[tensor.dtype], _FIRST_NOT_FINITE[tensor.dtype]
     return all(
@@ -120,7 +120,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def to_float32(tensor: Tensor) -> Float32:
-    """The values in the tensor's shape, exactly."""
+    """Return the values in the tensor's shape, exactly."""
     if tensor.dtype == "BF16":
         bits = np.frombuffer(tensor.data, "<u2").astype(np.uint32) << 16
         return bits.view(np.float32).reshape(tensor.shape)
@@ -129,11 +129,11 @@ def to_float32(tensor: Tensor) -> Float32:
 
 
 def from_float32(values: Float32) -> Tensor:
-    """A tensor of F32 with these values."""
+    """Return a tensor of F32 with these values."""
     data = np.ascontiguousarray(values, dtype="<f4")
     return Tensor("F32", values.shape, bytes_of(data))
 
 
 def bytes_of(values: npt.NDArray[Any]) -> memoryview:
-    """The memory of a contiguous array."""
+    """Return the memory of a contiguous array."""
     return memoryview(values.reshape(-1).view(np.uint8).data)

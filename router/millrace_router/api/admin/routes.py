@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
 from http import HTTPStatus
 
 import structlog
@@ -27,6 +27,7 @@ from millrace_router.errors import (
     ValidationError,
 )
 from millrace_router.server.bodies import json_response, read_model
+from millrace_router.server.operation import READING, Operation
 from millrace_router.server.services import SERVICES
 
 log = structlog.get_logger(__name__)
@@ -76,6 +77,59 @@ class AdaptersJson(TypedDict):
     """Answer of `/adapters`."""
 
     adapters: list[AdapterJson]
+
+
+CHANGING = (*READING, HTTPStatus.NOT_FOUND)
+
+_vllm = partial(Operation, method="post", is_admin=True, openai=True, answer=bytes)
+_sglang = partial(
+    Operation,
+    method="post",
+    is_admin=True,
+    openai=True,
+    answer=LoadedAdaptersJson,
+    failures=CHANGING,
+    failure=LoadedAdaptersJson,
+)
+
+OPERATIONS = (
+    _vllm(
+        path="/v1/load_lora_adapter",
+        id="load_lora_adapter",
+        summary="Let requests name a LoRA adapter, or give a name new files",
+        body=LoadLoraAdapterRequest,
+        failures=(*CHANGING, HTTPStatus.SERVICE_UNAVAILABLE),
+    ),
+    _vllm(
+        path="/v1/unload_lora_adapter",
+        id="unload_lora_adapter",
+        summary="Take the name of a LoRA adapter away",
+        body=UnloadLoraAdapterRequest,
+        failures=CHANGING,
+    ),
+    _sglang(
+        path="/load_lora_adapter",
+        id="sglang_load_lora_adapter",
+        summary="The same as `/v1/load_lora_adapter`, in SGLang's form",
+        body=LoadLoraAdapterRequest,
+    ),
+    _sglang(
+        path="/unload_lora_adapter",
+        id="sglang_unload_lora_adapter",
+        summary="The same as `/v1/unload_lora_adapter`, in SGLang's form",
+        body=UnloadLoraAdapterRequest,
+    ),
+    Operation(
+        method="get",
+        is_admin=True,
+        path="/adapters",
+        id="adapters",
+        summary="The LoRA adapters that the operator named, and their versions",
+        answer=AdaptersJson,
+        failures=(HTTPStatus.NOT_FOUND,),
+        openai=True,
+    ),
+)
 
 
 def register(app: web.Application) -> None:

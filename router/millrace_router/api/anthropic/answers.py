@@ -35,7 +35,7 @@ from millrace_router.server.sse import named_event
 from millrace_router.tool_calls.tool import CallDelta
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-"""By OpenAI's finish reason."""
+"""Anthropic's stop reasons by OpenAI's finish reason."""
 NO_END: MessageEndJson = {"stop_reason": None, "stop_sequence": None}
 CLIENTS_FAULT = "invalid_request_error"
 ERROR_TYPES = {
@@ -56,9 +56,9 @@ STATUSES = {
 NamedJson = tuple[str, bytes]
 """Name of an event, and its data."""
 TEXT = -1
-"""Stands for the text block, where calls have their index."""
+"""Key of the text block, where calls have their index."""
 THOUGHT = -2
-"""Stands for the block of a thought."""
+"""Key of the block of a thought."""
 
 
 def status_of(error: RouterError) -> HTTPStatus:
@@ -68,16 +68,16 @@ def status_of(error: RouterError) -> HTTPStatus:
 
 
 def may_be_retried(error: RouterError) -> bool:
-    """Whether clients may repeat the request; without this word they repeat every request that was answered 500."""
+    """Whether clients may repeat the request; without this header they repeat every request that was answered 500."""
     return not isinstance(error, GenerationError)
 
 
 def error_answer(status: HTTPStatus, message: str, request_id: str) -> MessagesErrorResponseJson:
     """Render a failure; an event of a stream has the same shape."""
-    kind = ERROR_TYPES.get(status, CLIENTS_FAULT)
+    error_type = ERROR_TYPES.get(status, CLIENTS_FAULT)
     return {
         "type": "error",
-        "error": {"type": kind, "message": message},
+        "error": {"type": error_type, "message": message},
         "request_id": request_id,
     }
 
@@ -154,15 +154,15 @@ def blocks_of(deltas: Sequence[ChatDelta]) -> list[BlockJson]:
     for block in blocks:
         if block["type"] == "thinking":
             block["signature"] = signature(block["thinking"])
-    for place, text in arguments.items():
-        block = blocks[place]
+    for index, text in arguments.items():
+        block = blocks[index]
         assert block["type"] == "tool_use"
         block["input"] = input_of(text)
     return blocks
 
 
 def signature(thought: str) -> str:
-    """Sign a thought with its hash: there is no secret in it, and clients need one."""
+    """Return the hash of a thought as its signature, which clients require; it proves nothing."""
     return b64encode(blake2b(thought.encode(errors="surrogatepass")).digest()).decode()
 
 
@@ -243,12 +243,12 @@ class MessageEvents:
     ) -> NamedJson:
         return _named({"type": "content_block_delta", "index": self._num_blocks - 1, "delta": json})
 
-    def _begin(self, kind: int, block: BlockJson) -> Iterator[NamedJson]:
+    def _begin(self, key: int, block: BlockJson) -> Iterator[NamedJson]:
         yield from self._close()
         yield _named(
             {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
         )
-        self._open = kind
+        self._open = key
         self._num_blocks += 1
 
     def _close(self) -> Iterator[NamedJson]:

@@ -1,4 +1,4 @@
-"""Anthropic's request for a message as strict models; features of Anthropic's servers alone are refused."""
+"""Anthropic's request for a message as strict models; features that only Anthropic's servers have are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from millrace_router.api.body.fields import UINT32_MAX, Float32, Int32, Items, Place, RequestModel
+from millrace_router.api.body.fields import (
+    UINT32_MAX,
+    FieldScope,
+    Float32,
+    Int32,
+    Items,
+    RequestModel,
+)
 
 LEFT_OUT = frozenset(
     (
@@ -26,8 +33,8 @@ def _as_blocks(content: object) -> object:
 
 
 def _type_of(block: object) -> object:
-    given = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return "left_out" if isinstance(given, str) and given in LEFT_OUT else given
+    block_type = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return "left_out" if isinstance(block_type, str) and block_type in LEFT_OUT else block_type
 
 
 class TextBlock(RequestModel):
@@ -81,7 +88,7 @@ class BlockSource(RequestModel):
 
 
 class DocumentBlock(RequestModel):
-    """A document; those that are no text are refused."""
+    """A document; only text is supported."""
 
     type: Literal["document"]
     source: Annotated[
@@ -147,7 +154,7 @@ class ToolResultBlock(RequestModel):
 
 
 class ThinkingBlock(RequestModel):
-    """The assistant's thought, for templates that ask for it."""
+    """The assistant's thought, for templates that use it."""
 
     type: Literal["thinking"]
     thinking: str = ""
@@ -184,7 +191,7 @@ Content = Annotated[
 
 
 def joined(blocks: Iterable[object]) -> str:
-    """Return the texts of one turn, each on a line of its own, without the assistant's thoughts."""
+    """Return the texts of one turn, one a line, without the assistant's thoughts."""
     texts = TextBlock, SearchResultBlock, DocumentBlock
     return "\n".join(block.text for block in blocks if isinstance(block, texts))
 
@@ -283,7 +290,7 @@ class MessagesOutput(RequestModel):
 class CountTokensRequest(RequestModel):
     """Body of `/v1/messages/count_tokens`: the parts of the prompt; null means absent."""
 
-    place = Place.MESSAGE
+    scope = FieldScope.MESSAGE
 
     model: str | None = None
     messages: Items[MessagesTurn] = Field(min_length=1)
@@ -328,6 +335,6 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     temperature: Float32 | None = None
     top_p: Float32 | None = None
-    """1 is no restriction."""
+    """1 does not restrict the tokens."""
     top_k: Int32 | None = None
-    """0 is no restriction."""
+    """0 does not restrict the tokens."""

@@ -17,7 +17,11 @@ from millrace_router.api.anthropic.answers import (
     message_json,
     status_of,
 )
-from millrace_router.api.anthropic.protocol import CountTokensJson
+from millrace_router.api.anthropic.protocol import (
+    CountTokensJson,
+    MessageEventJson,
+    MessagesAnswerJson,
+)
 from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
 from millrace_router.api.anthropic.to_chat import chat_of
 from millrace_router.api.body.adapters import adapter_of_model
@@ -30,6 +34,7 @@ from millrace_router.server.access_log import REQUEST_ID
 from millrace_router.server.bodies import error_response, json_response
 from millrace_router.server.headers import answer_headers, note_ignored, sse_options
 from millrace_router.server.idempotent_route import idempotent
+from millrace_router.server.operation import IDEMPOTENT, MESSAGING, NAMING, Operation
 from millrace_router.server.services import SERVICES
 from millrace_router.server.sse import named_event, respond
 
@@ -89,6 +94,32 @@ def error_event(error: RouterError, request_id: str) -> bytes:
     """Frame a failure in mid-stream."""
     answer = error_answer(status_of(error), error.client_text, request_id)
     return named_event("error", orjson.dumps(answer))
+
+
+OPERATIONS = (
+    Operation(
+        method="post",
+        path=MESSAGES,
+        id="messages",
+        summary="Answer a chat, as Anthropic's API does",
+        body=MessagesRequest,
+        answer=MessagesAnswerJson,
+        event=MessageEventJson,
+        failures=(*MESSAGING, *NAMING, HTTPStatus.GONE, HTTPStatus.INTERNAL_SERVER_ERROR),
+        anthropic=True,
+        headers=IDEMPOTENT,
+    ),
+    Operation(
+        method="post",
+        path=COUNT_TOKENS,
+        id="messages_count_tokens",
+        summary="Count the tokens of a chat, as Anthropic's API does",
+        body=CountTokensRequest,
+        answer=CountTokensJson,
+        failures=MESSAGING,
+        anthropic=True,
+    ),
+)
 
 
 def register(app: web.Application) -> None:

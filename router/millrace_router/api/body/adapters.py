@@ -25,13 +25,13 @@ from millrace_router.server.services import SERVICES, Services
 MAX_MERGED_ADAPTERS = 32
 _PRUNING = frozenset({MergeStrategy.TIES, MergeStrategy.DARE_LINEAR, MergeStrategy.DARE_TIES})
 OWN_NAME = "tgi"
-"""The model name of clients that have no preference."""
+"""The model name that clients without a preference send."""
 NO_NAMES = frozenset({None, "", OWN_NAME})
 MAX_TOKEN_LENGTH = 1024
 NOT_HERE = frozenset({"s3", "pbase"})
 """Sources of LoRAX that are not supported."""
 _KEPT = "/:@._-+~ "
-"""Characters of ids that need no encoding, beside letters and digits."""
+"""Characters of ids, besides letters and digits, that need not be encoded."""
 
 
 class MergedAdapters(RequestModel):
@@ -102,15 +102,15 @@ def adapter_of_fields(
 ) -> AdapterReference | None:
     """Return the adapter of a request of the native routes; None for the base model. Raises RouterError."""
     services = request.app[SERVICES]
-    given, presented = source_of(source), token_of(request, token)
+    adapter_source, presented = source_of(source), token_of(request, token)
     if merged is not None:
         if adapter_id:
             raise ValidationError("at most one of `adapter_id` or `adapters` may be provided")
-        return AdapterReference(merged=merged.recipe(), source=given, token=presented)
+        return AdapterReference(merged=merged.recipe(), source=adapter_source, token=presented)
     if services.config.names_the_model(adapter_id):
         return None
     if adapter_id:
-        return AdapterReference(name=check_name(adapter_id), source=given, token=presented)
+        return AdapterReference(name=check_name(adapter_id), source=adapter_source, token=presented)
     if lora_path:
         return _by_name(services, lora_path)
     return _default(services)
@@ -133,7 +133,7 @@ def adapter_of_model(
     """
     services = request.app[SERVICES]
     config = services.config
-    given, presented = source_of(source), token_of(request, token)
+    adapter_source, presented = source_of(source), token_of(request, token)
     name = model or ""
     if name in NO_NAMES:
         return _by_name(services, lora_path) if lora_path else _default(services)
@@ -141,11 +141,11 @@ def adapter_of_model(
     base = next((one for one in config.all_names if name.startswith(f"{one}:")), None)
     if base is not None and not config.names_the_model(name):
         name = check_name(name.removeprefix(f"{base}:"))
-        return AdapterReference(name=name, source=given, token=presented)
+        return AdapterReference(name=name, source=adapter_source, token=presented)
     if not config.names_the_model(name):
         resolver = services.adapters
-        if given is not None or (resolver is not None and resolver.is_adapter(name)):
-            return AdapterReference(name=check_name(name), source=given, token=presented)
+        if adapter_source is not None or (resolver is not None and resolver.is_adapter(name)):
+            return AdapterReference(name=check_name(name), source=adapter_source, token=presented)
         if refuses_unknown_models(services):
             raise UnknownModel(name)
     return _by_name(services, lora_path) if lora_path else None
@@ -183,7 +183,7 @@ def token_of(request: web.Request, token: str | None) -> str | None:
 
 
 def _by_name(services: Services, name: str) -> AdapterReference:
-    """Return the registered adapter of this name; a path is none. Raises AdapterNotFound."""
+    """Return the registered adapter of this name, which cannot be a path. Raises AdapterNotFound."""
     resolver = services.adapters
     if resolver is None or resolver.registry.get(check_name(name)) is None:
         if resolver is not None and resolver.registry.was(name):

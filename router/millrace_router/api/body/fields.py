@@ -52,16 +52,16 @@ class NullIs:
     ) -> JsonSchemaValue:
         return {"anyOf": [handler(schema), {"type": "null"}]}
 
-    def _filled(self, given: object) -> object:
-        return self._make() if given is None else given
+    def _filled(self, value: object) -> object:
+        return self._make() if value is None else value
 
 
 Switch = Annotated[bool, NullIs(bool)]
 """A boolean; null is false."""
 
 
-class Place(StrEnum):
-    """The objects whose unused fields have reasons in `refused_fields`, by their routes."""
+class FieldScope(StrEnum):
+    """The objects in bodies whose unused fields `refused_fields` lists, by their routes."""
 
     GENERATE = "/generate"
     PARAMETERS = "/generate: parameters"
@@ -88,9 +88,9 @@ class RequestModel(BaseModel):
         # The docstrings of fields are their descriptions in the OpenAPI document.
         use_attribute_docstrings=True,
     )
-    place: ClassVar[Place | None] = None
+    scope: ClassVar[FieldScope | None] = None
     is_open: ClassVar[bool] = False
-    """Whether its fields are of no interest: what it stands for is left out of the prompt as a whole."""
+    """Whether all unknown fields are accepted: the whole object is left out of the prompt."""
 
 
 class SamplingModel(RequestModel):
@@ -118,7 +118,7 @@ class SamplingModel(RequestModel):
     """
 
     def shared_sampling(self) -> dict[str, Any]:
-        """These parameters by their names, which are those of a `GenerationRequest`."""
+        """Return these parameters by name; `GenerationRequest` has the same names."""
         return {name: getattr(self, name) for name in SamplingModel.model_fields}
 
 

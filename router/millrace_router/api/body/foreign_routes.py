@@ -1,4 +1,4 @@
-"""Routes of other servers, which clients that were made for those ask for."""
+"""Routes of other servers, which clients that were made for them request."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ TIPS: dict[str, str] = {
 
 def foreign_route(path: str) -> str | None:
     """Return the tip for a path that is another server's route, or below one; the longest one that fits."""
-    known = path.rstrip("/")
-    while known:
-        if tip := TIPS.get(known):
+    prefix = path.rstrip("/")
+    while prefix:
+        if tip := TIPS.get(prefix):
             return tip
-        known = known.rpartition("/")[0]
+        prefix = prefix.rpartition("/")[0]
     return None

@@ -20,7 +20,7 @@ class JsonGrammar(RequestModel):
 
     type: Literal["json", "json_object"]
     value: Any = None
-    """None stands for any object if `type` is `json_object`."""
+    """The schema; None for any object if `type` is `json_object`."""
 
     def raw(self) -> RawGrammar:
         if self.value is None and self.type == "json_object":
@@ -79,7 +79,7 @@ class LoraxFormat(RequestModel):
 
     type: Literal["json_object", "json_schema"]
     schema_: Any = Field(alias="schema", default=None)
-    """None stands for any object."""
+    """The schema; None for any object."""
 
     def raw(self) -> RawGrammar:
         return raw_schema(self.schema_)
@@ -101,7 +101,7 @@ class ResponseJsonSchema(RequestModel):
     description: str | None = None
     strict: bool | None = None
     schema_: Any = Field(alias="schema", default=None)
-    """None stands for any object."""
+    """The schema; None for any object."""
 
 
 class SchemaFormat(RequestModel):
@@ -135,5 +135,5 @@ ResponseFormat = TypeAliasType(
 
 
 def raw_schema(schema: object) -> RawGrammar:
-    """Return the grammar of a schema in OpenAI's form, where None stands for any object."""
+    """Return the grammar of a schema in OpenAI's form, in which None means any object."""
     return ANY_OBJECT if schema is None else RawGrammar(GrammarKind.JSON_SCHEMA, schema)

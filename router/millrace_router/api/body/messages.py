@@ -10,8 +10,8 @@ from typing_extensions import TypeAliasType
 
 from millrace_router.api.body.fields import Items, RequestModel
 from millrace_router.errors import ToolError, ValidationError
-from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.limits import Dialect
 from millrace_router.text.template_messages import THOUGHT, Message
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
@@ -23,7 +23,7 @@ WORDS: Mapping[str, Word] = {"auto": "auto", "none": "none", "required": "requir
 
 
 def check_exclusive(tools: object, request: GenerationRequest, dialect: Dialect) -> None:
-    """Raise ToolError for tools beside a grammar if the dialect refuses them."""
+    """Raise ToolError for tools together with a grammar if the dialect refuses them."""
     if dialect.refuses_tools_with_format and tools is not None and request.grammar is not None:
         raise ToolError(EXCLUSIVE)
 
@@ -36,7 +36,7 @@ class FunctionDefinition(RequestModel):
     parameters: dict[str, Any] | None = Field(
         validation_alias=AliasChoices("parameters", "arguments"), default=None
     )
-    """A JSON schema; None stands for no parameters."""
+    """A JSON schema; None for a function without parameters."""
     strict: bool | None = None
     """Whether the arguments of every call match `parameters`."""
 
@@ -45,7 +45,7 @@ class FunctionDefinition(RequestModel):
 
 
 class ToolDefinition(RequestModel):
-    """A tool; functions alone are supported."""
+    """A tool; only functions are supported."""
 
     type: str | None = "function"
     function: FunctionDefinition | None = None
@@ -135,7 +135,7 @@ def choose(
 def choose_by_word(
     tools: tuple[Tool, ...], word: Word, *, parallel: bool
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Return all tools and the choice; raises ToolError where a call is required and there is no tool."""
+    """Return all tools and the choice; raises ToolError where a call is required but tools are missing."""
     if word == "required" and not tools:
         raise ToolError("a call is `required`, but there are no `tools`")
     return tools, ToolChoice(word, None, parallel)
@@ -144,18 +144,18 @@ def choose_by_word(
 def choose_named(
     tools: tuple[Tool, ...], name: str, *, parallel: bool
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Return the tool with the name, and the choice; raises ToolError if there is none."""
+    """Return the tool with the name, and the choice; raises ToolError if no tool has it."""
     (chosen,) = only(tools, [name])
     return tools, ToolChoice("named", chosen.name, parallel)
 
 
 def only(tools: tuple[Tool, ...], names: Sequence[str]) -> tuple[Tool, ...]:
     """Return the tools with the names, each once; raises ToolError for a name that no tool has."""
-    known = {tool.name: tool for tool in tools}
+    by_name = {tool.name: tool for tool in tools}
     for name in names:
-        if name not in known:
+        if name not in by_name:
             raise ToolError(f"Tool with name {name[:MAX_NAME_CHARS]} not found")
-    return tuple(known[name] for name in dict.fromkeys(names))
+    return tuple(by_name[name] for name in dict.fromkeys(names))
 
 
 class TextPart(RequestModel):
@@ -237,7 +237,7 @@ class ToolCall(RequestModel):
 
 
 class MessageBody(RequestModel):
-    """What a turn says; TGI has this name for it."""
+    """The content of a turn, by TGI's name."""
 
     content: MessageContent | None = None
     tool_calls: Items[ToolCall] | None = None
@@ -250,9 +250,9 @@ class ChatMessage(MessageBody):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    """Not in either contract: the assistant's thought, for templates that ask for it."""
+    """Neither TGI's nor OpenAI's: the assistant's thought, for templates that use it."""
     reasoning: Any = None
-    """Another server's name, like the one below; what is no text is ignored."""
+    """Another server's name, like the one below; a value that is not text is ignored."""
     thinking: Any = None
 
     @model_validator(mode="before")
@@ -271,32 +271,32 @@ class ChatMessage(MessageBody):
     @property
     def thought(self) -> str | None:
         """The assistant's thought, whatever its name."""
-        given = (self.reasoning_content, self.reasoning, self.thinking)
-        return next((one for one in given if isinstance(one, str) and one), None)
+        thoughts = (self.reasoning_content, self.reasoning, self.thinking)
+        return next((one for one in thoughts if isinstance(one, str) and one), None)
 
     def for_template(self, dialect: Dialect) -> Message:
-        """Translate, with the structure of the content; raises ValidationError for a part that is no text."""
+        """Translate, with the structure of the content; raises ValidationError for a part that is not text."""
         content = None if self.content is None else template_content(self.content, dialect)
-        given: Message = {"role": self.role, "content": content}
+        message: Message = {"role": self.role, "content": content}
         if self.tool_calls:
-            given["tool_calls"] = [
+            message["tool_calls"] = [
                 called(
                     call.id, call.function.name, call.function.arguments, call.type or "function"
                 )
                 for call in self.tool_calls
             ]
         named = {"tool_call_id": self.tool_call_id, "name": self.name, THOUGHT: self.thought}
-        given |= {key: value for key, value in named.items() if value is not None}
-        return given
+        message |= {key: value for key, value in named.items() if value is not None}
+        return message
 
 
 def for_template(messages: Sequence[ChatMessage], dialect: Dialect) -> list[Message]:
-    """Translate all turns; raises ValidationError for a part that is no text."""
+    """Translate all turns; raises ValidationError for a part that is not text."""
     return [message.for_template(dialect) for message in messages]
 
 
 def template_content(content: MessageContent, dialect: Dialect) -> str | list[dict[str, str]]:
-    """Return text, or parts of text, for a template; raises ValidationError for a part that is no text."""
+    """Return text, or parts of text, for a template; raises ValidationError for a part that is not text."""
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": _text_of(part, dialect)} for part in content]
@@ -305,11 +305,13 @@ def template_content(content: MessageContent, dialect: Dialect) -> str | list[di
 def _text_of(part: ContentPart, dialect: Dialect) -> str:
     if isinstance(part, MediaPart) or (isinstance(part, ImagePart) and not dialect.takes_images):
         raise ValidationError(
-            f"content of type `{part.type}` is not supported: this model reads text alone"
+            f"content of type `{part.type}` is not supported: this model reads only text"
         )
     return part.text
 
 
-def called(id_: str | None, name: str, arguments: object, kind: str = "function") -> dict[str, Any]:
+def called(
+    id_: str | None, name: str, arguments: object, call_type: str = "function"
+) -> dict[str, Any]:
     """Return a call as templates take it; `arguments` are JSON text or the object itself."""
-    return {"id": id_, "type": kind, "function": {"name": name, "arguments": arguments}}
+    return {"id": id_, "type": call_type, "function": {"name": name, "arguments": arguments}}

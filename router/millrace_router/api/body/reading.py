@@ -75,8 +75,8 @@ def unused_fields(
     """
     if body.is_open or not isinstance(parsed, Mapping):
         return
-    unused = UnusedFields() if body.place is None else UNUSED_FIELDS[body.place]
-    is_nested = bool(prefix) and body.place is None
+    unused = UnusedFields() if body.scope is None else UNUSED_FIELDS[body.scope]
+    is_nested = bool(prefix) and body.scope is None
     names = names_of(type(body))
     for name, value in parsed.items():
         if name in names:

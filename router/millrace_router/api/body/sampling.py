@@ -12,20 +12,20 @@ from millrace_proto.sampling import WARPERS
 from millrace_router.api.body.fields import (
     UINT32_MAX,
     UINT64_MAX,
+    FieldScope,
     Float32,
     Items,
-    Place,
     RequestModel,
     SamplingModel,
     UInt32,
 )
 from millrace_router.errors import ValidationError
-from millrace_router.request.dialect import Dialect
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.float32 import rounded
 from millrace_router.request.generation_request import DryRequest, FieldNames, GenerationRequest
 from millrace_router.request.grammar import ANY_OBJECT, RawGrammar
+from millrace_router.request.limits import Dialect
 from millrace_router.request.request import FinishReason, GrammarKind
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.validation.rules import check_sampling
 from millrace_router.validation.sampling_defaults import GREEDY_NAMES
 from millrace_router.validation.sampling_defaults import NAMES as DEFAULTED
@@ -41,7 +41,7 @@ MAX_PENALTY = 2.0
 MAX_STOP_TOKENS = 64
 MAX_TEMPERATURE = 2.0
 TOP_LOGPROBS = 20
-"""Candidates for a token that OpenAI's chats and responses may ask for."""
+"""Most candidates for a token that OpenAI's chats and responses may request."""
 TGI_NAMES = FieldNames(
     least_tokens="min_tokens", most_tokens="max_tokens", truncate="truncate_prompt_tokens"
 )
@@ -54,18 +54,18 @@ META = frozenset("\\.+*?()|[]{}^$#&-~")
 Choice = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
 
-def biases_from(given: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
+def biases_from(biases: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
     """Read (token id, bias) pairs, each id once; whether the model has the tokens is checked later.
 
     Raises:
         ValidationError: there are too many pairs, a key is not a token id, or a bias is not a number from -100 to 100.
 
     """
-    if len(given) > MAX_BIASES:
+    if len(biases) > MAX_BIASES:
         raise ValidationError(
-            f"`logit_bias` must have at most {MAX_BIASES} tokens. Given: {len(given)}"
+            f"`logit_bias` must have at most {MAX_BIASES} tokens. Given: {len(biases)}"
         )
-    return tuple((_id_from(key), _bias_from(key, value)) for key, value in given.items())
+    return tuple((_id_from(key), _bias_from(key, value)) for key, value in biases.items())
 
 
 def _id_from(key: str) -> int:
@@ -98,7 +98,7 @@ class OutputOptions:
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the answer."""
     token_ids: bool = False
-    """Whether the ids of tokens stand beside the text."""
+    """Whether the answer has the ids of its tokens in addition to the text."""
 
     def hides_end(self, event: TokenEvent) -> bool:
         """Return whether the token of `event` ends the answer and is not part of the text."""
@@ -130,7 +130,9 @@ class SamplingFields(SamplingModel):
     presence_penalty: Float32 | None = None
     """Lowers the scores of tokens that are in the answer. Range: -2 to 2; 0 is off. Default: 0."""
     ignore_eos: bool | None = None
-    """Whether the answer goes on until `max_tokens`, whatever the model says. Range: true or false. Default: false."""
+    """Whether the answer goes on until `max_tokens`, even if the model ends it. Range: true or false.
+    Default: false.
+    """
     min_tokens: UInt32 | None = None
     """Tokens before which the model cannot end the answer. Range: 0 to `max_tokens`. Default: 0."""
     priority: int | None = None
@@ -228,17 +230,17 @@ class SamplingFields(SamplingModel):
         )
 
     def _dry(self) -> DryRequest | None:
-        """Return the DRY penalty, unless it is off; llama.cpp's defaults stand for what is absent."""
+        """Return the DRY penalty, unless it is off; absent fields have llama.cpp's defaults."""
         window = -1 if self.dry_penalty_last_n is None else self.dry_penalty_last_n
         if not self.dry_multiplier or window == 0:
             return None
         breakers = self.dry_sequence_breakers
-        given = {
+        options = {
             "base": self.dry_base,
             "allowed_length": self.dry_allowed_length,
             "breakers": None if breakers is None else tuple(breakers),
         }
-        others: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
+        others: dict[str, Any] = {name: one for name, one in options.items() if one is not None}
         return DryRequest(multiplier=self.dry_multiplier, window=max(window, 0), **others)
 
     def _penalties(self, dialect: Dialect) -> dict[str, Any]:
@@ -290,7 +292,7 @@ def openai_generation(request: GenerationRequest, dialect: Dialect) -> Generatio
 class StructuredOutputs(RequestModel):
     """vLLM's: one of these."""
 
-    place = Place.STRUCTURED_OUTPUTS
+    scope = FieldScope.STRUCTURED_OUTPUTS
 
     json_: Any = Field(alias="json", default=None)
     """A schema, as an object or as text."""
@@ -300,7 +302,7 @@ class StructuredOutputs(RequestModel):
     """In Lark's syntax."""
     json_object: bool | None = None
 
-    def given(self) -> dict[str, RawGrammar]:
+    def grammars(self) -> dict[str, RawGrammar]:
         """Return the grammars by the names of their fields."""
         return _by_field(
             "structured_outputs.",
@@ -335,9 +337,9 @@ class GuidedFields(RequestModel):
     """Grammar in Lark's syntax that the answer has to match. Range: at most one field with a grammar. Default: none."""
 
     def guide(self, response_format: RawGrammar | None) -> RawGrammar | None:
-        """Return the grammar beside, or instead of, that of `response_format`; raises ValidationError for several."""
-        given = {} if self.structured_outputs is None else self.structured_outputs.given()
-        given |= _by_field(
+        """Return the request's only grammar, `response_format` included; raises ValidationError for several."""
+        grammars = {} if self.structured_outputs is None else self.structured_outputs.grammars()
+        grammars |= _by_field(
             "",
             guided_json=_schema(self.guided_json),
             guided_regex=_of(GrammarKind.REGEX, self.guided_regex),
@@ -348,10 +350,10 @@ class GuidedFields(RequestModel):
             ebnf=_of(GrammarKind.LARK, self.ebnf),
             response_format=response_format,
         )
-        if len(given) > 1:
-            names = ", ".join(f"`{name}`" for name in given)
+        if len(grammars) > 1:
+            names = ", ".join(f"`{name}`" for name in grammars)
             raise ValidationError(f"{names} exclude each other: the text can match only one")
-        return next(iter(given.values()), None)
+        return next(iter(grammars.values()), None)
 
 
 def one_of(choice: list[str] | None) -> RawGrammar | None:

@@ -22,9 +22,9 @@ class Chat:
     """A conversation whose next turn is to be generated."""
 
     request: GenerationRequest
-    """Without a prompt; its grammar is that of the text, without calls of tools."""
+    """Without a prompt; its grammar is for the text, not for calls of tools."""
     messages: Sequence[Message]
-    """As the chat template takes them: role, content, calls, call id, name, in this order."""
+    """In the form that chat templates take: role, content, calls, call id, name, in this order."""
     num_choices: int = 1
     """Answers to generate."""
     tools: tuple[Tool, ...] = ()
@@ -37,9 +37,9 @@ class Chat:
     continue_final_message: bool | None = None
     template_variables: Mapping[str, Any] | None = None
     num_logprobs: int | None = None
-    """Candidates beside the log probability of each token; None for no log probabilities."""
+    """Candidates that come with the log probability of each token; None for no log probabilities."""
     logprobs_name_ids: bool = False
-    """Whether they name tokens by their ids."""
+    """Whether the log probabilities name tokens by their ids."""
     adds_special_tokens: bool = False
     """Whether the tokenizer puts its special tokens around the rendered prompt."""
     output_options: OutputOptions = DEFAULT_OUTPUT

@@ -14,10 +14,9 @@ from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
 from millrace_router.api.chat.chat import PreparedChat
 from millrace_router.engine.generation import Generation, Usage
 from millrace_router.reasoning.reasoning_format import Split, Splitter
-from millrace_router.request.events import Token, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
-from millrace_router.request.token_stream import read_tokens
+from millrace_router.request.token_stream import Token, TokenEvent, read_tokens
 from millrace_router.text.stopping import StopTrimmer
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.tool import AnswerParser, CallDelta, Parsed
@@ -32,7 +31,7 @@ _FINISH_REASONS = {
 }
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, for which JSON has no number."""
+"""Stands for minus infinity, which JSON numbers cannot express."""
 Logprobs = TypeVar("Logprobs")
 
 
@@ -95,7 +94,7 @@ class TokenLogprobs:
     bytes_of: Callable[[Token], bytes]
     """Returns the bytes that a token adds to the text; they may end within a character."""
     names_ids: bool = False
-    """Whether the name of a token is its id, as in `token_id:5`."""
+    """Whether tokens are named by their ids, as in `token_id:5`."""
 
     def json(self, event: TokenEvent) -> ChatCompletionLogprobJson:
         """Render a token and its first candidates; candidates that tie for the last place may be missing."""

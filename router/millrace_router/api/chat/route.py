@@ -97,9 +97,9 @@ def _field_of(error: RouterError) -> str | None:
     return None if named is None else named[1]
 
 
-def model_name(services: Services, asked: str | None) -> str:
-    """Return the name of the model in the answer: the client's, whatever it is, or else that of the model."""
-    return services.config.served_names[0] if asked in NO_NAMES else str(asked)
+def model_name(services: Services, requested_name: str | None) -> str:
+    """Return the model name for the answer: the name in the request, whatever it is, or else the served name."""
+    return services.config.served_names[0] if requested_name in NO_NAMES else str(requested_name)
 
 
 def fingerprint(services: Services) -> str:
@@ -130,7 +130,7 @@ def stream_error(error: RouterError) -> bytes:
 
 
 async def always(_: web.Request) -> bool:
-    """Return that every request asks for a stream."""
+    """Return True: every request of the route requests a stream."""
     return True
 
 
@@ -167,7 +167,7 @@ def with_errors_in_stream(
 
 
 def counted_again(handler: Handler) -> Handler:
-    """Count a request with a readable body once more, beside the generations that it asks for."""
+    """Count a request with a readable body once more, in addition to its generations."""
 
     @wraps(handler)
     async def answer(request: web.Request) -> web.StreamResponse:

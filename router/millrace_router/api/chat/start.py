@@ -210,7 +210,7 @@ async def _render(services: Services, chat: Chat, tools: Sequence[Tool]) -> str:
 
 
 def _variables(services: Services, chat: Chat) -> Mapping[str, Any] | None:
-    """Return the variables of the template; the client's own beat those of its effort."""
+    """Return the variables of the template; the client's own take precedence over the variables of its effort."""
     if chat.effort is None:
         return chat.template_variables
     effort, reasoning = chat.effort, services.reasoning

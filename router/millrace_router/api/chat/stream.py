@@ -10,7 +10,7 @@ import orjson
 
 from millrace_router.api.chat.choice import ChatDelta, ChoiceText
 from millrace_router.engine.generation import Generation, Usage
-from millrace_router.request.events import TokenEvent
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.server.sse import DONE, event
 from millrace_router.server.stream_writer import GenerationStream
 
@@ -82,7 +82,7 @@ class OpenChoices:
         *,
         end: tuple[bytes, ...] = (DONE,),
     ) -> None:
-        """`usage_chunk` renders a chunk of its own for the usage of all choices, if there is to be one.
+        """`usage_chunk` renders a separate chunk with the usage of all choices; None for a stream without one.
 
         `end` are the frames after the last chunk.
         """

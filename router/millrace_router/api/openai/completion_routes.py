@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from aiohttp import web
+from typing_extensions import TypeAliasType
 
 from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.route import openai_route, stream_errors
@@ -24,7 +25,11 @@ from millrace_router.api.openai.completion_text import (
     Style,
     echo_of,
 )
-from millrace_router.api.openai.protocol import CompletionCompleteJson, CompletionFinalJson
+from millrace_router.api.openai.protocol import (
+    ChunkJson,
+    CompletionCompleteJson,
+    CompletionFinalJson,
+)
 from millrace_router.api.openai.render import (
     ResponseMeta,
     prompt_logprobs_json,
@@ -34,14 +39,31 @@ from millrace_router.api.openai.render import (
 from millrace_router.api.openai.request import CompletionRequest
 from millrace_router.engine.generation import Generation, Usage
 from millrace_router.errors import BatchSizeExceeded
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.request.token_stream import read_tokens
+from millrace_router.request.token_stream import TokenEvent, read_tokens
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
+from millrace_router.server.operation import GENERATING, IDEMPOTENT, Operation
 from millrace_router.server.services import SERVICES, Services, scheduling_of
 from millrace_router.server.sse import respond
+
+Completion = TypeAliasType("Completion", ChunkJson | CompletionFinalJson)
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/v1/completions",
+        id="completions",
+        summary="Complete one text or a few",
+        body=CompletionRequest,
+        answer=CompletionFinalJson,
+        event=Completion,
+        has_end=True,
+        failures=GENERATING,
+        openai=True,
+        headers=IDEMPOTENT,
+    ),
+)
 
 
 def register(app: web.Application) -> None:
@@ -148,7 +170,7 @@ async def _answer(
                 )
             choices.append(choice)
     headers = {**answer_headers(services, _generations(samples), usage), **headers}
-    # TGI has no such sum here.
+    # TGI does not add them up here.
     del headers["x-compute-time"]
     answer: CompletionFinalJson = {**meta.json(), "choices": choices, "usage": usage_json(usage)}
     return json_response(answer, headers=headers)

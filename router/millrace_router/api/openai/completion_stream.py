@@ -16,8 +16,8 @@ from millrace_router.api.openai.protocol import (
 )
 from millrace_router.api.openai.render import ResponseMeta, usage_json
 from millrace_router.engine.generation import Generation, Usage
-from millrace_router.request.dialect import Dialect
-from millrace_router.request.events import TokenEvent
+from millrace_router.request.limits import Dialect
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.server.sse import event as framed
 
 Sample = tuple[Generation, CompletionText]
@@ -43,7 +43,7 @@ def completion_choice(
 class CompletionChunks:
     """Renders the events of a stream.
 
-    Usage comes with each choice's last chunk as in TGI, or for all of them in a chunk of its own if `includes_usage`,
+    Usage comes with each choice's last chunk as in TGI, or for all of them in a separate chunk if `includes_usage`,
     and with every chunk, as far as its choice has come, if `continuous_usage`.
     """
 
@@ -71,7 +71,7 @@ class CompletionChunks:
         usage: Usage,
         prompt_ids: Sequence[int] | None = None,
     ) -> ChunkJson | CompletionFinalJson:
-        """Render the chunk of any delta, with `prompt_ids` also the prompt's; `usage` is that of its choice so far."""
+        """Render the chunk of any delta, with `prompt_ids` also the prompt's; `usage` is its choice's so far."""
         chunk = self._chunk(index, delta, prompt_ids)
         is_last = delta.finish_reason is not None and not self.includes_usage
         if not (is_last or self.continuous_usage):
@@ -110,7 +110,7 @@ class CompletionStream(ChoiceStream):
         chunks: CompletionChunks,
         choices: OpenChoices,
     ) -> None:
-        """`samples` are those of one prompt; the stream is of number `sample`."""
+        """`samples` belong to one prompt; the stream is of number `sample`."""
         generation, self._text = samples[sample]
         super().__init__(generation, choices)
         self._first, _ = samples[0]
@@ -145,7 +145,7 @@ class CompletionStream(ChoiceStream):
             self._finish_choice(self._generation.usage(delta.num_tokens))
 
     def _begin(self) -> None:
-        # A failure until the first token still has a status of its own.
+        # A failure until the first token still sets the status of the answer.
         self._has_begun = True
         self._is_verbatim = self._text.is_verbatim and not self._chunks.continuous_usage
         opening = self._text.opening(self._first.prompt_logprobs)

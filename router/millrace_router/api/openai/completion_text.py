@@ -16,10 +16,10 @@ from millrace_router.api.chat.choice import (
     text_before_special,
 )
 from millrace_router.api.openai.protocol import CompletionLogprobsJson
-from millrace_router.request.dialect import MILLRACE, Dialect
-from millrace_router.request.events import PromptLogprobs, Token, TokenEvent
 from millrace_router.request.float32 import shortest
+from millrace_router.request.limits import MILLRACE, Dialect
 from millrace_router.request.request import FinishReason
+from millrace_router.request.token_stream import PromptLogprobs, Token, TokenEvent
 from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_router.text.tokenizer import Tokenizer
 
@@ -198,7 +198,7 @@ class Style:
     dialect: Dialect = MILLRACE
     output_options: OutputOptions = DEFAULT_OUTPUT
     streams: bool = False
-    """Whether the answer is a stream: TGI shows special tokens, and its own finish reasons, in streams alone."""
+    """Whether the answer is a stream: TGI shows special tokens, and its own finish reasons, only in streams."""
 
 
 class CompletionText(TrimmedText):
@@ -223,7 +223,7 @@ class CompletionText(TrimmedText):
         return self._sum_of_logprobs / self._num_tokens
 
     def opening(self, prompt: PromptLogprobs | None) -> CompletionDelta | None:
-        """Return the echo of the prompt, if the request asks for one, with the log probabilities, if there are any."""
+        """Return the echo of the prompt if it is requested, with the log probabilities if they are requested."""
         if self._echo is None:
             return None
         logprobs = None

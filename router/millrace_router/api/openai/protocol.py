@@ -174,7 +174,7 @@ class OldToolCallJson(TypedDict):
 
 
 class OldDeltaJson(TypedDict):
-    """A part of a choice for TGI's old clients, told by their `User-Agent`: it has all keys, and one call at most."""
+    """A part of a choice for TGI's old clients: it has all keys, and one call at most."""
 
     role: str
     content: str | None
@@ -201,7 +201,7 @@ class ChatCompletionChoiceJson(TypedDict):
 
 
 class ChatCompletionChunkJson(HeadJson):
-    """One event of a chat's stream; the chunk of the usage has no choices."""
+    """One event of a chat's stream; in the chunk of the usage `choices` is empty."""
 
     choices: list[ChatCompletionChoiceJson]
     usage: UsageJson | None

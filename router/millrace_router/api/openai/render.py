@@ -37,9 +37,9 @@ from millrace_router.api.openai.protocol import (
 )
 from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.engine.generation import Usage
-from millrace_router.request.dialect import MILLRACE, Dialect
-from millrace_router.request.events import PromptLogprobs
 from millrace_router.request.float32 import shortest
+from millrace_router.request.limits import MILLRACE, Dialect
+from millrace_router.request.token_stream import PromptLogprobs
 from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.tool import CallDelta
@@ -64,26 +64,34 @@ class ResponseMeta:
     """The first keys of every answer and chunk of one request."""
 
     def __init__(
-        self, kind: str, id_prefix: str, *, model: str, fingerprint: str, anonymous: bool = False
+        self,
+        object_name: str,
+        id_prefix: str,
+        *,
+        model: str,
+        fingerprint: str,
+        anonymous: bool = False,
     ) -> None:
         """With `anonymous` the id is "", as TGI's is."""
         self._json: HeadJson = {
-            "object": kind,
+            "object": object_name,
             "id": "" if anonymous else f"{id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,
         }
 
-    def json(self, kind: str | None = None) -> HeadJson:
-        """Render; `kind` replaces the usual `object`."""
-        return {**self._json, "object": kind or self._json["object"]}
+    def json(self, object_name: str | None = None) -> HeadJson:
+        """Render; `object_name` replaces the usual `object`."""
+        return {**self._json, "object": object_name or self._json["object"]}
 
 
-def response_meta(services: Services, kind: str, id_prefix: str, model: str | None) -> ResponseMeta:
+def response_meta(
+    services: Services, object_name: str, id_prefix: str, model: str | None
+) -> ResponseMeta:
     """Return the first keys of an answer to a request that names `model`."""
     return ResponseMeta(
-        kind,
+        object_name,
         id_prefix,
         model=model_name(services, model),
         fingerprint=fingerprint(services),
@@ -325,8 +333,8 @@ def _function(call: CallDelta) -> FunctionJson:
 def chat_renderer(services: Services, body: ChatCompletionRequest) -> ChatRenderer:
     """Return the renderer of the answer to `body`."""
     meta = response_meta(services, "chat.completion", "chatcmpl", body.model)
-    kind = OldChatRenderer if body.is_of_old_client else ChatRenderer
-    return kind(meta, services.dialect)
+    renderer = OldChatRenderer if body.is_of_old_client else ChatRenderer
+    return renderer(meta, services.dialect)
 
 
 async def chat_answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from pathlib import PurePath
 
 import orjson
@@ -12,7 +13,13 @@ from millrace_router.api.body.adapters import token_of
 from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.route import counted_again, openai_errors, openai_route, stream_errors
 from millrace_router.api.chat.start import prepare_chat, start_chat
-from millrace_router.api.openai.protocol import ModelInfoJson, ModelJson
+from millrace_router.api.openai.protocol import (
+    ChatCompletionChunkJson,
+    ChatCompletionJson,
+    ChatTokenizeResponseJson,
+    ModelInfoJson,
+    ModelJson,
+)
 from millrace_router.api.openai.render import chat_answer
 from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.api.openai.stream import chat_streams
@@ -20,8 +27,55 @@ from millrace_router.errors import UnknownModel
 from millrace_router.request.adapter import AdapterSource
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
+from millrace_router.server.operation import ADMITTING, GENERATING, IDEMPOTENT, Operation
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
+
+CHAT_OPERATIONS = (
+    Operation(
+        method="post",
+        path="/chat_tokenize",
+        id="get_chat_tokenize",
+        summary="Turn a chat into a prompt, and tokenize it",
+        body=ChatCompletionRequest,
+        answer=ChatTokenizeResponseJson,
+        failures=ADMITTING,
+        foreign=(HTTPStatus.NOT_FOUND,),
+    ),
+    Operation(
+        method="post",
+        path="/v1/chat/completions",
+        id="chat_completions",
+        summary="Answer a chat",
+        body=ChatCompletionRequest,
+        answer=ChatCompletionJson,
+        event=ChatCompletionChunkJson,
+        has_end=True,
+        failures=GENERATING,
+        openai=True,
+        headers=IDEMPOTENT,
+    ),
+)
+MODEL_OPERATIONS = (
+    Operation(
+        method="get",
+        is_open=True,
+        path="/v1/models",
+        id="openai_get_model_info",
+        summary="The model that is served, and the adapters that the client may use",
+        answer=ModelInfoJson,
+        foreign=(HTTPStatus.NOT_FOUND,),
+    ),
+    Operation(
+        method="get",
+        path="/v1/models/{model}",
+        id="get_model",
+        summary="The model that is served, or an adapter, by its name",
+        answer=ModelJson,
+        failures=(HTTPStatus.NOT_FOUND,),
+        openai=True,
+    ),
+)
 
 
 def register(app: web.Application) -> None:
@@ -42,12 +96,12 @@ async def models(request: web.Request) -> web.StreamResponse:
 
 async def model(request: web.Request) -> web.StreamResponse:
     """`GET /v1/models/{model}`: the one that is served, or an adapter of it, by its name."""
-    asked = request.match_info["model"]
-    served = [one for one in _models(request.app[SERVICES]) if one["id"] == asked]
-    found = served[0] if served else adapter_json(request, asked)
-    if found is None:
-        raise UnknownModel(asked)
-    return json_response(found)
+    name = request.match_info["model"]
+    served = [one for one in _models(request.app[SERVICES]) if one["id"] == name]
+    model_json = served[0] if served else adapter_json(request, name)
+    if model_json is None:
+        raise UnknownModel(name)
+    return json_response(model_json)
 
 
 def _models(services: Services) -> list[ModelJson]:

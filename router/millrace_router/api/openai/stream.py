@@ -11,7 +11,7 @@ from millrace_router.api.openai.protocol import ChatCompletionChunkJson
 from millrace_router.api.openai.render import ChatRenderer, chat_renderer
 from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.engine.generation import Generation
-from millrace_router.request.events import TokenEvent
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.server.sse import DONE
 from millrace_router.server.sse import event as framed
 
@@ -33,7 +33,7 @@ class ChatStream(ChoiceStream):
         """With `is_plain`, a token that does not end its choice adds nothing but thought, text and calls.
 
         With `continuous_usage` every token's chunk has the usage of its choice so far, in which the prompt is
-        counted with the first choice alone.
+        counted only with the first choice.
         """
         super().__init__(generation, choices)
         self._index = index

@@ -7,13 +7,15 @@ from base64 import b64encode
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from http import HTTPStatus
 from importlib.resources import files
 
 from aiohttp import ETag, web
 
-from millrace_router.api.tgi.probes import RECENT, health, status_json
+from millrace_router.api.tgi.probes import RECENT, StatusJson, health, status_json
 from millrace_router.errors import RouterError
 from millrace_router.server.bodies import json_response
+from millrace_router.server.operation import Operation
 from millrace_router.server.services import SERVICES
 from millrace_router.telemetry.recent import Recent
 
@@ -43,7 +45,7 @@ class Document:
 def load(name: str, root_path: str = "") -> Document:
     """Read `<name>/<name>.html` from this folder, and put its styles and scripts into it.
 
-    `root_path`, where a proxy has the server, is told to the scripts: a page cannot tell it from an address such as
+    `root_path`, where a proxy has the server, is passed to the scripts: a page cannot derive it from an address such as
     `/llm` that lacks the last slash.
     """
     source = _read(f"{name}/{name}.html")
@@ -52,8 +54,8 @@ def load(name: str, root_path: str = "") -> Document:
     styles = [_read(file) for file in _STYLE.findall(source)]
     scripts = [_read(file) for file in _SCRIPT.findall(source)]
     hashes = {"style-src": _hashes(styles), "script-src": _hashes(scripts)}
-    source = _STYLE.sub(lambda found: f"<style>{_read(found[1])}</style>", source)
-    source = _SCRIPT.sub(lambda found: f"<script>{_read(found[1])}</script>", source)
+    source = _STYLE.sub(lambda match: f"<style>{_read(match[1])}</style>", source)
+    source = _SCRIPT.sub(lambda match: f"<script>{_read(match[1])}</script>", source)
     allowed = "; ".join(f"{directive} {values}" for directive, values in hashes.items())
     return Document(source.encode(), f"{_POLICY}; {allowed}")
 
@@ -65,6 +67,36 @@ def _read(name: str) -> str:
 def _hashes(texts: list[str]) -> str:
     digests = (b64encode(sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+STATUS_OPERATION = Operation(
+    method="get",
+    is_open=True,
+    path="/status",
+    id="status",
+    summary="How busy the server is, in a few figures; a page for browsers",
+    answer=StatusJson,
+)
+ROOT_OPERATION = Operation(
+    method="get",
+    is_open=True,
+    path="/",
+    id="root",
+    summary="Whether the server can do its work",
+    failures=(HTTPStatus.SERVICE_UNAVAILABLE,),
+)
+OPERATIONS = tuple(
+    Operation(
+        method="get",
+        path=path,
+        is_open=True,
+        id=id_,
+        summary="This document, for people with a browser",
+        answer=bytes,
+        text_type="text/html",
+    )
+    for path, id_ in zip(PATHS, ("docs", "docs_alias"), strict=True)
+)
 
 
 def register(app: web.Application) -> None:
@@ -117,13 +149,13 @@ def prefers_html(accept: str) -> bool:
     """Whether `text/html` is the first of the best media ranges; `*/*`, which probes send, does not count."""
     ranges = [_range(part) for part in accept.split(",")]
     best = max((quality for _, quality in ranges), default=0.0)
-    first = next((kind for kind, quality in ranges if quality == best), None)
+    first = next((media_type for media_type, quality in ranges if quality == best), None)
     return best > 0 and first == "text/html"
 
 
 def _range(part: str) -> tuple[str, float]:
     """Parse a media range; its quality is 0 if it is malformed."""
-    kind, *parameters = (word.strip().lower() for word in part.split(";"))
+    media_type, *parameters = (word.strip().lower() for word in part.split(";"))
     quality = 1.0
     for parameter in parameters:
         name, _, value = parameter.partition("=")
@@ -132,15 +164,15 @@ def _range(part: str) -> tuple[str, float]:
                 quality = min(max(float(value), 0.0), 1.0)
             except ValueError:
                 quality = 0.0
-    return kind, quality
+    return media_type, quality
 
 
 def _answer(
     request: web.Request, document: Document, *, status: int = 200, vary: str | None = None
 ) -> web.Response:
     tag = ETag(document.digest)
-    known = request.if_none_match or ()
-    if status == 200 and any(one.value in {tag.value, "*"} for one in known):
+    known_tags = request.if_none_match or ()
+    if status == 200 and any(one.value in {tag.value, "*"} for one in known_tags):
         answer = web.Response(status=304)
     else:
         answer = web.Response(

@@ -39,7 +39,7 @@ class LengthMismatch(RouterError):
 
 
 class NoInstances(RouterError):
-    """The request has no instances, in TGI's words for Vertex AI."""
+    """`instances` is empty; the message is TGI's for Vertex AI."""
 
     status = 422
     error_type = "Input validation error"

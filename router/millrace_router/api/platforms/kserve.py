@@ -1,12 +1,13 @@
 """KServe's open inference protocol, version 2.
 
-Texts are tensors of bytes, and every model name stands for the one model.
+Texts are tensors of bytes, and every model name means the served model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, NotRequired
+from http import HTTPStatus
+from typing import Annotated, Any, NotRequired
 
 from aiohttp import web
 from pydantic import Field
@@ -26,6 +27,7 @@ from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest,
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError
 from millrace_router.server.bodies import json_response
+from millrace_router.server.operation import PREDICTING, SCHEDULING, Operation
 from millrace_router.server.services import SERVICES, Services, counting_refusals, scheduling_of
 from millrace_router.version import VERSION
 
@@ -81,7 +83,7 @@ class KserveRequest(RequestModel):
     )
     inputs: Annotated[list[KserveInput], Field(fail_fast=True)]
     outputs: Annotated[list[KserveOutput], Field(fail_fast=True)] | None = None
-    """One for each input; without them the answers have the names of the inputs."""
+    """A name for each answer; without them the answers have the names of the inputs."""
 
     def output_names(self) -> list[str]:
         """Return the names of the answers, by input."""
@@ -148,6 +150,68 @@ class KserveModelJson(TypedDict):
     outputs: list[KserveTensorJson]
 
 
+UNAVAILABLE = (HTTPStatus.SERVICE_UNAVAILABLE,)
+
+
+def _get(path: str, id_: str, summary: str, answer: Any, *, may_fail: bool = False) -> Operation:  # noqa: ANN401
+    failures = UNAVAILABLE if may_fail else ()
+    return Operation(
+        method="get",
+        path=path,
+        id=id_,
+        summary=summary,
+        answer=answer,
+        failures=failures,
+        is_open=True,
+    )
+
+
+def _infer(path: str, id_: str) -> Operation:
+    return Operation(
+        method="post",
+        path=path,
+        id=id_,
+        summary="Generate a text for each text of a tensor",
+        body=KserveRequest,
+        answer=KserveResponseJson,
+        failures=PREDICTING,
+        headers=SCHEDULING,
+    )
+
+
+OPERATIONS = (
+    _get(SERVER, "kserve_server_metadata", "Describe the server, for KServe", KserveServerJson),
+    _get(f"{SERVER}/health/live", "kserve_health_live", "Whether the router runs", KserveLiveJson),
+    _get(
+        f"{SERVER}/health/ready",
+        "kserve_health_ready",
+        "Whether a request would run at once",
+        KserveReadyJson,
+        may_fail=True,
+    ),
+    _get(MODEL, "kserve_model", "Describe the tensors of a model", KserveModelJson),
+    _get(
+        MODEL_VERSION, "kserve_model_metadata", "Describe the tensors of a model", KserveModelJson
+    ),
+    _get(
+        f"{MODEL}/ready",
+        "kserve_model_ready",
+        "Whether a request would run at once",
+        KserveReadyJson,
+        may_fail=True,
+    ),
+    _get(
+        f"{MODEL_VERSION}/ready",
+        "kserve_model_metadata_ready",
+        "Whether a request would run at once",
+        KserveReadyJson,
+        may_fail=True,
+    ),
+    _infer(f"{MODEL}/infer", "kserve_infer"),
+    _infer(f"{MODEL_VERSION}/infer", "kserve_model_infer"),
+)
+
+
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
     app.router.add_get(SERVER, server)
@@ -201,18 +265,18 @@ async def model(request: web.Request) -> web.StreamResponse:
 
 
 async def infer(request: web.Request) -> web.StreamResponse:
-    """`POST /v2/models/{model_name}/infer`: each text of each tensor is a prompt of its own."""
+    """`POST /v2/models/{model_name}/infer`: each text of each tensor is one prompt."""
     services = request.app[SERVICES]
     body = await read_request(request, KserveRequest)
     with counting_refusals(services.metrics):
         texts = _texts(body, services)
-        # A body without prompts has its headers checked here alone.
+        # The headers of a body without prompts are checked only here.
         scheduling_of(request, body.parameters.priority)
     prompts = [text for tensor in texts for text in tensor]
     answers = iter(await gather([_answer(request, text, body.parameters) for text in prompts]))
     outputs = [
-        tensor.answered(name, [next(answers) for _ in asked])
-        for tensor, name, asked in zip(body.inputs, body.output_names(), texts, strict=True)
+        tensor.answered(name, [next(answers) for _ in tensor_texts])
+        for tensor, name, tensor_texts in zip(body.inputs, body.output_names(), texts, strict=True)
     ]
     return json_response(_response(request, body, outputs))
 

@@ -24,6 +24,7 @@ from millrace_router.api.tgi.request import CompatGenerateRequest
 from millrace_router.api.tgi.routes import compat
 from millrace_router.errors import BodyShapeError
 from millrace_router.server.bodies import read_json, to_model
+from millrace_router.server.operation import GENERATING, IDEMPOTENT, Operation
 
 SagemakerRequest = TypeAliasType(
     "SagemakerRequest", CompatGenerateRequest | ChatCompletionRequest | CompletionRequest
@@ -56,6 +57,22 @@ KINDS = (
 )
 """In the order in which TGI tries them."""
 
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/invocations",
+        id="sagemaker_compatibility",
+        summary="Generate, chat or complete, depending on the body; for SageMaker",
+        body=SagemakerRequest,
+        answer=SagemakerResponse,
+        event=SagemakerStreamResponse,
+        has_end=True,
+        failures=GENERATING,
+        either=True,
+        headers=IDEMPOTENT,
+    ),
+)
+
 
 def register(app: web.Application) -> None:
     """Add the route to `app`."""
@@ -69,12 +86,12 @@ async def invocations(request: web.Request) -> web.StreamResponse:
 
 def _kind_of(body: object) -> _Kind:
     """Return the first kind that fits; if none of several fits, the first one, whose handler refuses the body."""
-    kinds = [kind for kind in KINDS if isinstance(body, dict) and kind.key in body]
-    if not kinds:
+    candidates = [kind for kind in KINDS if isinstance(body, dict) and kind.key in body]
+    if not candidates:
         raise BodyShapeError("needs one of `inputs`, `messages` and `prompt`")
-    if len(kinds) > 1:
-        return next((kind for kind in kinds if _fits(body, kind.model)), kinds[0])
-    return kinds[0]
+    if len(candidates) > 1:
+        return next((kind for kind in candidates if _fits(body, kind.model)), candidates[0])
+    return candidates[0]
 
 
 def _fits(body: object, model: type[BaseModel]) -> bool:

@@ -11,7 +11,7 @@ from aiohttp import web
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from millrace_router.api.body.fields import NullIs, Place, RequestModel
+from millrace_router.api.body.fields import FieldScope, NullIs, RequestModel
 from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.route import counted_again
 from millrace_router.api.chat.start import start_chat
@@ -28,6 +28,7 @@ from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest,
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError, ValidationError
 from millrace_router.server.bodies import json_response
+from millrace_router.server.operation import PREDICTING, SCHEDULING, Operation
 from millrace_router.server.services import SERVICES, Services, count_refusal, counting_refusals
 
 PATH = "/vertex"
@@ -36,7 +37,7 @@ PATH = "/vertex"
 class GenerateVertexInstance(RequestModel):
     """A text to continue; absent parameters sample, as on all routes."""
 
-    place = Place.GENERATE
+    scope = FieldScope.GENERATE
 
     inputs: str
     parameters: Annotated[GenerateParameters, NullIs(sampling_parameters)] = Field(
@@ -74,8 +75,22 @@ class VertexResponse(TypedDict):
     predictions: list[str]
 
 
+OPERATIONS = (
+    Operation(
+        method="post",
+        path=PATH,
+        id="vertex_compatibility",
+        summary="Predict a text for each instance; for Vertex AI",
+        body=VertexRequest,
+        answer=VertexResponse,
+        failures=PREDICTING,
+        headers=SCHEDULING,
+    ),
+)
+
+
 def register(app: web.Application) -> None:
-    """Add the routes to `app`, after all others: the paths of the platform may be those of other routes."""
+    """Add the routes to `app`, after all others: the platform's paths may already be other routes."""
     config = app[SERVICES].config
     predict = counted_again(vertex)
     app.router.add_post(PATH, predict)
@@ -120,7 +135,7 @@ async def _predict(request: web.Request, instance: VertexInstance) -> str:
             return await _chat(request, instance)
         return await _text(request, instance)
     except RouterError as error:
-        # TGI tells what is wrong with a chat before its generation starts.
+        # TGI reports what is wrong with a chat before its generation starts.
         is_shown = isinstance(instance, ChatCompletionRequest) and not error.is_counted
         count_refusal(services.metrics, error)
         if services.dialect.hides_platform_errors and not is_shown:

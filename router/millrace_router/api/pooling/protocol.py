@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import AliasChoices, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from millrace_router.api.body.fields import Int32, Items, Place, Prompt, RequestModel, Switch
+from millrace_router.api.body.fields import FieldScope, Int32, Items, Prompt, RequestModel, Switch
 from millrace_router.api.body.sampling import Salt
 from millrace_router.errors import ValidationError
 from millrace_router.pooling.prompts import Side, Truncation
@@ -48,7 +48,7 @@ class PoolingFields(RequestModel):
 
 
 class EmbeddingFields(PoolingFields):
-    """What both routes for embeddings have."""
+    """Fields that both routes for embeddings have."""
 
     dimensions: Dimensions = None
     normalize: bool | None = None
@@ -59,7 +59,7 @@ class EmbeddingFields(PoolingFields):
 class EmbeddingsRequest(EmbeddingFields):
     """Body of `/v1/embeddings`."""
 
-    place = Place.EMBEDDINGS
+    scope = FieldScope.EMBEDDINGS
 
     input: Prompt
     model: str | None = None
@@ -71,7 +71,7 @@ class EmbeddingsRequest(EmbeddingFields):
 class EmbedParameters(RequestModel):
     """LoRAX's `parameters`."""
 
-    place = Place.EMBED_PARAMETERS
+    scope = FieldScope.EMBED_PARAMETERS
 
     adapter_id: str | None = None
     adapter_source: str | None = None
@@ -81,7 +81,7 @@ class EmbedParameters(RequestModel):
 class EmbedRequest(EmbeddingFields):
     """Body of `/embed`."""
 
-    place = Place.EMBED
+    scope = FieldScope.EMBED
 
     inputs: Prompt
     parameters: EmbedParameters | None = None
@@ -98,7 +98,7 @@ Documents = Annotated[Items[str | Document], Field(min_length=1, max_length=MOST
 
 
 class RerankRequest(PoolingFields):
-    """Body of `/rerank` and its aliases: TEI's with `texts`, that of Cohere, Jina and vLLM with `documents`."""
+    """Body of `/rerank` and its aliases: TEI's with `texts`, or with `documents` as Cohere, Jina and vLLM have it."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -110,7 +110,7 @@ class RerankRequest(PoolingFields):
             ]
         }
     )
-    place = Place.RERANK
+    scope = FieldScope.RERANK
 
     query: Annotated[str, Field(min_length=1)]
     texts: Annotated[Items[str], Field(min_length=1, max_length=MOST_PROMPTS)] | None = None
@@ -121,21 +121,21 @@ class RerankRequest(PoolingFields):
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
     instruction: str | None = None
-    """What a fitting document is."""
+    """Describes which documents fit the query."""
 
     @property
     def all_texts(self) -> list[str]:
         """The texts of all documents; raises ValidationError."""
         if (self.texts is None) == (self.documents is None):
             raise ValidationError("either `documents` or `texts` must be given")
-        found = self.texts if self.texts is not None else self.documents
-        return [one.text if isinstance(one, Document) else one for one in found or []]
+        documents = self.texts if self.texts is not None else self.documents
+        return [one.text if isinstance(one, Document) else one for one in documents or []]
 
 
 class ScoreRequest(PoolingFields):
     """Body of `/v1/score` and `/score`: one text or several on either side."""
 
-    place = Place.SCORE
+    scope = FieldScope.SCORE
 
     text_1: Side1 = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
     text_2: Side1 = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))

@@ -10,15 +10,18 @@ from functools import partial
 
 import orjson
 from aiohttp import web
+from typing_extensions import TypeAliasType
 
 from millrace_router.api.body.adapters import adapter_of_fields, adapter_of_model
 from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.route import model_name, openai_errors, openai_route
 from millrace_router.api.pooling.protocol import (
     EmbeddingFields,
+    EmbeddingsJson,
     EmbeddingsRequest,
     EmbedParameters,
     EmbedRequest,
+    LoraxEmbedJson,
     RankJson,
     RerankJson,
     RerankRequest,
@@ -40,8 +43,48 @@ from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers
 from millrace_router.server.idempotent_route import idempotent
+from millrace_router.server.operation import GENERATING, IDEMPOTENT, Operation
 from millrace_router.server.services import SERVICES, scheduling_of
 from millrace_router.validation.rules import check_task
+
+EmbedVectors = TypeAliasType("EmbedVectors", list[list[float]])
+Ranks = TypeAliasType("Ranks", list[RankJson])
+
+
+def _pooling(
+    path: str, id_: str, summary: str, body: object, answer: object, *, openai: bool = True
+) -> Operation:
+    return Operation(
+        method="post",
+        path=path,
+        id=id_,
+        summary=summary,
+        body=body,
+        answer=answer,
+        failures=GENERATING,
+        openai=openai,
+        headers=IDEMPOTENT,
+    )
+
+
+RERANK = RerankRequest, Ranks | RerankJson
+SCORE = ScoreRequest, ScoreJson
+OPERATIONS = (
+    _pooling("/v1/embeddings", "embeddings", "Embed texts", EmbeddingsRequest, EmbeddingsJson),
+    _pooling(
+        "/embed",
+        "embed",
+        "Embed texts, as TEI does, or with `parameters` as LoRAX does",
+        EmbedRequest,
+        EmbedVectors | LoraxEmbedJson,
+        openai=False,
+    ),
+    _pooling("/rerank", "rerank", "Order documents by a query", *RERANK, openai=False),
+    _pooling("/v1/rerank", "rerank_v1", "The same as `/rerank`", *RERANK),
+    _pooling("/v2/rerank", "rerank_v2", "The same as `/rerank`", *RERANK),
+    _pooling("/score", "score", "Score pairs of texts", *SCORE, openai=False),
+    _pooling("/v1/score", "score_v1", "Score pairs of texts", *SCORE),
+)
 
 
 def register(app: web.Application) -> None:

@@ -46,14 +46,14 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingForm:
-    """How an embedding is made of a hidden state, and written."""
+    """Makes an embedding of a hidden state, and writes it."""
 
     normalizes: bool
     dimensions: int | None
     is_base64: bool = False
 
     def embedding(self, state: Sequence[float]) -> list[float]:
-        """Cut a hidden state, and give it the length 1; that of zeros stays 0."""
+        """Cut a hidden state to `dimensions` and normalize it to length 1 if requested; zeros stay zeros."""
         values = list(state if self.dimensions is None else state[: self.dimensions])
         length = math.hypot(*values) if self.normalizes else 0.0
         return [value / length for value in values] if length else values
@@ -70,7 +70,7 @@ class EmbeddingForm:
 
 
 def raw_score(logits: Sequence[float]) -> float:
-    """The logit of the first token, less that of the second if there is one."""
+    """Return the logit of the first token, minus the second one's if there are two."""
     return logits[0] - logits[1] if len(logits) > 1 else logits[0]
 
 
@@ -96,8 +96,8 @@ class PoolingRun(Generic[Result]):
     """The work of one request. A prompt is tokenized by its function on the tokenizer's threads."""
 
     services: Services
-    asked: GenerationRequest
-    """All but the prompt."""
+    base_request: GenerationRequest
+    """The request of every prompt, without the prompt."""
     prompts: Sequence[Callable[[], Ids]]
     render: Callable[[Sequence[float]], Result]
     on_start: Callable[[Generation], None] = lambda _: None
@@ -107,10 +107,10 @@ class PoolingRun(Generic[Result]):
     _done: dict[int, tuple[Generation, Result]] = field(default_factory=dict)
 
     async def finish(self) -> Pooled[Result]:
-        """Run all prompts; raises the first RouterError, after which none goes on."""
+        """Run all prompts; raises the first RouterError, which ends the others."""
         self._waiting.extend(range(len(self.prompts)))
         services = self.services
-        # At least one worker asks for a permit, and is refused if there is none.
+        # At least one worker requests a permit, and is refused if none is free.
         num_workers = max(1, min(len(self.prompts), services.infer.permits.free // 2))
         self._num_workers = num_workers
         try:
@@ -130,7 +130,7 @@ class PoolingRun(Generic[Result]):
         while following is not None:
             index, ids = following
             try:
-                generation = await services.infer.start(replace(self.asked, prompt=ids))
+                generation = await services.infer.start(replace(self.base_request, prompt=ids))
             except Overloaded:
                 self._num_workers -= 1
                 if not self._num_workers:
@@ -162,7 +162,7 @@ def text_or_ids(prompt: str | Ids, tokenize: Callable[[str], Ids]) -> Callable[[
 
 
 def longest_prompt(limits: Limits) -> int:
-    """The most tokens of a prompt that is pooled."""
+    """Return the most tokens of a prompt that is pooled."""
     return min(limits.max_input_tokens, limits.max_total_tokens - 1)
 
 
@@ -192,7 +192,7 @@ def usage_json(usage: Usage) -> PoolingUsageJson:
 
 @dataclass(frozen=True, slots=True)
 class PoolingInput:
-    """The parts of a body that have other names on the other route."""
+    """The parts of a body whose names differ between OpenAI's and TEI's routes."""
 
     prompt: Prompt
     name: str
@@ -216,13 +216,13 @@ def embedding_run(
     """
     prompts = _prompts(services, body, source)
     truncation = body.truncation(longest_prompt(services.limits))
-    asked = pooling_request(
+    base_request = pooling_request(
         body, Pooling(), prompt_name=source.name, adapter=source.adapter, scheduling=scheduling
     )
     tokenize = partial(tokens_of, services.tokenizer, truncation=truncation, specials=specials)
     return PoolingRun(
         services=services,
-        asked=asked,
+        base_request=base_request,
         prompts=[text_or_ids(prompt, tokenize) for prompt in prompts],
         render=render(_form(services, body)),
         on_start=on_start,
@@ -244,8 +244,8 @@ def _prompts(
     before = files.default_prompt
     if body.prompt_name is not None:
         if body.prompt_name not in files.prompts:
-            known = ", ".join(sorted(files.prompts)) or "none"
-            raise ValidationError(f"`prompt_name` must be one of the model's prompts: {known}")
+            names = ", ".join(sorted(files.prompts)) or "none"
+            raise ValidationError(f"`prompt_name` must be one of the model's prompts: {names}")
         before = files.prompts[body.prompt_name]
     return [before + one if isinstance(one, str) else one for one in prompts]
 
@@ -276,7 +276,7 @@ async def score_run(
     if not all(all(pair) for pair in pairs):
         raise ValidationError("queries and documents cannot be empty")
     truncation = body.truncation(longest_prompt(services.limits))
-    asked = pooling_request(
+    base_request = pooling_request(
         body,
         services.pooling.score_pooling,
         prompt_name="documents",
@@ -294,7 +294,7 @@ async def score_run(
     }
     return PoolingRun(
         services=services,
-        asked=asked,
+        base_request=base_request,
         prompts=[
             partial(pair_tokens, services.tokenizer, around[query], document, truncation)
             for query, document in pairs

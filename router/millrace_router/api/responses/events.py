@@ -140,10 +140,10 @@ def _error(error: RouterError) -> ResponseErrorJson:
     }
 
 
-def _number(given: float | None, default: float | None) -> float:
+def _number(value: float | None, default: float | None) -> float:
     """Render a number as the client wrote it, or the default; 1 restricts nothing."""
-    given = default if given is None else given
-    return 1.0 if given is None else shortest(given) or 0.0
+    value = default if value is None else value
+    return 1.0 if value is None else shortest(value) or 0.0
 
 
 def _format(body: ResponsesRequest) -> dict[str, Any]:
@@ -153,15 +153,15 @@ def _format(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _reasoning(body: ResponsesRequest) -> ResponseReasoningJson:
-    asked = body.reasoning or ResponsesReasoning()
-    return {"effort": asked.effort, "summary": asked.summary}
+    reasoning = body.reasoning or ResponsesReasoning()
+    return {"effort": reasoning.effort, "summary": reasoning.summary}
 
 
 def _choice(body: ResponsesRequest) -> str | dict[str, Any]:
     if body.tool_choice is None:
         return "auto"
-    given = body.tool_choice
-    return given if isinstance(given, str) else given.model_dump(exclude_none=True)
+    choice = body.tool_choice
+    return choice if isinstance(choice, str) else choice.model_dump(exclude_none=True)
 
 
 class ResponseEvents:
@@ -243,8 +243,8 @@ class ResponseEvents:
         if delta.id is not None:
             yield from self._close("completed")
             called_as = self._head.called_as[delta.name or ""]
-            kind = GrowingCustomCall if called_as.is_custom else GrowingCall
-            self._open = kind(delta.id, called_as)
+            item_class = GrowingCustomCall if called_as.is_custom else GrowingCall
+            self._open = item_class(delta.id, called_as)
             yield self._of_item("response.output_item.added", self._item("in_progress"))
         if isinstance(self._open, GrowingCustomCall):
             if text := self._open.push(delta.arguments):

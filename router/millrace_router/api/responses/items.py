@@ -21,7 +21,7 @@ from millrace_router.api.responses.tools import CalledAs
 from millrace_router.tool_calls.text_tool import TextReader
 
 NUM_ID_BYTES = 24
-"""The same number as in OpenAI's ids."""
+"""As many as in OpenAI's ids."""
 
 
 def new_id(prefix: Literal["resp", "item", "msg", "fc", "ctc", "rs"]) -> str:

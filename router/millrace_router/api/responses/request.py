@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from millrace_router.api.body.fields import Items, Place, RequestModel, UInt32
+from millrace_router.api.body.fields import FieldScope, Items, RequestModel, UInt32
 from millrace_router.api.body.grammars import (
     JsonGrammar,
     LarkGrammar,
@@ -38,7 +38,7 @@ LEFT_OUT = frozenset(
 )
 """Types of `LeftOutItem`."""
 LOGPROBS = "message.output_text.logprobs"
-"""The name in `include` that asks for log probabilities."""
+"""The name in `include` that requests log probabilities."""
 
 
 class MessageItem(RequestModel):
@@ -111,7 +111,7 @@ class ClientCallOutputItem(RequestModel):
 
     @property
     def text(self) -> str:
-        """The result as text; JSON where it is an object or a list, and the status where there is none."""
+        """Return the result as text: JSON for an object or a list, the status if the result is absent."""
         if self.output is None:
             return self.status or ""
         return self.output if isinstance(self.output, str) else orjson.dumps(self.output).decode()
@@ -142,13 +142,13 @@ class ReasoningPart(RequestModel):
 
 
 class ReasoningItem(RequestModel):
-    """The assistant's thought, for templates that ask for it."""
+    """The assistant's thought, for templates that use it."""
 
     type: Literal["reasoning"]
     summary: Items[ReasoningPart] | None = None
     content: Items[ReasoningPart] | None = None
     encrypted_content: str | None = None
-    """Nobody but OpenAI can read it."""
+    """Only OpenAI can read it."""
 
     @property
     def text(self) -> str:
@@ -157,7 +157,7 @@ class ReasoningItem(RequestModel):
 
 
 class AdditionalToolsItem(RequestModel):
-    """Tools that the model may call, beside those of the request."""
+    """Tools that the model may call in addition to the request's `tools`."""
 
     type: Literal["additional_tools"]
     role: str | None = None
@@ -189,12 +189,12 @@ def _kind_of(item: object) -> str:
     """Return the tag of an item's model: its `type`, which two kinds may leave out."""
     if not isinstance(item, dict):
         return _TAGS.get(type(item), "message")
-    given = item.get("type")
-    if given is None:
+    item_type = item.get("type")
+    if item_type is None:
         return "item_reference" if "id" in item and "role" not in item else "message"
-    if not isinstance(given, str):
+    if not isinstance(item_type, str):
         return "foreign"
-    return "left_out" if given in LEFT_OUT else _BY_TYPE.get(given, "foreign")
+    return "left_out" if item_type in LEFT_OUT else _BY_TYPE.get(item_type, "foreign")
 
 
 _TAGS: dict[type, str] = {
@@ -260,7 +260,7 @@ class SchemaTextFormat(RequestModel):
     name: str | None = None
     description: str | None = None
     schema_: Any = Field(alias="schema", default=None)
-    """None stands for any object."""
+    """The schema; None for any object."""
     strict: bool | None = None
 
     def raw(self) -> RawGrammar:
@@ -274,7 +274,7 @@ class ResponsesText(RequestModel):
         discriminator="type", default=None
     )
     verbosity: str | None = None
-    """The model is not told."""
+    """Ignored: the model does not get it."""
 
 
 class ResponsesReasoning(RequestModel):
@@ -286,14 +286,14 @@ class ResponsesReasoning(RequestModel):
     """Repeated in the answer, which has the whole thought in any case."""
 
 
-def _as_items(given: object) -> object:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+def _as_items(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class ResponsesRequest(SamplingFields):
     """Body of `/v1/responses`; null means absent."""
 
-    place = Place.RESPONSE
+    scope = FieldScope.RESPONSE
 
     model: str | None = None
     """The model by one of its names, or a LoRA adapter. Range: any name. Default: the served model."""
@@ -301,7 +301,7 @@ class ResponsesRequest(SamplingFields):
         Items[InputItem],
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
     ]
-    """A text stands for one message of the user."""
+    """Items; a text is one message of the user."""
     instructions: str | None = None
     """The system message before all others."""
     max_output_tokens: UInt32 | None = None
@@ -329,7 +329,7 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: str | None = None
     """Repeated; the store has put the conversation in front of `input`."""
     store: bool | None = None
-    """False asks for no memory of the response, which there is only with `--responses-store`."""
+    """False keeps the response out of the store, which exists only with `--responses-store`."""
     conversation: str | dict[str, Any] | None = None
     """Refused, like the two fields below: OpenAI's servers store what they refer to."""
     prompt: dict[str, Any] | None = None
@@ -339,7 +339,7 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the text has log probabilities beside it."""
+        """Whether the answer has the log probabilities of its text."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from http import HTTPStatus
 
 import orjson
 from aiohttp import web
@@ -22,7 +23,10 @@ from millrace_router.api.responses.protocol import (
     DeletedResponseJson,
     InputItemsJson,
     InputTokensJson,
+    ResponseEventJson,
+    ResponseJson,
 )
+from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.api.responses.store import (
     STORE,
     Json,
@@ -36,6 +40,7 @@ from millrace_router.errors import NotStored, ValidationError
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
+from millrace_router.server.operation import ADMITTING, GENERATING, IDEMPOTENT, Operation
 from millrace_router.server.services import SERVICES
 from millrace_router.server.sse import respond
 
@@ -45,9 +50,62 @@ RESPONSE = RESPONSES + "/{id}"
 INPUT_ITEMS = RESPONSE + "/input_items"
 MAX_ITEMS = 100
 USUAL_ITEMS = 20
-"""Items in one answer, at most and by default."""
+"""Items in one answer by default; `MAX_ITEMS` is the most."""
 MIB = 2**20
 _NUMBER = re.compile(r"[0-9]{1,4}")
+
+STORED = (HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY)
+OPERATIONS = (
+    Operation(
+        method="post",
+        path=RESPONSES,
+        id="responses",
+        summary="Answer a conversation, or a text",
+        body=ResponsesRequest,
+        answer=ResponseJson,
+        event=ResponseEventJson,
+        failures=GENERATING,
+        openai=True,
+        headers=IDEMPOTENT,
+    ),
+    Operation(
+        method="post",
+        path=INPUT_TOKENS,
+        id="responses_input_tokens",
+        summary="Count the tokens of a conversation, or a text",
+        body=ResponsesRequest,
+        answer=InputTokensJson,
+        failures=ADMITTING,
+        openai=True,
+    ),
+    Operation(
+        method="get",
+        path=RESPONSE,
+        id="get_response",
+        summary="A stored response",
+        answer=ResponseJson,
+        failures=STORED,
+        openai=True,
+    ),
+    Operation(
+        method="delete",
+        path=RESPONSE,
+        id="delete_response",
+        summary="Forget a stored response",
+        answer=DeletedResponseJson,
+        failures=STORED,
+        openai=True,
+    ),
+    Operation(
+        method="get",
+        path=INPUT_ITEMS,
+        id="get_response_input_items",
+        summary="The items that a stored response is an answer to",
+        answer=InputItemsJson,
+        failures=STORED,
+        openai=True,
+    ),
+)
 
 
 def register(app: web.Application) -> None:
@@ -144,15 +202,15 @@ async def get_input_items(request: web.Request) -> web.StreamResponse:
 def _stored(request: web.Request) -> StoredResponse:
     """Return the response that the path names; raises NotStored."""
     id_, store = request.match_info["id"], request.app[STORE]
-    found = store.find(tenant_of(request), id_)
-    if found is None:
+    response = store.find(tenant_of(request), id_)
+    if response is None:
         raise NotStored(id_, are_stored=store.is_on)
-    return found
+    return response
 
 
-def _limit(given: str | None) -> int:
-    if given is None:
+def _limit(text: str | None) -> int:
+    if text is None:
         return USUAL_ITEMS
-    if _NUMBER.fullmatch(given) is None or not 1 <= int(given) <= MAX_ITEMS:
+    if _NUMBER.fullmatch(text) is None or not 1 <= int(text) <= MAX_ITEMS:
         raise ValidationError(f"`limit` must be from 1 to {MAX_ITEMS}")
-    return int(given)
+    return int(text)

@@ -23,7 +23,7 @@ from millrace_router.server.services import SERVICES, counting_refusals
 
 Json = dict[str, Any]
 OVERHEAD_BYTES = 200
-"""Of each response and of each of its items, beside their JSON."""
+"""Memory of each response and of each of its items in addition to their JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,13 @@ class StoredResponse:
     """A response and the items of its conversation, as JSON."""
 
     tenant: str
-    """Name of the key of its client, "" for none: nobody else finds it."""
+    """Name of its client's key, "" for none; only this tenant can read the response."""
     response: bytes
     input_items: tuple[bytes, ...]
-    """All items that it is an answer to; each has an id."""
+    """All items that the response answers, each with an id."""
     output_items: tuple[bytes, ...]
     ends_at: float
-    """Time at which it is forgotten."""
+    """Time at which the response is forgotten."""
 
     @property
     def conversation(self) -> tuple[bytes, ...]:
@@ -46,7 +46,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes, items that it shares with earlier responses among them."""
+        """Bytes of the response, including items that it shares with earlier responses."""
         items = self.conversation
         num_overhead = OVERHEAD_BYTES * (1 + len(items))
         return len(self.response) + sum(map(len, items)) + num_overhead
@@ -107,16 +107,16 @@ class ResponseStore:
     def item(self, tenant: str, id_: str) -> Json | None:
         """Return the tenant's item with this id, if it is there."""
         self._forget_old()
-        found = self._items.get((tenant, id_))
-        item: Json | None = None if found is None else orjson.loads(found[next(reversed(found))])
+        stored = self._items.get((tenant, id_))
+        item: Json | None = None if stored is None else orjson.loads(stored[next(reversed(stored))])
         return item
 
     def delete(self, tenant: str, id_: str) -> bool:
         """Forget the tenant's response; return whether it was there."""
-        found = self.find(tenant, id_)
-        if found is not None:
+        stored = self.find(tenant, id_)
+        if stored is not None:
             self._forget(id_)
-        return found is not None
+        return stored is not None
 
     def _forget_old(self) -> None:
         now = self._clock()
@@ -168,9 +168,9 @@ class StoredRequest:
 
 
 def _named(item: Json) -> Json:
-    """Return the item with an id; those of clients are checked by no model."""
-    given = item.get("id")
-    return item if isinstance(given, str) and given else {**item, "id": new_id("item")}
+    """Return the item with an id; no model has checked the ids that clients send."""
+    id_ = item.get("id")
+    return item if isinstance(id_, str) and id_ else {**item, "id": new_id("item")}
 
 
 def tenant_of(request: web.Request) -> str:
@@ -219,10 +219,10 @@ def _conversation(store: ResponseStore, tenant: str, id_: str, *, limit: int) ->
             "`previous_response_id` needs stored responses, and this server stores none without "
             "`--responses-store`: send the whole conversation as `input`"
         )
-    found = store.find(tenant, id_)
-    if found is None:
+    stored = store.find(tenant, id_)
+    if stored is None:
         raise StoreNeeded(f"Previous response with id {quoted(id_)} not found")
-    joined = b"[" + b",".join(found.conversation) + b"]"
+    joined = b"[" + b",".join(stored.conversation) + b"]"
     if len(joined) > limit:
         raise BodySizeError
     check_structure(joined)
@@ -242,8 +242,8 @@ def _dereferenced(store: ResponseStore, tenant: str, item: Any) -> Any:  # noqa:
 
 def _items_of(parsed: Any) -> list[Json]:  # noqa: ANN401
     """Return the input of a valid body as items."""
-    given = parsed["input"]
-    if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
-    items: list[Json] = given
+    input_ = parsed["input"]
+    if isinstance(input_, str):
+        return [{"type": "message", "role": "user", "content": input_}]
+    items: list[Json] = input_
     return items

@@ -32,8 +32,8 @@ from millrace_router.api.responses.request import (
 )
 from millrace_router.api.responses.tools import joined
 from millrace_router.errors import StoreNeeded, ValidationError, quoted
-from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
+from millrace_router.request.limits import Dialect
 from millrace_router.text.template_messages import THOUGHT, Message
 from millrace_router.tool_calls.text_tool import arguments_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
@@ -60,7 +60,7 @@ def chat_of(body: ResponsesRequest, dialect: Dialect) -> Chat:
         messages=messages,
         tools=tools,
         choice=choice,
-        # OpenAI's agents send several, and many templates take one alone.
+        # OpenAI's agents send several, and many templates take only one.
         joins_turns=True,
         # The answer is a new turn, even after a turn of the assistant.
         continue_final_message=False,
@@ -141,7 +141,7 @@ def _result(call_id: str, content: object) -> Message:
 
 
 def _is_thought(turns: list[Message], role: str) -> bool:
-    """Whether the last turn is so far a thought alone, and the next message of `role` belongs to it."""
+    """Return whether the last turn is so far only a thought, to which the next message of `role` belongs."""
     if role != "assistant" or not turns or THOUGHT not in turns[-1]:
         return False
     return turns[-1]["content"] is None and "tool_calls" not in turns[-1]

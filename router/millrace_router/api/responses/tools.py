@@ -84,12 +84,12 @@ class CustomTool(RequestModel):
 
     def repeated(self) -> ResponseCustomToolJson:
         """Render as the answer repeats it."""
-        given = {"type": "text"} if self.format is None else self.format.model_dump()
+        format_json = {"type": "text"} if self.format is None else self.format.model_dump()
         return {
             "type": "custom",
             "name": self.name,
             "description": self.description,
-            "format": given,
+            "format": format_json,
         }
 
 
@@ -103,8 +103,8 @@ class LeftOutTool(RequestModel):
 def _type_of(tool: object) -> str:
     if not isinstance(tool, dict):
         return _TAGS.get(type(tool), "left_out")
-    given = tool.get("type", "function")
-    return given if isinstance(given, str) and given in _TAGS.values() else "left_out"
+    tool_type = tool.get("type", "function")
+    return tool_type if isinstance(tool_type, str) and tool_type in _TAGS.values() else "left_out"
 
 
 class NamespaceTool(RequestModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from http import HTTPStatus
 
 from aiohttp import web
 from typing_extensions import TypedDict
@@ -14,8 +15,10 @@ from millrace_router.api.tgi.lorax import adapter_of
 from millrace_router.api.tgi.request import GenerateRequest
 from millrace_router.errors import BodyShapeError, ValidationError
 from millrace_router.prediction.forecast import Appraisal, Prediction
+from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.server.bodies import json_response, read_json
+from millrace_router.server.operation import NAMING, READING, SCHEDULING, Operation
 from millrace_router.server.services import SERVICES, scheduling_of
 
 KEYS = ("inputs", "messages", "prompt")
@@ -68,6 +71,20 @@ def _predicted(prediction: Prediction) -> PredictedJson:
     }
 
 
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/v1/estimate",
+        id="estimate",
+        summary="What would become of a request, without running it",
+        body=GenerateRequest | ChatCompletionRequest | CompletionRequest,
+        answer=EstimateJson,
+        failures=(*READING, *NAMING, HTTPStatus.SERVICE_UNAVAILABLE),
+        headers=(*SCHEDULING, ADAPTER_TOKEN_HEADER),
+    ),
+)
+
+
 def register(app: web.Application) -> None:
     """Add the route to `app`."""
     app.router.add_post("/v1/estimate", estimate)
@@ -76,14 +93,14 @@ def register(app: web.Application) -> None:
 async def estimate(request: web.Request) -> web.StreamResponse:
     """`POST /v1/estimate`: takes the body of `/generate`, of a chat or of a completion."""
     services = request.app[SERVICES]
-    asked, priority = await _read(request, await read_json(request))
-    asked = replace(asked, scheduling=scheduling_of(request, priority))
-    appraisal = await services.infer.estimate(asked)
+    generation_request, priority = await _read(request, await read_json(request))
+    generation_request = replace(generation_request, scheduling=scheduling_of(request, priority))
+    appraisal = await services.infer.estimate(generation_request)
     return json_response(estimate_json(appraisal))
 
 
 async def _read(request: web.Request, body: object) -> tuple[GenerationRequest, int | None]:
-    """Return the generation that a body asks for, and its priority; its keys determine the dialect."""
+    """Return the generation that a body requests, and its priority; the keys of the body determine the dialect."""
     services = request.app[SERVICES]
     keys = [key for key in KEYS if isinstance(body, dict) and key in body]
     if keys == ["inputs"]:
@@ -103,10 +120,10 @@ async def _read(request: web.Request, body: object) -> tuple[GenerationRequest, 
                 f"`prompt` must be one prompt to be estimated. Given: {len(completion.prompts)}"
             )
         (prompt,) = completion.prompts
-        asked = replace(
+        generation_request = replace(
             completion.generation(services.dialect),
             prompt=prompt,
             adapter=completion.adapter(request),
         )
-        return asked, completion.priority
+        return generation_request, completion.priority
     raise BodyShapeError("needs one of `inputs`, `messages` and `prompt`, and no more than one")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from aiohttp import web
 from typing_extensions import TypedDict
 
-from millrace_router.api.tgi.info import QuarantineJson, VersionJson, info_json
+from millrace_router.api.tgi.info import InfoJson, QuarantineJson, VersionJson, info_json
 from millrace_router.errors import RouterError, ShuttingDown, Unhealthy
 from millrace_router.server.bodies import json_response
+from millrace_router.server.operation import Operation
 from millrace_router.server.services import SERVICES, Services
-from millrace_router.telemetry.exposition import CONTENT_TYPE, render
+from millrace_router.telemetry.instruments import CONTENT_TYPE, render
 from millrace_router.telemetry.recent import Recent
 from millrace_router.version import VERSION
 
@@ -36,7 +39,7 @@ class StatusJson(TypedDict):
     recoveries: int
     """Failures of the shards since the start."""
     window_seconds: float
-    """The time that the figures below are about: a minute, or since somebody asked before."""
+    """Seconds that the figures below cover: a minute, or since the last request for them."""
     tokens_per_second: float
     cached_share: float | None
     """Share of the prompt tokens that the prefix cache had, 0 to 1; null without prompts."""
@@ -88,6 +91,59 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
+INFO_OPERATION = Operation(
+    method="get",
+    is_open=True,
+    path="/info",
+    id="get_model_info",
+    summary="The model and every limit; with `?costs=true` also what steps cost, for the simulator",
+    answer=InfoJson,
+)
+VERSION_OPERATION = Operation(
+    method="get",
+    is_open=True,
+    path="/version",
+    id="show_version",
+    summary="The version of the server, as vLLM has it",
+    answer=VersionJson,
+)
+OPERATIONS = (
+    *(
+        Operation(
+            method="get",
+            is_open=True,
+            path=path,
+            id=id_,
+            summary="Whether the server can do its work",
+            failures=(HTTPStatus.SERVICE_UNAVAILABLE,),
+        )
+        for path, id_ in (("/health", "health"), ("/ping", "ping"), ("/readyz", "ready"))
+    ),
+    Operation(
+        method="get",
+        is_open=True,
+        path="/livez",
+        id="live",
+        summary="Whether the router runs, whatever its shards do",
+    ),
+    Operation(
+        method="get",
+        path="/v1/quarantine",
+        id="quarantine",
+        summary="The requests that broke the shards, without their text",
+        answer=QuarantineJson,
+    ),
+    Operation(
+        method="get",
+        is_open=True,
+        path="/metrics",
+        id="metrics",
+        summary="Metrics in Prometheus' text format",
+        answer=bytes,
+    ),
+)
+
+
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
     for path in ("/health", "/ping"):
@@ -130,7 +186,7 @@ async def quarantine(request: web.Request) -> web.Response:
 
 
 async def info(request: web.Request) -> web.Response:
-    """`GET /info`: the model and every limit, with the fields that TGI 3 dropped; with costs if asked."""
+    """`GET /info`: the model and every limit, with the fields that TGI 3 dropped; with costs if they are requested."""
     costs = request.query.get("costs") == "true"
     return json_response(info_json(request.app[SERVICES], costs=costs))
 

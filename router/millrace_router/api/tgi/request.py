@@ -8,9 +8,9 @@ from pydantic import AliasChoices, Field
 
 from millrace_router.api.body.adapters import MergedAdapters
 from millrace_router.api.body.fields import (
+    FieldScope,
     Float32,
     NullIs,
-    Place,
     RequestModel,
     SamplingModel,
     Switch,
@@ -37,7 +37,7 @@ LORAX_FIELDS = frozenset(
 class GenerateParameters(SamplingModel):
     """How to generate. None means that the client left the choice to the server; null is the default everywhere."""
 
-    place = Place.PARAMETERS
+    scope = FieldScope.PARAMETERS
 
     best_of: UInt64 | None = None
     """Draws this many answers, and returns the likeliest; not in streams. Range: 1 to `--max-best-of`. Default: 1."""
@@ -103,7 +103,7 @@ class GenerateParameters(SamplingModel):
     ignore_eos: Switch = Field(
         default=False, validation_alias=AliasChoices("ignore_eos", "ignore_eos_token")
     )
-    """Whether the answer goes on until `max_new_tokens`, whatever the model says. Range: true or false. Default:
+    """Whether the answer goes on until `max_new_tokens`, even if the model ends it. Range: true or false. Default:
     false.
     """
     min_new_tokens: UInt32 | None = None
@@ -138,8 +138,8 @@ class GenerateParameters(SamplingModel):
         )
 
     def _grammar(self) -> RawGrammar | None:
-        given = self.grammar or self.response_format
-        return None if given is None else given.raw()
+        grammar = self.grammar or self.response_format
+        return None if grammar is None else grammar.raw()
 
 
 def sampling_parameters() -> GenerateParameters:
@@ -150,7 +150,7 @@ def sampling_parameters() -> GenerateParameters:
 class GenerateRequest(RequestModel):
     """Body of `/generate`, `/generate_stream` and `/tokenize`."""
 
-    place = Place.GENERATE
+    scope = FieldScope.GENERATE
 
     inputs: str
     """The prompt. Range: a text that is not empty. Default: none, it is required."""

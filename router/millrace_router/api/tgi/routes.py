@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from http import HTTPStatus
 
 import orjson
 from aiohttp import web
+from typing_extensions import TypeAliasType
 
 from millrace_router.api.body.reading import read_request, request_of
 from millrace_router.api.chat.route import asks_for_stream, with_errors_in_stream
@@ -32,22 +34,74 @@ from millrace_router.api.tgi.lorax import (
     times_of,
 )
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateRequest
-from millrace_router.api.tgi.tokenizer import names_prompt, tokenize_prompt
+from millrace_router.api.tgi.tokenizer import (
+    TokenizePromptJson,
+    TokenizePromptRequest,
+    names_prompt,
+    tokenize_prompt,
+)
 from millrace_router.engine.generation import Collected, Generation
-from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import Task
+from millrace_router.request.token_stream import Finished, TokenEvent
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_json
 from millrace_router.server.headers import answer_headers, note_ignored, sse_options
 from millrace_router.server.idempotent_route import idempotent
+from millrace_router.server.operation import ADMITTING, GENERATING, IDEMPOTENT, Operation
 from millrace_router.server.services import SERVICES, Services, scheduling_of
 from millrace_router.server.sse import error_event, respond
 from millrace_router.server.sse import event as framed
 from millrace_router.server.stream_writer import GenerationStream
+from millrace_router.text.tokenizer import TokenSpan
 
 IMAGE = re.compile(r"!\[[^\]\n]{0,256}\]\((?:https?://|data:)", re.IGNORECASE)
 """The beginning of a Markdown image, which TGI gives to models that see: here its address is text of the prompt."""
+
+TokenizeResponse = TypeAliasType("TokenizeResponse", list[TokenSpan])
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/",
+        id="compat_generate",
+        summary="Generate tokens if `stream == false`, or a stream of tokens if `stream == true`",
+        body=CompatGenerateRequest,
+        answer=list[GenerateResponse],
+        event=StreamResponse,
+        failures=GENERATING,
+        headers=IDEMPOTENT,
+    ),
+    Operation(
+        method="post",
+        path="/generate",
+        id="generate",
+        summary="Generate tokens",
+        body=GenerateRequest,
+        answer=GenerateResponse,
+        failures=GENERATING,
+        headers=IDEMPOTENT,
+    ),
+    Operation(
+        method="post",
+        path="/generate_stream",
+        id="generate_stream",
+        summary="Generate a stream of tokens as server-sent events",
+        body=GenerateRequest,
+        event=StreamResponse,
+        failures=GENERATING,
+        headers=IDEMPOTENT,
+    ),
+    Operation(
+        method="post",
+        path="/tokenize",
+        id="tokenize",
+        summary="Tokenize `inputs`, whose places count bytes of UTF-8, or as vLLM a `prompt`",
+        body=GenerateRequest | TokenizePromptRequest,
+        answer=TokenizeResponse | TokenizePromptJson,
+        failures=ADMITTING,
+        foreign=(HTTPStatus.NOT_FOUND,),
+    ),
+)
 
 
 def register(app: web.Application) -> None:

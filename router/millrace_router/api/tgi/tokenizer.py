@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 from millrace_router.api.body.fields import RequestModel, UInt32
 from millrace_router.errors import ValidationError
 from millrace_router.server.bodies import json_response, read_model, to_model
+from millrace_router.server.operation import ADMITTING, Operation
 from millrace_router.server.services import SERVICES
 from millrace_router.text.tokenizer import TokenizerError
 
@@ -54,6 +55,26 @@ class TokenizerInfoJson(TypedDict):
     model_max_length: int
 
 
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/detokenize",
+        id="detokenize",
+        summary="Turn token ids into text",
+        body=DetokenizeRequest,
+        answer=DetokenizeJson,
+        failures=ADMITTING,
+    ),
+    Operation(
+        method="get",
+        path="/tokenizer_info",
+        id="tokenizer_info",
+        summary="Special tokens of the model, and its chat template",
+        answer=TokenizerInfoJson,
+    ),
+)
+
+
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
     app.router.add_get("/tokenizer_info", tokenizer_info)
@@ -92,13 +113,14 @@ def names_prompt(body: object) -> bool:
 
 
 async def tokenize_prompt(request: web.Request, body: object) -> web.StreamResponse:
-    """`POST /tokenize` with a `prompt`: token ids alone; raises RouterError."""
+    """`POST /tokenize` with a `prompt`: only token ids; raises RouterError."""
     services = request.app[SERVICES]
-    asked = to_model(body, TokenizePromptRequest)
+    prompt_request = to_model(body, TokenizePromptRequest)
     with services.infer.permit():
         try:
             ids = await services.tokenizer.encode_async(
-                asked.prompt, add_special_tokens=asked.add_special_tokens is not False
+                prompt_request.prompt,
+                add_special_tokens=prompt_request.add_special_tokens is not False,
             )
         except TokenizerError as error:
             raise ValidationError(f"tokenizer error {error}") from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace_router.config import RouterConfig, split_commas
-from millrace_router.journal.errors import JournalError, JournalUnusable
+from millrace_router.journal.frames import JournalError, JournalUnusable
 from millrace_router.journal.reader import read_epochs
 from millrace_router.journal.replay.player import Outcome, Player
 from millrace_router.journal.replay.report import as_json, head, table
@@ -92,13 +92,13 @@ def _show(config: ReplayConfig, notes: Sequence[str], outcomes: Sequence[Outcome
 
 def config_from_args(argv: Sequence[str]) -> ReplayConfig:
     """Parse the arguments; exits with 2 and a message if they are wrong."""
-    given = vars(_parser().parse_args(argv))
-    addresses = split_commas(given.pop("shard_addresses")) or (
-        f"unix:{given['master_shard_uds_path']}",
+    arguments = vars(_parser().parse_args(argv))
+    addresses = split_commas(arguments.pop("shard_addresses")) or (
+        f"unix:{arguments['master_shard_uds_path']}",
     )
-    del given["master_shard_uds_path"]
+    del arguments["master_shard_uds_path"]
     assert isinstance(addresses, tuple)
-    return ReplayConfig(shard_addresses=addresses, **given)
+    return ReplayConfig(shard_addresses=addresses, **arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Seconds that a step may take. [%(default)g]",
     )
     parser.add_argument(
-        "--epoch", type=int, help="Replay this one alone, by its number in the table."
+        "--epoch", type=int, help="Replay only this one, by its number in the table."
     )
     parser.add_argument("--json", action="store_true", dest="as_json", help="Write JSON.")
     return parser

@@ -91,17 +91,17 @@ class Comparison:
         for slot, tokens in _tokens_by_slot(replayed):
             self._rows[slot].replayed.extend(tokens)
         for slot in dict.fromkeys((*recorded.slots, *replayed.slots)):
-            found = self._compare_row(step, slot, self._rows[slot])
-            if found is not None:
-                return found
+            difference = self._compare_row(step, slot, self._rows[slot])
+            if difference is not None:
+                return difference
         return None
 
     def _compare_row(self, step: int, slot: int, row: _Row) -> Difference | None:
         while row.recorded and row.replayed:
             was, now = row.recorded.popleft(), row.replayed.popleft()
-            found = self._token(step, slot, row, was, now)
-            if found is not None:
-                return found
+            difference = self._token(step, slot, row, was, now)
+            if difference is not None:
+                return difference
             row.position += 1
             self.num_tokens += 1
         if not (row.recorded or row.replayed):
@@ -227,7 +227,7 @@ def _differ(was: tuple[int, float], now: tuple[int, float]) -> bool:
 
 
 def _gap(was: float, now: float) -> float:
-    """The absolute difference; 0 for two NaNs, infinite for one."""
+    """Return the absolute difference; 0 for two NaNs, infinite for one."""
     if was == now or (isnan(was) and isnan(now)):
         return 0.0
     gap = abs(was - now)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.errors import JournalUnusable
+from millrace_router.journal.frames import JournalUnusable
 from millrace_router.journal.header import Header
 from millrace_router.journal.reader import AdapterChanged, Answered, Epoch, Event, Failed, Sent
 from millrace_router.journal.replay.comparison import Comparison, Difference
@@ -17,7 +17,7 @@ from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import ShardInfo
 
 REQUIRED_EQUAL = ("model_type", "vocab_size", "block_size")
-"""Properties that must equal those of the recorded shards."""
+"""Properties that must be equal to the recorded shards'."""
 REPORTED = (
     "dtype",
     "kv_cache_dtype",
@@ -234,16 +234,16 @@ def _waits(event: Event, answered: int) -> bool:
 
 
 def _is_exact(header: Header, info: ShardInfo) -> bool:
-    """Whether these shards must compute the same bits as the recorded ones."""
+    """Return whether these shards must compute the same bits as the recorded ones."""
     return header.shard.deterministic and all(
         getattr(header.shard, name) == getattr(info, name) for name in REPORTED
     )
 
 
 def token_at(position: int, vocab_size: int) -> int:
-    """The id at a position, the same for every sequence, so that cached blocks match.
+    """Return the id at a position, the same for every sequence, so that cached blocks match.
 
-    The ids are those of splitmix64, so that no draft token is right.
+    The ids come from splitmix64, so that no draft token is right.
     """
     value = (position + 1) * 0x9E3779B97F4A7C15 & _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK

@@ -19,7 +19,7 @@ WITHOUT_TOKENS = (
 
 
 def head(header: Header, notes: Sequence[str]) -> str:
-    """The lines above the table: the recorded deployment, and notes."""
+    """Return the lines above the table: the recorded deployment, and notes."""
     shard = header.shard
     lines = [
         f"{header.model_id}{f' ({header.model_sha})' if header.model_sha else ''}, {shard.model_type}, {shard.dtype}, "
@@ -31,7 +31,7 @@ def head(header: Header, notes: Sequence[str]) -> str:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A row per epoch, and remarks below."""
+    """Return a row per epoch, and remarks below."""
     rows = [COLUMNS, *map(_row, outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = []

@@ -17,7 +17,7 @@ _FENCE, _FENCE_END = "\n```json\n", "\n```"
 
 
 class DeepSeekV31(BlockFormat):
-    """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>` for each call, in a section of its own."""
+    """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>` for each call, all in one section."""
 
     name: ClassVar[str] = "deepseek_v31"
     tool_prompt: ClassVar[str] = prompt_for(

@@ -15,7 +15,7 @@ from millrace_router.tool_calls.parsing.xml_format import XmlFormat, XmlSyntax
 class Glm(XmlFormat):
     """`<tool_call>name`, `<arg_key>key</arg_key>` and `<arg_value>value</arg_value>` for each, `</tool_call>`.
 
-    Each is on a line of its own, but in GLM 4.7 and later, which have no newlines.
+    Each is on its own line; GLM 4.7 and later write them without newlines.
     """
 
     name: ClassVar[str] = "glm45"

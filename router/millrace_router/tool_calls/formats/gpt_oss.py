@@ -51,7 +51,7 @@ class HarmonyReader:
 class Harmony(BlockFormat):
     """`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>`; the last token ends the turn.
 
-    Reasoning is told from text elsewhere; without that, the texts of all channels are text.
+    Reasoning is separated from text elsewhere; without that, the texts of all channels are text.
     """
 
     name: ClassVar[str] = "openai"

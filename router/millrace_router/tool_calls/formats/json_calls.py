@@ -1,4 +1,4 @@
-"""Models without a format of their own: bare JSON objects."""
+"""Models without their own format: bare JSON objects."""
 
 from __future__ import annotations
 

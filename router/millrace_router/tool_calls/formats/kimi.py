@@ -21,7 +21,7 @@ _BEGIN, _ARGUMENTS, _END = (
 class KimiK2(BlockFormat):
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section.
 
-    The number counts the calls of a conversation. Clients get other ids, and templates get those of the model.
+    The number counts the calls of a conversation. Clients get other ids, and templates get the model's.
     """
 
     name: ClassVar[str] = "kimi_k2"

@@ -49,7 +49,7 @@ class Mistral(CallFormat):
         return {"start": start, "UP_TO_OPENER": up_to(_OPENER), "TEXT": text}
 
     def _opened(self, choice: ToolChoice) -> str:
-        """The rule of the text after one opener."""
+        """Return the rule of the text after one opener."""
         if self._has_names:
             return "call"
         more = "" if choice.is_single else f" ({literal(', ')} call)*"

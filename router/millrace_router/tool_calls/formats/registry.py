@@ -105,17 +105,17 @@ _UNKNOWN_SIGNS = ("]<]minimax[>[",)
 
 
 def format_of(
-    template: str | None, asked: str = "auto", *, special_ids: Mapping[str, int] = NO_IDS
+    template: str | None, parser: str = "auto", *, special_ids: Mapping[str, int] = NO_IDS
 ) -> CallFormat:
-    """Choose by `template`, the source of the chat template for tools, unless `asked` names a format.
+    """Choose by `template`, the source of the chat template for tools, unless `parser` names a format.
 
     `special_ids` are the ids of the model's special tokens, by text.
     """
     source = template or ""
-    name = detected(source) or "json" if asked == "auto" else ALIASES.get(asked, asked)
+    name = detected(source) or "json" if parser == "auto" else ALIASES.get(parser, parser)
     if name == Mistral.name:
-        known = source if "[TOOL_CALLS]" in source else special_ids
-        return Mistral(special_ids, has_names="[ARGS]" in known)
+        sources = source if "[TOOL_CALLS]" in source else special_ids
+        return Mistral(special_ids, has_names="[ARGS]" in sources)
     if name == Glm.name:
         return Glm(special_ids, has_newlines=_GLM_COMPACT not in source)
     return FORMATS[name](special_ids)

@@ -13,7 +13,7 @@ _FUNCTION = "<function="
 
 
 class SeedOss(Qwen3Coder):
-    """As Qwen3-Coder, with an outer tag of its own."""
+    """As Qwen3-Coder, with another outer tag."""
 
     name: ClassVar[str] = "seed_oss"
     block: ClassVar[Block] = Block(

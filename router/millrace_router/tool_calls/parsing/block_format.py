@@ -68,7 +68,7 @@ class BlockFormat(CallFormat):
         return {"start": f"TEXT | {calls} TEXT?", "UP_TO_OPENER": opened, "TEXT": text}
 
     def _calls(self, choice: ToolChoice, before: str, first: str | None = None) -> str:
-        """The rule of all calls; `first` replaces `before` at the first one."""
+        """Return the rule of all calls; `first` replaces `before` at the first one."""
         first = before if first is None else first
         between, behind = self._texts(self.frame.between), self._texts(self.frame.behind)
         if choice.is_single:

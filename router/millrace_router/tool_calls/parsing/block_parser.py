@@ -47,7 +47,7 @@ class CallReader(Protocol):
     """Reads one call."""
 
     def read(self, cursor: Cursor, sink: CallSink) -> Wait[bool]:
-        """Read from the place of `cursor` on; False if the text is no call, or is cut off within it.
+        """Read from the position of `cursor` on; False if the text is not a call, or is cut off within it.
 
         What was read before `sink.start` may be read again, so it has to be bounded.
         """
@@ -96,7 +96,7 @@ class BlockParser:
         return self._parsed()
 
     def _is_plain(self, text: str) -> bool:
-        """Whether text can be output at once."""
+        """Return whether text can be output at once."""
         return text[-1:] not in BLANKS and self._pattern.search(text) is None
 
     def finish(self) -> Parsed:
@@ -148,23 +148,23 @@ class BlockParser:
         yield from cursor.skip()
         is_open = bool((yield from cursor.take([self._block.bare])))
         if not (is_open and (yield from self._read_calls())):
-            cursor.place = 0
+            cursor.position = 0
 
     def _text(self) -> Wait[str | None]:
         """Output text up to an opener, but not the blanks before it; return the opener, None at the end."""
         cursor = self._cursor
         while True:
-            found = self._pattern.search(cursor.text, cursor.place)
-            marker = found[0] if found and found[0] in self._sought else ""
-            end = found.start() if found and (marker or not cursor.is_last) else len(cursor.text)
+            match = self._pattern.search(cursor.text, cursor.position)
+            marker = match[0] if match and match[0] in self._sought else ""
+            end = match.start() if match and (marker or not cursor.is_last) else len(cursor.text)
             self._give_text(self._num_released(end))
             if marker in self._begins:
                 return marker
             if marker:
                 self._give_text(end)
-                cursor.place += len(marker)
+                cursor.position += len(marker)
             elif cursor.is_last:
-                left = cursor.text[cursor.place :]
+                left = cursor.text[cursor.position :]
                 if not (self._is_called and not left.strip(BLANKS)):
                     self._give_text(len(cursor.text))
                 return None
@@ -175,57 +175,57 @@ class BlockParser:
                 self._is_in_text = False
 
     def _num_released(self, end: int) -> int:
-        """The end of the text before `end` that becomes output; blanks may precede a call, and are held."""
-        held = self._cursor.text[max(self._cursor.place, end - MAX_BLANKS) : end]
+        """Return the end of the text before `end` that becomes output; blanks may precede a call, and are held."""
+        held = self._cursor.text[max(self._cursor.position, end - MAX_BLANKS) : end]
         return end - len(held) + len(held.rstrip(BLANKS))
 
     def _give_text(self, end: int) -> None:
         """Output the text up to `end`."""
-        text = self._cursor.text[self._cursor.place : end]
-        self._cursor.place = end
+        text = self._cursor.text[self._cursor.position : end]
+        self._cursor.position = end
         if text:
             self._is_called = False
             self._texts.append(text)
 
     def _open(self, opener: str) -> Wait[None]:
         """Read a block; if no call follows, the opener is text."""
-        cursor, mark = self._cursor, self._cursor.place
+        cursor, mark = self._cursor, self._cursor.position
         begin = cursor.text.index(opener, mark)
-        cursor.place = begin if opener in self._block.kept else begin + len(opener)
+        cursor.position = begin if opener in self._block.kept else begin + len(opener)
         if not (yield from self._read_calls()):
-            cursor.place = mark
+            cursor.position = mark
             self._give_text(begin if opener in self._hidden else begin + len(opener))
-            cursor.place = begin + len(opener)
+            cursor.position = begin + len(opener)
 
     def _read_calls(self) -> Wait[bool]:
         """Read the calls of a block and what ends it; whether there was one."""
-        cursor, num_calls, mark = self._cursor, 0, self._cursor.place
+        cursor, num_calls, mark = self._cursor, 0, self._cursor.position
         while True:
             yield from cursor.skip()
             num_started = self._num_started
             is_whole = yield from self._reader.read(cursor, self)
             cursor.holds = True
             if self._num_started == num_started:
-                cursor.place = mark
+                cursor.position = mark
                 return num_calls > 0
-            num_calls, mark = num_calls + 1, cursor.place
+            num_calls, mark = num_calls + 1, cursor.position
             if not is_whole or not (yield from self._goes_on()):
                 return True
 
     def _goes_on(self) -> Wait[bool]:
         """Step over what ends a block; whether another call may follow in it."""
-        cursor, block, mark = self._cursor, self._block, self._cursor.place
+        cursor, block, mark = self._cursor, self._block, self._cursor.position
         yield from cursor.skip()
         if (yield from cursor.take(block.closers)):
             return False
-        rest = cursor.text[cursor.place : cursor.place + MAX_BLANKS]
+        rest = cursor.text[cursor.position : cursor.position + MAX_BLANKS]
         if cursor.is_last and any(closer.startswith(rest) for closer in block.closers):
             # At the end of the answer, an incomplete closer is dropped.
-            cursor.place = len(cursor.text)
+            cursor.position = len(cursor.text)
             return False
         if block.several:
             if block.separators:
                 yield from cursor.skip(block.separators, 1)
             return True
-        cursor.place = mark
+        cursor.position = mark
         return False

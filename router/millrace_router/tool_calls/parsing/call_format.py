@@ -103,15 +103,15 @@ class CallFormat(ABC):
         """Rules from `start` on for text with calls; each is a `call`."""
 
     def _rules_of_call(self, rule: str, tool: Tool) -> dict[str, str]:
-        """The rules of one call by name: `rule`, and those that it needs, whose names begin with `rule`."""
+        """Return the rules of one call by name: `rule`, and those that it needs, whose names begin with `rule`."""
         if tool.text is not None:
             text = f"{rule}_text"
             return {rule: self._call(tool.name, arguments_rule(text)), text: quoted_rule(tool.text)}
         return {rule: self._call(tool.name, json_value(arguments_schema(tool)))}
 
     def _call(self, name: str, arguments: str) -> str:
-        """The rule of one call whose arguments are JSON; `arguments` is their rule."""
-        # The pieces equal those of `%json`: where both are possible, the lexer looks for the longer literal only.
+        """Return the rule of one call whose arguments are JSON; `arguments` is their rule."""
+        # The pieces equal `%json`'s: where both are possible, the lexer looks for the longer literal only.
         called = json.dumps(name, ensure_ascii=False)
         keys = json.dumps(self.name_key), json.dumps(self.arguments_key)
         pieces = ("{", keys[0], ": ", called, ", ", keys[1], ": ")
@@ -122,7 +122,7 @@ class CallFormat(ABC):
 
 
 def has_grammar(tools: Sequence[Tool], choice: ToolChoice) -> bool:
-    """Whether answers have to match a grammar."""
+    """Return whether answers have to match a grammar."""
     return choice.is_forced or (choice.kind == "auto" and any(tool.strict for tool in tools))
 
 
@@ -147,13 +147,13 @@ def chat_grammar(
 
 
 def _callable(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
-    """The tools that may be called; raises ToolError if there is none."""
+    """Return the tools that may be called; raises ToolError if there is none."""
     if choice.kind == "named":
         tools = [tool for tool in tools if tool.name == choice.name][:1]
         if not tools:
             raise ToolError(f"Tool with name {choice.name} not found")
     if not tools:
-        raise ToolError("a tool call is required, but there are no tools")
+        raise ToolError("a tool call is required, but `tools` is empty")
     return list(tools)
 
 

@@ -63,7 +63,7 @@ class CallParser:
         return self._parsed()
 
     def _is_plain(self, text: str) -> bool:
-        """Whether text can be output at once, if none is held."""
+        """Return whether text can be output at once, if none is held."""
         if self._step != self._in_text or text[-1:] in _BLANKS:
             return False
         return self._begins_marker.search(text) is None
@@ -95,8 +95,8 @@ class CallParser:
     def _in_text(self) -> bool:
         num_safe, marker = len(self._rest), ""
         if self._begins_marker.search(self._rest, self._num_searched):
-            found = earliest(self._rest, self._sought, self._num_searched)
-            num_safe, marker = found or (num_safe - num_begun(self._rest, self._sought), "")
+            match = earliest(self._rest, self._sought, self._num_searched)
+            num_safe, marker = match or (num_safe - num_begun(self._rest, self._sought), "")
         num_released = self._num_released(num_safe)
         self._give_text(self._rest[:num_released])
         if marker in self._syntax.openers:

@@ -1,4 +1,4 @@
-"""Reads one call from text that arrives in pieces: a JSON object with name and arguments, or arguments alone."""
+"""Reads one call from text that arrives in pieces: a JSON object with name and arguments, or only arguments."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ARGUMENTS = frozenset({"arguments", "parameters"})
 _TOOL_NAME = "tool_name"
 """Cohere's key of the name."""
 _KEYS = frozenset({"name", "arguments", "type", "id", "index", "tool_call_id"})
-"""Keys that models write before the name or the arguments; those but the two have no meaning."""
+"""Keys that models write; all but the name and the arguments are ignored."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class CallReader:
     """Reads from the opening brace on; `push` until `ended` or `failed`.
 
-    It fails for an object that begins with other keys, lacks the name of a tool, or has arguments that are no object.
+    It fails if the object begins with other keys, lacks a tool's name, or has arguments that are not an object.
     """
 
     def __init__(self, names: Container[str]) -> None:
@@ -203,7 +203,7 @@ class CallReader:
 
 
 def _object_in(value: str) -> str | None:
-    """The text of an object in a JSON string; `{}` for null, None for any other value."""
+    """Return the text of an object in a JSON string; `{}` for null, None for any other value."""
     inner = json.loads(value)
     if inner is None:
         return "{}"

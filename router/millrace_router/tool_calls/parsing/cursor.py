@@ -1,4 +1,4 @@
-"""A place in text that arrives in pieces, for parsers that are written as generators.
+"""A position in text that arrives in pieces, for parsers that are written as generators.
 
 A generator yields where it needs more text. It decides only on text that it has, or on the end of the answer, so that
 its decisions do not depend on the cuts between pieces.
@@ -23,25 +23,25 @@ Give = Callable[[str], None]
 
 
 class Cursor:
-    """Text and a place in it."""
+    """Text and a position in it."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.place = 0
+        self.position = 0
         self.is_last = False
         """Whether no more text arrives."""
         self.holds = True
-        """Whether text before the place stays until `drop`, so that a parser can go back."""
+        """Whether text before the position stays until `drop`, so that a parser can go back."""
 
     def drop(self) -> None:
-        """Forget the text before the place."""
-        self.text = self.text[self.place :]
-        self.place = 0
+        """Forget the text before the position."""
+        self.text = self.text[self.position :]
+        self.position = 0
 
     def put_back(self, text: str) -> None:
-        """Put `text`, which was read last, in front of the place; text before it may be gone."""
-        self.text = f"{text}{self.text[self.place :]}"
-        self.place = 0
+        """Put `text`, which was read last, in front of the position; text before it may be gone."""
+        self.text = f"{text}{self.text[self.position :]}"
+        self.position = 0
 
     def more(self) -> Wait[bool]:
         """Wait for text behind what is there; False at the end of the answer."""
@@ -54,21 +54,21 @@ class Cursor:
 
     def peek(self) -> Wait[str]:
         """Return the next character; "" at the end of the answer."""
-        if self.place == len(self.text):
+        if self.position == len(self.text):
             yield from self.more()
-        return self.text[self.place : self.place + 1]
+        return self.text[self.position : self.position + 1]
 
     def take(self, texts: Collection[str]) -> Wait[str]:
         """Step over the longest of `texts` that follows, and return it; "" if none does."""
         while True:
-            rest = self.text[self.place : self.place + max(map(len, texts), default=0)]
+            rest = self.text[self.position : self.position + max(map(len, texts), default=0)]
             if self.is_last or not any(
                 len(one) > len(rest) and one.startswith(rest) for one in texts
             ):
                 break
             yield from self.more()
         taken = max((one for one in texts if rest.startswith(one)), key=len, default="")
-        self.place += len(taken)
+        self.position += len(taken)
         return taken
 
     def skip(self, characters: str = BLANKS, most: int = MAX_BLANKS) -> Wait[None]:
@@ -77,7 +77,7 @@ class Cursor:
             char = yield from self.peek()
             if not char or char not in characters:
                 break
-            self.place += 1
+            self.position += 1
             most -= 1
 
     def copy(self, ends: Collection[str], give: Give) -> Wait[str]:
@@ -87,27 +87,27 @@ class Cursor:
         """
         pattern = marker_pattern(tuple(ends))
         while True:
-            found = pattern.search(self.text, self.place)
-            if found is None:
-                give(self.text[self.place :])
-                self.place = len(self.text)
+            match = pattern.search(self.text, self.position)
+            if match is None:
+                give(self.text[self.position :])
+                self.position = len(self.text)
             else:
-                give(self.text[self.place : found.start()])
-                if found[0] in ends:
-                    self.place = found.end()
-                    return found[0]
-                self.place = found.start()
+                give(self.text[self.position : match.start()])
+                if match[0] in ends:
+                    self.position = match.end()
+                    return match[0]
+                self.position = match.start()
             if not (yield from self.more()):
-                self.place = len(self.text)
+                self.position = len(self.text)
                 return ""
 
     def json(self, give: Give) -> Wait[bool]:
         """Pass one JSON value on as it comes; False if it is not valid, or cut off."""
         scanner = JsonScanner()
         while not (scanner.ended or scanner.failed):
-            if self.place == len(self.text) and not (yield from self.more()):
+            if self.position == len(self.text) and not (yield from self.more()):
                 return False
-            stop = scanner.push(self.text, self.place)
-            give(self.text[self.place : stop])
-            self.place = stop
+            stop = scanner.push(self.text, self.position)
+            give(self.text[self.position : stop])
+            self.position = stop
         return scanner.ended

@@ -102,7 +102,7 @@ class ExpressionGrammar:
         return f"({' | '.join(firsts)}){'' if is_needed else '?'}"
 
     def _value(self, schema: object) -> str:
-        """The rule of a literal that matches a schema."""
+        """Return the rule of a literal that matches a schema."""
         if not isinstance(schema, dict) or not schema:
             return self._any()
         if isinstance(schema.get("$ref"), str):
@@ -122,8 +122,8 @@ class ExpressionGrammar:
         types = schema.get("type", sorted(kinds))
         if isinstance(types, str):
             return self._typed(types, schema)
-        known = frozenset().union(*_KEYWORDS.values())
-        self._check(schema, {"type", *known})
+        keywords = frozenset().union(*_KEYWORDS.values())
+        self._check(schema, {"type", *keywords})
         # A keyword is about the values of one type.
         return f"({' | '.join(self._typed(one, self._about(one, schema)) for one in types)})"
 
@@ -132,7 +132,7 @@ class ExpressionGrammar:
         return {key: value for key, value in schema.items() if key in kept}
 
     def _typed(self, kind: str, schema: Schema) -> str:
-        """The rule of a literal of one type."""
+        """Return the rule of a literal of one type."""
         strict = self._tool.strict
         if self._tool.text is not None:
             return self._input(self._tool.text)
@@ -154,7 +154,7 @@ class ExpressionGrammar:
         return self._word("null")
 
     def _input(self, text: Grammar) -> str:
-        """The rule of the input of a text tool, its one argument."""
+        """Return the rule of the input of a text tool, its one argument."""
         name, quote = f"{self._rule}_text", self._syntax.quote
         if not quote:
             self._rules[name] = quoted_rule(text)
@@ -178,7 +178,7 @@ class ExpressionGrammar:
         return f"{literal('[')} ({item}{more}){'' if least else '?'} {literal(']')}"
 
     def _quoted(self, schema: Schema) -> str:
-        """The rule of a string between quotes without escapes."""
+        """Return the rule of a string between quotes without escapes."""
         quote = self._syntax.quote
         if self._marker(quote) == literal(quote):
             terminal = text_terminal(schema, quote, quote, strict=self._tool.strict)
@@ -187,7 +187,7 @@ class ExpressionGrammar:
         return f"{self._marker(quote)} {self._terminal(terminal)}? {self._marker(quote)}"
 
     def _constant(self, value: object) -> str:
-        """The rule of exactly one value."""
+        """Return the rule of exactly one value."""
         comma = f" {literal(self._syntax.comma)} "
         if isinstance(value, str):
             if not self._syntax.quote:
@@ -211,7 +211,7 @@ class ExpressionGrammar:
         return literal(self._syntax.written[text])
 
     def _any(self) -> str:
-        """The rule of any literal."""
+        """Return the rule of any literal."""
         name = f"{self._rule}_any"
         if name not in self._rules:
             self._rules[name] = ""
@@ -219,7 +219,7 @@ class ExpressionGrammar:
         return name
 
     def _referred(self, reference: str) -> str:
-        """The rule of a schema elsewhere, which may refer to itself."""
+        """Return the rule of a schema elsewhere, which may refer to itself."""
         name = self._by_reference.get(reference)
         if name is None:
             name = self._by_reference[reference] = f"{self._rule}_ref_{len(self._by_reference)}"

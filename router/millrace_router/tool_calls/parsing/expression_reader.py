@@ -31,7 +31,7 @@ class ExpressionSyntax:
     colon: str = ": "
     """What a model writes between a key and a value of an object."""
     quote: str = ""
-    """The text on both sides of a string, which has no escapes; empty for Python's strings."""
+    """The text on both sides of a string without escapes; empty for Python's strings."""
     words: Mapping[str, str] = field(default_factory=lambda: JSON_WORDS)
     """JSON of the words that stand for values."""
     written: Mapping[str, str] = field(default_factory=lambda: JSON_WORDS)
@@ -39,7 +39,7 @@ class ExpressionSyntax:
 
     @property
     def has_bare_keys(self) -> bool:
-        """Whether the keys of objects are no strings."""
+        """Whether the keys of objects are bare words instead of strings."""
         return bool(self.quote)
 
 
@@ -80,7 +80,7 @@ def _escape(cursor: Cursor) -> Wait[str | None]:
     char = yield from cursor.peek()
     if not char:
         return None
-    cursor.place += 1
+    cursor.position += 1
     if char in _NUM_DIGITS:
         digits = yield from _digits(cursor, _NUM_DIGITS[char])
         if len(digits) < _NUM_DIGITS[char]:
@@ -97,7 +97,7 @@ def _character(cursor: Cursor, code: int) -> Wait[str | None]:
         is_character = code < 0xD800 or 0xE000 <= code < 0x110000
         return chr(code) if is_character else _REPLACEMENT
     if not (yield from cursor.take(["\\u"])):
-        return None if cursor.text[cursor.place :] in {"", "\\"} else _REPLACEMENT
+        return None if cursor.text[cursor.position :] in {"", "\\"} else _REPLACEMENT
     digits = yield from _digits(cursor, 4)
     if len(digits) < 4 and not (yield from cursor.peek()):
         return None
@@ -114,7 +114,7 @@ def _digits(cursor: Cursor, num_digits: int) -> Wait[str]:
         if char not in _HEX or not char:
             break
         digits.append(char)
-        cursor.place += 1
+        cursor.position += 1
     return "".join(digits)
 
 
@@ -143,7 +143,7 @@ class LiteralReader:
             return (yield from self._string(cursor, quote, give))
         char = yield from cursor.peek()
         if char in _CLOSERS and char:
-            cursor.place += 1
+            cursor.position += 1
             return num_levels > 0 and (yield from self._items(cursor, char, give, num_levels - 1))
         text = yield from _run(cursor, _NUMBER | _LETTERS)
         if not (yield from cursor.peek()):
@@ -209,7 +209,7 @@ def read_key(cursor: Cursor) -> Wait[str]:
         if not char or char in _NOT_IN_KEYS:
             break
         parts.append(char)
-        cursor.place += 1
+        cursor.position += 1
     return "".join(parts)
 
 
@@ -221,12 +221,12 @@ def _run(cursor: Cursor, characters: frozenset[str]) -> Wait[str]:
         if not char or char not in characters:
             break
         parts.append(char)
-        cursor.place += 1
+        cursor.position += 1
     return "".join(parts)
 
 
 def _number(text: str) -> str:
-    """The JSON of one of Python's numbers; "" if it is none, or has no JSON."""
+    """Return the JSON of one of Python's numbers; "" if it is none, or has no JSON."""
     if _JSON_NUMBER.fullmatch(text):
         return text
     if text[:1] in _LETTERS:
@@ -275,7 +275,7 @@ class ExpressionReader:
         return (yield from self._arguments(cursor, sink, key, self._keys[name]))
 
     def _arguments(
-        self, cursor: Cursor, sink: CallSink, key: str, known: Sequence[str]
+        self, cursor: Cursor, sink: CallSink, key: str, keys: Sequence[str]
     ) -> Wait[bool]:
         """Read from the value of the first argument, whose key is `key`, on."""
         before = "{"
@@ -290,24 +290,24 @@ class ExpressionReader:
             if (yield from cursor.take([self._syntax.edges[1]])):
                 sink.give("}")
                 return True
-            key = (yield from self._key(cursor, known)) if is_more else ""
+            key = (yield from self._key(cursor, keys)) if is_more else ""
             if not key:
                 return False
 
-    def _key(self, cursor: Cursor, known: Sequence[str]) -> Wait[str]:
+    def _key(self, cursor: Cursor, keys: Sequence[str]) -> Wait[str]:
         """Read a key and the sign behind it; "" if there is none. Known keys may have any characters."""
         holds, cursor.holds = cursor.holds, True
         if not holds:
             cursor.drop()
-        mark = cursor.place
-        key = yield from cursor.take(known)
+        mark = cursor.position
+        key = yield from cursor.take(keys)
         yield from cursor.skip()
         if not (key and (yield from cursor.take([self._syntax.assign]))):
-            cursor.place = mark
+            cursor.position = mark
             key = yield from read_key(cursor)
             yield from cursor.skip()
             if not (key and (yield from cursor.take([self._syntax.assign]))):
-                cursor.place = mark
+                cursor.position = mark
                 key = ""
         cursor.holds = holds
         return key

@@ -182,5 +182,5 @@ class JsonScanner:
 
 
 def behind_blanks(text: str, start: int) -> int:
-    """The position of the first character from `start` on that is no JSON white space."""
+    """Return the position of the first character from `start` on that is no JSON white space."""
     return _BLANKS.match(text, start).end()  # type: ignore[union-attr]  # the empty text matches too

@@ -18,17 +18,17 @@ _SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 
 def literal(text: str) -> str:
-    """The rule of exactly `text`."""
+    """Return the rule of exactly `text`."""
     return _escape_brackets(json.dumps(text))
 
 
 def token_or_literal(text: str, special_ids: Mapping[str, int]) -> str:
-    """The rule of the special token with this text, else of the text."""
+    """Return the rule of the special token with this text, else of the text."""
     return literal(text) if text not in special_ids else f"<[{special_ids[text]}]>"
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
-    """The rule of JSON that matches `schema`."""
+    """Return the rule of JSON that matches `schema`."""
     parts = _STRING.split(json.dumps(schema))
     # All strings at once, since there may be many. JSON escapes newlines, so none is inside a string.
     parts[1::2] = _escape_brackets("\n".join(parts[1::2])).split("\n")
@@ -36,14 +36,14 @@ def json_value(schema: Mapping[str, Any]) -> str:
 
 
 def matching(expression: str, *, without: Iterable[str] = ()) -> str:
-    """The rule of text that matches an expression and contains none of `without`."""
+    """Return the rule of text that matches an expression and contains none of `without`."""
     return " & ".join(
         [pattern(expression), *(f"~{pattern(f'{ANY}{escaped(text)}{ANY}')}" for text in without)]
     )
 
 
 def up_to(text: str, *, without: Iterable[str] = ()) -> str:
-    """The rule of any text up to and including the first `text`, with none of `without` in it."""
+    """Return the rule of any text up to and including the first `text`, with none of `without` in it."""
     end = escaped(text)
     first = f"{pattern(f'{ANY}{end}')} & ~{pattern(f'{ANY}{end}(?s:.+)')}"
     return " & ".join([first, *(f"~{pattern(f'{ANY}{escaped(one)}{ANY}')}" for one in without)])
@@ -56,7 +56,7 @@ def _escape_brackets(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """The expression of exactly `text`."""
+    """Return the expression of exactly `text`."""
     return re.escape(text).replace("\\\n", "\\n")
 
 

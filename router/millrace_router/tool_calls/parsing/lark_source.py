@@ -145,7 +145,7 @@ def _parts_of(token: re.Match[str]) -> Iterator[Part]:
 def _range(text: str) -> Expression:
     first, last = map(_plain, _RANGE.split(text))
     if not (len(first) == len(last) == 1):
-        raise unsupported(f"the range `{text[:40]}`, which is none of characters")
+        raise unsupported(f"the range `{text[:40]}`, which must be a range of characters")
     return Expression(f"[{re.escape(first)}-{re.escape(last)}]")
 
 

@@ -31,7 +31,7 @@ _NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9k]")
 
 
 def arguments_schema(tool: Tool) -> Schema:
-    """Return the schema for `%json`. Only listed properties are allowed unless it says otherwise, as in TGI.
+    """Return the schema for `%json`. Only listed properties are allowed unless it allows others, as in TGI.
 
     Raises:
         ToolError: the parameters do not describe an object.
@@ -85,7 +85,7 @@ def _are_strings(value: object) -> bool:
 
 
 Kinds = frozenset[str] | None
-"""Names of JSON Schema's types, `integer` as `number`; None if the schema does not tell."""
+"""Names of JSON Schema's types, `integer` as `number`; None if the schema leaves them open."""
 _MAX_STEPS = 8
 _TYPE_NAMES: tuple[tuple[type, str], ...] = (
     (bool, "boolean"),
@@ -134,13 +134,13 @@ def _kinds_of(schema: object, root: dict[str, Any], num_steps: int) -> Kinds:
         if isinstance(some := schema.get(key), list):
             return _union(_kinds_of(one, root, num_steps - 1) for one in some)
     if isinstance(some := schema.get("allOf"), list):
-        found = [_kinds_of(one, root, num_steps - 1) for one in some]
-        return next((kinds for kinds in found if kinds is not None), None)
+        options = [_kinds_of(one, root, num_steps - 1) for one in some]
+        return next((kinds for kinds in options if kinds is not None), None)
     return _implied(schema)
 
 
 def _implied(schema: dict[str, Any]) -> Kinds:
-    """The type that a keyword is for."""
+    """Return the type that a keyword is for."""
     if "properties" in schema:
         return frozenset({"object"})
     return frozenset({"array"}) if "items" in schema else None
@@ -169,7 +169,7 @@ _COMPOSED = (
     "maxProperties",
     "unevaluatedProperties",
 )
-"""Keywords that say more of an object than what each property is."""
+"""Keywords that define more of an object than each property."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ class ObjectSchema:
         """Read a schema within `root`.
 
         Raises:
-            ToolError: it is malformed; or `strict`, and it says what single parameters cannot keep.
+            ToolError: it is malformed; or `strict`, and it has rules that single parameters cannot keep.
 
         """
         schema = resolved(schema, root)
@@ -196,8 +196,8 @@ class ObjectSchema:
         kept = [key for key in _COMPOSED if key in schema]
         if kept and strict:
             raise ToolError(f"this model's format cannot keep `{kept[0]}` of an object")
-        found = schema.get("properties")
-        properties: dict[str, object] = found if isinstance(found, dict) else {}
+        value = schema.get("properties")
+        properties: dict[str, object] = value if isinstance(value, dict) else {}
         needed = schema.get("required")
         required = frozenset(needed if isinstance(needed, list) else ())
         extra = schema.get("additionalProperties", not properties or bool(kept))
@@ -215,7 +215,7 @@ def schema_of(tool: Tool) -> Schema:
 
 
 def within(schema: object, root: Schema, *, strict: bool) -> Schema:
-    """Return a part of `root` as a schema of its own, for `%json`."""
+    """Return a part of `root` as a complete schema, for `%json`."""
     definitions: Schema = {key: root[key] for key in ("$defs", "definitions") if key in root}
     part: dict[str, Any] = dict(schema) if isinstance(schema, dict) else {}
     guidance = SPACING if strict else {**SPACING, **LENIENT}

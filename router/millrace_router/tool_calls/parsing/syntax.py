@@ -30,16 +30,16 @@ class Syntax:
 
 def earliest(text: str, sought: Collection[str], start: int) -> tuple[int, str] | None:
     """Position and text of the first of `sought` from `start` on; the longest, if several begin at one position."""
-    places = [(text.find(one, start), -len(one), one) for one in sought]
-    found = [place for place in places if place[0] >= 0]
-    if not found:
+    starts = [(text.find(one, start), -len(one), one) for one in sought]
+    matches = [match for match in starts if match[0] >= 0]
+    if not matches:
         return None
-    first, _, one = min(found)
+    first, _, one = min(matches)
     return first, one
 
 
 def num_begun(text: str, sought: Collection[str]) -> int:
-    """The number of characters at the end of `text` that may be the beginning of one of `sought`."""
+    """Return the number of characters at the end of `text` that may be the beginning of one of `sought`."""
     longest = max(map(len, sought), default=1) - 1
     for num in range(min(longest, len(text)), 0, -1):
         if any(one.startswith(text[-num:]) for one in sought):

@@ -1,4 +1,4 @@
-"""Turns an expression into that of the same texts as JSON writes them inside a string."""
+"""Turns an expression into one for the same texts as JSON writes them inside a string."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _QUOTED_CODE = r"(?-i:{})"
 
 
 def unanchored(source: str) -> str:
-    """Return an expression of whole texts without anchors, which say nothing; raises ToolError for others."""
+    """Return an expression of whole texts without anchors, which mean nothing there; raises ToolError for others."""
     pieces = list(_pieces(source))
     kept: list[str] = []
-    for place, piece in enumerate(pieces):
-        before, behind = "".join(kept[-1:])[-1:], "".join(pieces[place + 1 : place + 2])
+    for index, piece in enumerate(pieces):
+        before, behind = "".join(kept[-1:])[-1:], "".join(pieces[index + 1 : index + 2])
         if piece == "^" and before in {"", "(", "|", ":"}:
             continue
         if piece == "$" and behind in {"", ")", "|"}:
@@ -59,20 +59,20 @@ def unanchored(source: str) -> str:
 
 def _pieces(source: str) -> Iterator[str]:
     """Yield escapes and classes whole, and all other characters."""
-    place = 0
-    while place < len(source):
-        length = 2 if source[place] == "\\" else 1
-        if source[place] == "[":
-            length = len(_class_at(source, place))
-        yield source[place : place + length]
-        place += length
+    position = 0
+    while position < len(source):
+        length = 2 if source[position] == "\\" else 1
+        if source[position] == "[":
+            length = len(_class_at(source, position))
+        yield source[position : position + length]
+        position += length
 
 
-def _class_at(source: str, place: int) -> str:
-    found = _CLASS.match(source, place)
-    if found is None:
-        raise unsupported(f"the class `{source[place : place + 40]}` of an expression")
-    return found[0]
+def _class_at(source: str, position: int) -> str:
+    match = _CLASS.match(source, position)
+    if match is None:
+        raise unsupported(f"the class `{source[position : position + 40]}` of an expression")
+    return match[0]
 
 
 class RegexQuoter:
@@ -90,17 +90,17 @@ class RegexQuoter:
         return "".join(self._parts())
 
     def _parts(self) -> Iterator[str]:
-        source, place = self._source, 0
+        source, position = self._source, 0
         outer: list[bool] = []
         """For each open group, whether a dot matched newlines outside of it."""
-        while place < len(source):
-            char = source[place]
+        while position < len(source):
+            char = source[position]
             if char == "\\":
-                part, length = self._escape(place)
+                part, length = self._escape(position)
             elif char == "[":
-                part, length = self._class(place)
+                part, length = self._class(position)
             elif char == "(":
-                part, length = self._group(place, outer)
+                part, length = self._group(position, outer)
             elif char == ".":
                 part, length = _of_class(r"[\s\S]" if self._has_dot_all else r"[^\n]"), 1
             else:
@@ -108,15 +108,15 @@ class RegexQuoter:
                 if char == ")" and outer:
                     self._has_dot_all = outer.pop()
             yield part
-            place += length
+            position += length
 
-    def _escape(self, place: int) -> tuple[str, int]:
+    def _escape(self, position: int) -> tuple[str, int]:
         """Return the part of an escape, and its length."""
         source = self._source
-        if code := _CODE.match(source, place + 1):
+        if code := _CODE.match(source, position + 1):
             number = int(code[1] or code[2] or code[3], 16)
             return _of_character(chr(min(number, 0x10FFFF))), 1 + len(code[0])
-        char = source[place + 1 : place + 2]
+        char = source[position + 1 : position + 2]
         if char in _KINDS:
             return _of_class(f"[\\{char}]"), 2
         if char in _NAMED:
@@ -125,23 +125,23 @@ class RegexQuoter:
             raise unsupported(f"`\\{char}` in an expression")
         return (_of_character(char) if char in ESCAPES else f"\\{char}"), 2
 
-    def _class(self, place: int) -> tuple[str, int]:
-        found = _class_at(self._source, place)
-        if _ODD_IN_CLASS.search(found, 1):
-            raise unsupported(f"the class `{found[:40]}` of an expression")
-        return _of_class(found), len(found)
+    def _class(self, position: int) -> tuple[str, int]:
+        match = _class_at(self._source, position)
+        if _ODD_IN_CLASS.search(match, 1):
+            raise unsupported(f"the class `{match[:40]}` of an expression")
+        return _of_class(match), len(match)
 
-    def _group(self, place: int, outer: list[bool]) -> tuple[str, int]:
-        found = _GROUP.match(self._source, place)
-        if found is None or (found[0] == "(" and self._source[place + 1 : place + 2] == "?"):
-            raise unsupported(f"`{self._source[place : place + 4]}` in an expression")
-        flags, off = found["flags"] or "", found["off"] or ""
+    def _group(self, position: int, outer: list[bool]) -> tuple[str, int]:
+        match = _GROUP.match(self._source, position)
+        if match is None or (match[0] == "(" and self._source[position + 1 : position + 2] == "?"):
+            raise unsupported(f"`{self._source[position : position + 4]}` in an expression")
+        flags, off = match["flags"] or "", match["off"] or ""
         if "x" in flags:
             raise unsupported("the flag `x`")
-        if found["end"] != ")":
+        if match["end"] != ")":
             outer.append(self._has_dot_all)
         self._has_dot_all = (self._has_dot_all or "s" in flags) and "s" not in off
-        return found[0], len(found[0])
+        return match[0], len(match[0])
 
 
 def _of_character(char: str) -> str:
@@ -153,7 +153,7 @@ def _of_character(char: str) -> str:
 
 
 def _of_class(source: str) -> str:
-    """The expression of one character of a class."""
+    """Return the expression of one character of a class."""
     try:
         compiled = re.compile(source)
     except re.error as error:
@@ -166,26 +166,26 @@ def _of_class(source: str) -> str:
 
 
 def quoted_rule(text: Grammar) -> str:
-    """The rule of the input inside a JSON string, and the quote behind it; raises ToolError if there is none."""
+    """Return the rule of the input inside a JSON string, and the quote behind it; raises ToolError if there is none."""
     return _rule(text, end='"', mark="", is_quoted=True)
 
 
 def plain_rule(text: Grammar, end: str, mark: str) -> str:
-    """The rule of the input as it is and `end`, where the input does not contain `mark`; raises ToolError.
+    """Return the rule of the input as it is and `end`, where the input does not contain `mark`; raises ToolError.
 
-    `end` is empty or ends with `mark`, or with no part of it where `mark` is a token of its own.
+    `end` is empty or ends with `mark`, or with no part of it where `mark` is a single token.
     """
     return _rule(text, end=end, mark=mark, is_quoted=False)
 
 
 def arguments_rule(text_rule: str) -> str:
-    """The rule of all arguments as JSON; `text_rule` is the name of the quoted rule."""
+    """Return the rule of all arguments as JSON; `text_rule` is the name of the quoted rule."""
     before = "{", f'"{PARAMETER}"', ": ", '"'
     return " ".join((*map(literal, before), text_rule, literal("}")))
 
 
 def _rule(text: Grammar, *, end: str, mark: str, is_quoted: bool) -> str:
-    """The rule, whose terminals are in a grammar of their own, so that names may be anything."""
+    """Return the rule, whose terminals are in a separate grammar, so that names may be anything."""
     if text.kind is GrammarKind.REGEX:
         source = LarkSource({"start": [Expression(text.source)]})
     else:

@@ -64,14 +64,14 @@ def json_of(text: str, kinds: Kinds) -> str:
 
 
 def _may_be_null(cursor: Cursor, ends: Collection[str]) -> Wait[bool]:
-    """Whether null and an end follow, or the answer ends within them; the cursor stays where it is."""
+    """Return whether null and an end follow, or the answer ends within them; the cursor stays where it is."""
     holds, cursor.holds = cursor.holds, True
     if not holds:
         cursor.drop()
-    mark = cursor.place
+    mark = cursor.position
     nulls = [f"{word}{end}" for word in (_NULL, "None") for end in ends]
     is_whole = bool((yield from cursor.take(nulls)))
-    cursor.place, cursor.holds = mark, holds
+    cursor.position, cursor.holds = mark, holds
     rest = cursor.text[mark:]
     return is_whole or any(null.startswith(rest) for null in nulls)
 
@@ -81,9 +81,9 @@ _NOT_PLAIN = re.compile(r"\(\?<?[=!]|\\[1-9kbBAzZ]|\|")
 
 
 def text_terminal(schema: dict[str, Any], end: str, mark: str, *, strict: bool) -> str:
-    """The terminal of any string that `schema` allows and `end`; the string does not contain `mark`.
+    """Return the terminal of any string that `schema` allows and `end`; the string does not contain `mark`.
 
-    `end` is empty or ends with `mark`, or with no part of it where `mark` is a token of its own.
+    `end` is empty or ends with `mark`, or with no part of it where `mark` is a single token.
 
     Raises:
         ToolError: a keyword cannot be kept, and `strict`.
@@ -98,9 +98,9 @@ def text_terminal(schema: dict[str, Any], end: str, mark: str, *, strict: bool) 
         contents.append(f"(?s:.{{{least},{'' if most is None else most}}})")
     if isinstance(expression := schema.get("pattern"), str):
         contents += _searched(expression, strict=strict)
-    wanted = [pattern(f"{content}{escaped(end)}") for content in contents]
+    expressions = [pattern(f"{content}{escaped(end)}") for content in contents]
     behind = "(?s:.+)" if end.endswith(mark) else ANY
-    return " & ".join([*wanted, f"~{pattern(f'{ANY}{escaped(mark)}{behind}')}"])
+    return " & ".join([*expressions, f"~{pattern(f'{ANY}{escaped(mark)}{behind}')}"])
 
 
 def _searched(expression: str, *, strict: bool) -> list[str]:

@@ -44,7 +44,7 @@ class XmlSyntax:
     behind_value: str
     end: str
     end_is_closer: bool = False
-    """Whether the end of the call is that of its block."""
+    """Whether a call ends where its block ends."""
     spacing: str = "\n"
     """What a model writes between tags."""
 
@@ -56,7 +56,7 @@ class XmlSyntax:
 
 
 class XmlReader:
-    """Reads calls of `tools`; the schemas tell the types of values."""
+    """Reads calls of `tools`; the schemas define the types of values."""
 
     def __init__(self, syntax: XmlSyntax, tools: Sequence[Tool]) -> None:
         self._syntax = syntax
@@ -72,11 +72,11 @@ class XmlReader:
             return False
         yield from cursor.skip()
         begun = [syntax.behind_name] if syntax.behind_name else [syntax.before_key, syntax.end]
-        mark = cursor.place
+        mark = cursor.position
         if not (yield from cursor.take(begun)):
             return False
         if not syntax.behind_name:
-            cursor.place = mark
+            cursor.position = mark
         sink.start(name)
         return (yield from self._parameters(cursor, sink, self._schemas[name]))
 
@@ -95,11 +95,11 @@ class XmlReader:
                 return False
         if tag:
             sink.give("{}" if before == "{" else "}")
-            cursor.place -= len(tag) if syntax.end_is_closer else 0
+            cursor.position -= len(tag) if syntax.end_is_closer else 0
         return bool(tag)
 
     def _key(self, cursor: Cursor, sink: CallSink, before: str) -> Wait[str | None]:
-        """Read a key, and all texts up to its value, and give it behind `before`; None if there is no value."""
+        """Read a key, and all texts up to its value, and put it behind `before`; None if no value follows."""
         syntax = self._syntax
         parts: list[str] = []
         is_whole = bool((yield from cursor.copy([syntax.behind_key], parts.append)))
@@ -171,41 +171,41 @@ class XmlGrammar:
         return " ".join(self._marker(text) for text in texts if text)
 
     def _key(self, key: str) -> str:
-        """The rule of a key and all texts around it."""
+        """Return the rule of a key and all texts around it."""
         syntax = self._syntax
         between = syntax.spacing if syntax.before_value else ""
         behind = (syntax.behind_key, between, syntax.before_value, syntax.padding)
         return f"{self._texts(syntax.before_key)} {key} {self._texts(*behind)}"
 
     def _value(self, schema: object) -> str:
-        """The rule of a value and what is behind it."""
+        """Return the rule of a value and what is behind it."""
         syntax, strict = self._syntax, self._tool.strict
         kinds = kinds_of(schema, self._root)
         behind = self._texts(syntax.padding, syntax.behind_value, syntax.spacing)
         if self._tool.text is not None:
             return self._input(self._tool.text)
-        found = resolved(schema, self._root)
-        known = found if isinstance(found, dict) else {}
-        check_keywords(known)
+        target = resolved(schema, self._root)
+        parameter = target if isinstance(target, dict) else {}
+        check_keywords(parameter)
         if kinds is not None and "string" not in kinds:
             return f"{json_value(within(schema, self._root, strict=strict))} {behind}"
-        choices = [known["const"]] if "const" in known else known.get("enum")
+        choices = [parameter["const"]] if "const" in parameter else parameter.get("enum")
         if choices:
             return f"({' | '.join(literal(_written(one)) for one in choices)}) {behind}"
         is_text = kinds == frozenset({"string"})
-        if not is_text and strict and known.keys() - _UNION:
+        if not is_text and strict and parameter.keys() - _UNION:
             raise ToolError("this model's format cannot keep keywords of a value of several types")
-        return self._text(known if is_text else {})
+        return self._text(parameter if is_text else {})
 
     def _input(self, text: Grammar) -> str:
-        """The rule of a text tool's input and what is behind it."""
+        """Return the rule of a text tool's input and what is behind it."""
         name, mark, padding = f"{self._rule}_text", self._syntax.behind_value, self._syntax.padding
         is_token = self._marker(mark) != literal(mark)
         self._inputs[name] = plain_rule(text, padding if is_token else f"{padding}{mark}", mark)
         return f"{name} {self._texts(mark if is_token else '', self._syntax.spacing)}"
 
     def _text(self, schema: Schema) -> str:
-        """The rule of a string and what is behind it."""
+        """Return the rule of a string and what is behind it."""
         syntax, strict = self._syntax, self._tool.strict
         mark, padding = syntax.behind_value, syntax.padding
         if self._marker(mark) != literal(mark):
@@ -225,7 +225,7 @@ def _written(value: object) -> str:
 
 
 class XmlFormat(BlockFormat):
-    """Each parameter is in tags; the schema tells the types of values."""
+    """Each parameter is in tags; the schema defines the types of values."""
 
     xml: XmlSyntax
 

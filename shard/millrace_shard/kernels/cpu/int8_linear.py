@@ -1,7 +1,7 @@
 """Linears with int8 weights and int8 activations (dynamic W8A8): half the memory of bfloat16 weights.
 
 Weights are symmetric with one scale per output; activations are symmetric with one scale for every 32 inputs of a row,
-computed at run time. A row's bits depend on the row alone. The output head keeps its dtype, since its errors would
+computed at run time. A row's bits depend only on the row. The output head keeps its dtype, since its errors would
 affect the probabilities directly.
 """
 

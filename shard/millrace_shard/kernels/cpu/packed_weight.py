@@ -1,6 +1,6 @@
 """The weight of a linear, quantised or not, packed as the operators over tiles take it.
 
-Exact products are those of bfloat16 activations with the values of the codes; tables whose values bfloat16 does not
+Exact products multiply bfloat16 activations with the values of the codes; tables whose values bfloat16 does not
 hold (nf4, fp4) are sums of two parts, with a relative error of at most 2^-17. Products of integers quantise activations
 to int8, with a scale for every 32 inputs of a row. The choice is made once for each weight, so a row's bits do not
 depend on the number of rows.
@@ -46,8 +46,8 @@ def packed_codes(
 ) -> Tensor | None:
     """The concatenation of `parts` [n, in], packed; None if it has to be dequantised, and `warn` gets the reason.
 
-    `integer` asks for products of integers, which values that are no integers do not get. With `gated`, panels hold
-    gates and ups, as those of `pack_panels`.
+    `integer` requests products of integers, which are possible only for integer values. With `gated`, panels hold
+    gates and ups, as `pack_panels` lays them out.
     """
     common = in_common_form(parts)
     if common is None:
@@ -112,7 +112,7 @@ def _pack(parts: list[QuantizedTensor], *, integer: bool, gated: bool) -> Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """What the operator's choice of code depends on."""
+    """The properties of a weight that the operator's choice of code depends on."""
 
     inputs: int
     group_size: int
@@ -183,7 +183,7 @@ def packed(
     gated: bool = False,
     warn: Callable[[str], object] = logger.warning,
 ) -> tuple[Tensor, Tensor]:
-    """Packed weight and bias: codes stay codes, and are multiplied as `packed_codes` says.
+    """Packed weight and bias: codes stay codes, and are multiplied as in `packed_codes`.
 
     The weight is packed directly from the mapped file if it needs no conversion. `warn` gets the reason if codes have
     to be dequantised.
@@ -196,7 +196,7 @@ def packed(
         if coded is not None:
             return coded, bias
     elif codes:
-        warn("dequantized: some parts of a fused linear have no codes")
+        warn("dequantized: some parts of a fused linear are not quantized")
     return torch.ops.millrace.pack_panels(_unpacked_parts(stored), gated), bias
 
 

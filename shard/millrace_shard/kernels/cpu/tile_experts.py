@@ -44,7 +44,7 @@ def fits_experts(weights: ExpertsWeights) -> bool:
 
 
 class TiledExperts:
-    """Router, experts and their sum in one parallel region. A row's bits depend on the row alone."""
+    """Router, experts and their sum in one parallel region. A row's bits depend only on the row."""
 
     def __init__(self, weights: ExpertsWeights, *, integer: bool = False) -> None:
         hidden, inter = weights.router.weight.shape[1], weights.inter
@@ -59,7 +59,7 @@ class TiledExperts:
         for reason in reasons:
             logger.warning("experts: %s", reason)
         self._weights = [weight for weight, _ in (*gates_ups, *downs)]
-        """What the tables refer to."""
+        """Tensors whose memory the tables point to."""
         router, rule = weights.router, weights.router.rule
         scoring = list(Scoring).index(rule.scoring)
         self._router = (
@@ -114,7 +114,7 @@ def _format(weight: StoredWeight) -> CodeFormat | None:
 
 @functools.cache
 def codes_agree(formats: Formats, *, integer: bool) -> bool:
-    """Whether results agree, and rows have the same bits alone; if not, a warning says so.
+    """Whether results agree, and rows have the same bits alone; logs a warning if not.
 
     The check of `agreement` has weights without codes.
     """
@@ -139,7 +139,7 @@ def codes_agree(formats: Formats, *, integer: bool) -> bool:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The root mean square of the differences in the worst column of [T, hidden], relative to that of `theirs`.
+    """The root mean square of the differences in the worst column of [T, hidden], relative to the column's in `theirs`.
 
     A single activation that is rounded to the next integer of 8 bits changes a single row by more.
     """

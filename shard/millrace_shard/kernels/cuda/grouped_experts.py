@@ -1,4 +1,4 @@
-"""Launches a layer's experts, without transfers or waits, and with grids from shapes alone, for CUDA graphs."""
+"""Launches a layer's experts without transfers or waits; grids depend only on shapes, for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GroupedExperts:
     """Router, experts and their sum; the rows of an expert are multiplied together."""
 
     def __init__(self, kernels: Kernels, weights: ExpertsWeights) -> None:
-        """`kernels` computes the logits of the router, and the gates but those of gpt-oss."""
+        """`kernels` computes the logits of the router, and all gates but gpt-oss's."""
         self._router = weights.router
         self._logits = kernels.router(weights.router.weight)
         self._silu_mul, self._activation = kernels.silu_mul, weights.activation
@@ -53,12 +53,12 @@ class GroupedExperts:
         order = torch.empty(chosen.numel(), dtype=torch.int32, device=x.device)
         starts = torch.empty(count + 1, dtype=torch.int32, device=x.device)
         group_pairs[(count,)](order, starts, chosen, chosen.numel(), num_warps=4)
-        places = order, starts
+        groups = order, starts
         gate_up = x.new_empty(chosen.numel(), self._gate_up.shape[1])
-        _multiply(gate_up, x.contiguous(), self._gate_up, self._gate_up_bias, places, top_k)
+        _multiply(gate_up, x.contiguous(), self._gate_up, self._gate_up_bias, groups, top_k)
         gated = self._activate(gate_up)
         results = x.new_empty(chosen.numel(), x.shape[1], dtype=torch.float32)
-        _multiply(results, gated, self._down, self._down_bias, places, 1)
+        _multiply(results, gated, self._down, self._down_bias, groups, 1)
         grid = len(x), triton.cdiv(x.shape[1], COLUMNS)
         add_experts[grid](
             out, results, shares, x.shape[1], top_k=top_k, columns=COLUMNS, num_warps=4
@@ -112,10 +112,10 @@ def _multiply(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    places: tuple[Tensor, Tensor],
+    groups: tuple[Tensor, Tensor],
     pairs_per_row: int,
 ) -> None:
-    """Multiply the rows of every expert, which `places` tells: order and starts."""
+    """Multiply the rows of every expert; `groups` holds their order and starts."""
     num_experts, num_outputs, num_inputs = weight.shape
     tiling = row_tiling(x.dtype, max(1, len(out) // num_experts))
     slots = len(out) // tiling.rows + num_experts
@@ -124,7 +124,7 @@ def _multiply(
         x,
         weight,
         weight if bias is None else bias,
-        *places,
+        *groups,
         num_experts,
         num_outputs,
         num_inputs,
@@ -139,7 +139,7 @@ def _multiply(
 
 
 def _with(biases: Tensor | None, index: int, count: int, bias: Tensor | None) -> Tensor | None:
-    """`biases` [count, n] with that of expert `index`; None if experts have none."""
+    """`biases` [count, n] with the bias of expert `index`; None if experts have none."""
     if bias is None:
         return biases
     if biases is None:

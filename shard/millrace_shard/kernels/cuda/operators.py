@@ -2,7 +2,7 @@
 
 In deterministic mode a row's bits depend neither on the composition of the batch nor on the prefill chunks. Otherwise
 the bits of linears may depend on the number of rows, and attention uses different tiles for prompts and for single
-queries. No operator waits for the device or reads from it, and grids follow from shapes and `batch.num_queries` alone,
+queries. No operator waits for the device or reads from it, and grids follow only from shapes and `batch.num_queries`,
 so a step of single queries may be captured in a CUDA graph and replayed over other contexts and tables.
 """
 

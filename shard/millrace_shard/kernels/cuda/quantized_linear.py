@@ -49,7 +49,7 @@ class PackedCodes:
     values: Tensor
     """float32 [16] or [256]: what each code stands for."""
     least: int | None
-    """What code 0 stands for, if it is an integer and each further code stands for one more."""
+    """The value of code 0, if it is an integer and each further code stands for one more."""
     has_remainder: bool
     """Whether the values are not exact in the dtype of the products."""
     scales: Tensor
@@ -117,10 +117,10 @@ class _Packer:
         step = step_length(part.group_size, self.dtype)
         codes = self._copied(part.codes, torch.uint8)
         values = part.values.cpu()
-        least, places = _consecutive(values)
-        if places is not None:
+        least, ranks = _consecutive(values)
+        if ranks is not None:
             values = values.sort().values
-            codes = places.to(self.device)[codes.int()]
+            codes = ranks.to(self.device)[codes.int()]
         order = part.input_order
         return PackedCodes(
             codes=_in_steps(codes, part, step),
@@ -169,9 +169,9 @@ def _consecutive(values: Tensor) -> tuple[int | None, Tensor | None]:
     least = int(ordered[0])
     if torch.equal(ordered, values):
         return least, None
-    places = torch.empty(len(values), dtype=torch.uint8)
-    places[order] = torch.arange(len(values), dtype=torch.uint8)
-    return least, places
+    ranks = torch.empty(len(values), dtype=torch.uint8)
+    ranks[order] = torch.arange(len(values), dtype=torch.uint8)
+    return least, ranks
 
 
 def _narrow(scales: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def _are_alike(part: Part, other: Part) -> bool:
 
 
 class SideBySide:
-    """A linear whose outputs are those of several linears."""
+    """A linear whose outputs are the outputs of several linears, one after the other."""
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self._linears = linears

@@ -1,7 +1,7 @@
 """Triton kernels of experts: products of the rows of each expert, gates of gpt-oss, and the sum of a token's experts.
 
 An output is one sum over its inputs in order, and a token's experts are added in the order of its choice, so a row's
-bits depend on the row alone.
+bits depend only on the row.
 """
 
 from __future__ import annotations

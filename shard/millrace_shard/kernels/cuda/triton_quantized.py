@@ -57,7 +57,7 @@ def _values(
     has_lookup: tl.constexpr,
     inputs: tl.constexpr,
 ):
-    """What the codes of `step` for `output`s [n] stand for: [n, inputs] float32."""
+    """The values of the codes of `step` for `output`s [n]: [n, inputs] float32."""
     step_bytes: tl.constexpr = inputs * bits // 8
     place = (step * num_outputs + output).to(tl.int64) * step_bytes
     at = tl.arange(0, step_bytes)

@@ -26,7 +26,7 @@ def _squares(part):
 
 @triton.jit
 def _normalise(part, scale, query_norm, key_norm, channel, width: tl.constexpr, is_query, is_key):
-    """Channels of heads, those of queries and keys normalised by `scale` [heads], with the rounding of `rms_norm`."""
+    """Channels of heads; queries and keys are normalised by `scale` [heads], with the rounding of `rms_norm`."""
     known = channel < width
     for_query = tl.load(query_norm + channel, mask=known, other=0.0).to(tl.float32)[None, :]
     for_key = tl.load(key_norm + channel, mask=known, other=0.0).to(tl.float32)[None, :]

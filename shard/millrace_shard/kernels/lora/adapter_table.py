@@ -43,7 +43,7 @@ class AdapterRows:
     blocks: Tensor
     """[N, 1 + BLOCK_ROWS] int32 on the device: an adapter slot, then rows that have it, -1 in the end.
 
-    A block of zeros has no adapter.
+    A block of zeros is without an adapter.
     """
     logits: AdapterRows | None
     """The same for the rows whose logits are needed; None if none of them has an adapter."""
@@ -191,7 +191,7 @@ def pack_part(
 ) -> PackedPart:
     """Pack one module: `a` [r, in] and `b` [out, r] in the model's dtype, `scales` [r] and `bias` [out] float32.
 
-    The result has memory of its own on `device`.
+    The result has new memory on `device`.
     """
     rank, padding = len(scales), -len(scales) % SLICE
     if packing == "tiles":
@@ -225,11 +225,11 @@ class PackedAdapter:
 
     digest: str
     parts: Mapping[int, PackedPart]
-    """By the place of the module among all parts of the model; other modules are those of the base."""
+    """By the module's index among all parts of the model; other modules are unchanged."""
     num_pages: int
     """Pages of 64 KiB that it counts for."""
     first_page: int | None = None
-    """Its place in the memory that is reserved for adapters; None if its tensors are allocations of their own."""
+    """Its first page in the memory that is reserved for adapters; None if its tensors are separate allocations."""
 
     @property
     def most_slices(self) -> int:

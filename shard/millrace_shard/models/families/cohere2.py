@@ -1,4 +1,4 @@
-"""Command R7B and A: Command R with a window on three of four layers, and rotary embeddings on those alone."""
+"""Command R7B and A: Command R with a window on three of four layers, and rotary embeddings only on those three."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _layers(config: ConfigReader, attention: AttentionSpec) -> list[AttentionSpe
     if window is None:
         config.value("layer_types")  # They have no effect then.
         return [attention] * config.count("num_hidden_layers")
-    # Published configs have `layer_types`, and the pattern as a text that says the same.
+    # Published configs have `layer_types`, and the same pattern as a text.
     kinds = window_kinds(config, pattern if isinstance(pattern, int) else None)
     by_kind = {
         "sliding_attention": replace(attention, window=window),

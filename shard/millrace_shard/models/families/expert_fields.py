@@ -16,22 +16,20 @@ OF_TRAINING = ("output_router_logits", "router_aux_loss_coef")
 
 
 def experts_per_token(config: ConfigReader, count: int) -> int:
-    """The number of chosen experts among `count`."""
-    found = config.count("num_experts_per_tok")
-    if found > count:
-        raise UnsupportedModel(f"num_experts_per_tok={found} of {count} experts")
-    return found
+    top_k = config.count("num_experts_per_tok")
+    if top_k > count:
+        raise UnsupportedModel(f"num_experts_per_tok={top_k} of {count} experts")
+    return top_k
 
 
 def softmax_rule(config: ConfigReader, count: int, *, renormalise: bool) -> RoutingRule:
-    """The rule of a softmax over `count` experts."""
     return RoutingRule(
         top_k=experts_per_token(config, count), scoring=Scoring.SOFTMAX, renormalise=renormalise
     )
 
 
 def qwen_is_sparse(config: ConfigReader) -> list[bool]:
-    """Whether each layer has experts: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
+    """Whether each layer has experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     num_layers, step = config.count("num_hidden_layers"), config.count("decoder_sparse_step")
     dense = config.value("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):

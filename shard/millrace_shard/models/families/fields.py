@@ -23,12 +23,12 @@ class Heads:
             raise UnsupportedModel(
                 f"num_key_value_heads={self.kv_count} does not divide num_attention_heads={self.count}"
             )
-        hidden_size, own = config.count("hidden_size"), config.optional_count("head_dim")
-        if own is None and hidden_size % self.count:
+        hidden_size, head_dim = config.count("hidden_size"), config.optional_count("head_dim")
+        if head_dim is None and hidden_size % self.count:
             raise UnsupportedModel(
                 f"num_attention_heads={self.count} does not divide hidden_size={hidden_size}"
             )
-        self.dim = own or hidden_size // self.count
+        self.dim = head_dim or hidden_size // self.count
 
 
 def activation(config: ConfigReader, field: str = "hidden_act") -> Activation:
@@ -54,7 +54,7 @@ def qwen_windows(config: ConfigReader) -> tuple[int | None, ...]:
 
 
 def window_kinds(config: ConfigReader, pattern: int | None) -> tuple[str, ...]:
-    """The kind of each layer: that of `layer_types`, else every `pattern`-th layer attends without a window."""
+    """The kind of each layer from `layer_types`; without it, every `pattern`-th layer attends without a window."""
     num_layers = config.count("num_hidden_layers")
     kinds = config.layer_types(num_layers)
     if kinds is not None:

@@ -41,7 +41,7 @@ def _spec(config: ConfigReader) -> DecoderSpec:
 def gemma_attention(
     config: ConfigReader, layer_kind: str | None = None, theta_field: str = "rope_theta"
 ) -> AttentionSpec:
-    """Attention without norms and window; `layer_kind` and `theta_field` are those of `llama_attention`."""
+    """Attention without norms and window; see `llama_attention` for `layer_kind` and `theta_field`."""
     bias = config.flag("attention_bias")
     return replace(
         llama_attention(config, layer_kind, bias=bias, theta_field=theta_field),

@@ -55,18 +55,20 @@ def _spec(config: ConfigReader) -> DecoderSpec:
 
 def grouped_rule(config: ConfigReader, count: int) -> RoutingRule:
     """DeepSeek's rule: sigmoids, with the best experts of the best groups."""
-    groups, kept = config.count("n_group"), config.count("topk_group")
+    groups, top_groups = config.count("n_group"), config.count("topk_group")
     top_k = experts_per_token(config, count)
     if count % groups or (groups > 1 and count // groups < 2):
         raise UnsupportedModel(f"n_group={groups} of {count} experts: groups must have two or more")
-    if kept > groups or kept * (count // groups) < top_k:
-        raise UnsupportedModel(f"topk_group={kept} of {groups} groups has not {top_k} experts")
+    if top_groups > groups or top_groups * (count // groups) < top_k:
+        raise UnsupportedModel(
+            f"topk_group={top_groups} of {groups} groups has not {top_k} experts"
+        )
     return RoutingRule(
         top_k=top_k,
         scoring=Scoring.SIGMOID,
         renormalise=config.flag("norm_topk_prob"),
         num_groups=groups,
-        top_groups=kept,
+        top_groups=top_groups,
         scale=config.number("routed_scaling_factor"),
     )
 

@@ -41,7 +41,7 @@ def _spec(config: ConfigReader) -> DecoderSpec:
     ]
     count = config.count("num_local_experts")
     rule = RoutingRule(top_k=experts_per_token(config, count), scoring=Scoring.SOFTMAX_OF_CHOSEN)
-    # The class reads the field, but its experts have a function of their own.
+    # The class reads the field, but its experts have their own function.
     activation(config)
     experts = ExpertsSpec(
         router=RouterSpec(num_experts=count, rule=rule, bias=True),

@@ -18,7 +18,7 @@ from millrace_shard.models.spec import (
 )
 
 _UNUSED = frozenset(("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
-"""Parameters that published configs have beside alpha."""
+"""Parameters that published configs have in addition to alpha."""
 LARGEST_ALPHA = 1_000_000
 
 

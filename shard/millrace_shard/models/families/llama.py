@@ -20,7 +20,7 @@ def llama_attention(
     rope_extra: frozenset[str] = frozenset(),
     may_be_partial: bool = False,
 ) -> AttentionSpec:
-    """Attention without norms; `bias` is that of all four projections.
+    """Attention without norms; `bias` is for all four projections.
 
     The other arguments describe the rotary embedding, see `read_rope`.
     """

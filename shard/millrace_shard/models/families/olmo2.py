@@ -28,7 +28,7 @@ NAMES = WeightNames(
 
 
 def olmo_attention(config: ConfigReader, layer_kind: str | None = None) -> AttentionSpec:
-    """Attention with norms over the whole width of queries and keys; `layer_kind` is that of `llama_attention`."""
+    """Attention with norms over the whole width of queries and keys; see `llama_attention` for `layer_kind`."""
     norm = NormSpec(eps=config.number("rms_norm_eps"), wide=True)
     head_norm = HeadNormSpec(norm=norm, whole_width=True)
     plain = llama_attention(config, layer_kind, bias=config.flag("attention_bias"))

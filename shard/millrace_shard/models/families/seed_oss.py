@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases of queries, keys and values, and heads of a width of their own."""
+"""Seed-OSS: Llama with biases of queries, keys and values, and a separate width of heads."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _spec(config: ConfigReader) -> DecoderSpec:
 
 
 def _windows(config: ConfigReader, rotates: tuple[int, ...]) -> tuple[int | None, ...]:
-    """With `use_sliding_window`, layers that do not rotate have the window unless `layer_types` says otherwise."""
+    """With `use_sliding_window`, layers that do not rotate have the window unless `layer_types` differs."""
     if config.value("layer_types") is not None:
         return qwen_windows(config)
     window = config.value("sliding_window")

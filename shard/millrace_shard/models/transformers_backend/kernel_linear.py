@@ -40,7 +40,7 @@ class SharedLinear(KernelLinear):
     def __init__(
         self, linear: Linear, share: LinearShare, outputs: int, group: ProcessGroup
     ) -> None:
-        """`outputs` are those of the whole projection."""
+        """`outputs` counts the outputs of the whole projection."""
         super().__init__(linear)
         self._share = share
         self._outputs = outputs
@@ -85,9 +85,9 @@ class ProjectionReplacement:
                 self.apply(child, f"{prefix}{name}.")
 
     def _replaced(self, projection: nn.Module, name: str) -> KernelLinear:
-        own = dict(projection.named_parameters(recurse=False))
-        weight = own["weight"].detach()
-        bias = own["bias"].detach() if "bias" in own else None
+        parameters = dict(projection.named_parameters(recurse=False))
+        weight = parameters["weight"].detach()
+        bias = parameters["bias"].detach() if "bias" in parameters else None
         with self._unmapper.releasing(weight):
             whole = weight if type(projection) is nn.Linear else weight.t().contiguous()
             style, (outputs, inputs) = self._plan.style(name), whole.shape

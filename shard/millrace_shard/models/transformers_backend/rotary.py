@@ -27,7 +27,6 @@ def rope_depends_on_length(config: PretrainedConfig) -> bool:
 
 
 def longest_sequence(config: PretrainedConfig) -> int:
-    """The number of positions that the model supports."""
     rope = rope_of(config)
     return int(config.max_position_embeddings) if rope is None else longest_position(rope)
 

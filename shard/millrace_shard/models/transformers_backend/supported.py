@@ -1,4 +1,4 @@
-"""Which classes of transformers are served, and what a class without its weights tells of its attention."""
+"""The classes of transformers that are served, and the attention of a class, known without its weights."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The decoder's class. Raises UnsupportedModel if there is none."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(
-            f"{config.model_type} is no decoder: transformers has no causal LM class for it"
+            f"{config.model_type} is not a decoder: transformers has no causal LM class for it"
         )
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    kind: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
-    return kind
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    decoder_class: type[PreTrainedModel] = classes[0] if isinstance(classes, tuple) else classes
+    return decoder_class
 
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:
@@ -160,7 +160,7 @@ def _other_cache(config: PretrainedConfig) -> str | None:
     if config.get_text_config() is not config:
         return "is multimodal"
     if getattr(config, "is_heterogeneous", False):
-        return "has layers with fields of their own"
+        return "has layers whose fields differ"
     if getattr(config, "kv_lora_rank", None):
         return "has latent attention (MLA), whose keys and values differ in width"
     return None

@@ -20,7 +20,7 @@ from millrace_shard.weights.unmapped_tensors import TensorUnmapper
 
 
 class Style(Enum):
-    """What the ranks have of a module or parameter; the values are transformers' names."""
+    """The parts of a module or parameter that ranks have; the values are transformers' names."""
 
     REPLICATED = "replicate"
     """Each rank has the whole."""
@@ -39,7 +39,7 @@ class Style(Enum):
     EMBEDDING = "embedding_rowwise"
     """Its rows of an embedding; the results are summed."""
     EXPERTS = "moe_tp_experts"
-    """A mixture's experts, whose parameters have styles of their own; the results are summed."""
+    """A mixture's experts, whose parameters have their own styles; the results are summed."""
 
 
 _ALIASES = {
@@ -76,11 +76,9 @@ class TensorParallelPlan:
 
     @staticmethod
     def whole() -> TensorParallelPlan:
-        """The plan of a single rank."""
         return TensorParallelPlan({})
 
     def style(self, name: str) -> Style:
-        """The style of the module or parameter `name`."""
         return self.styles.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), Style.REPLICATED)
 
     @property
@@ -102,7 +100,7 @@ INPUTS = frozenset((Style.ROWWISE, Style.ROWWISE_SPLIT))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShare:
-    """What one rank has of a linear [outputs, inputs]."""
+    """The part of a linear [outputs, inputs] that one rank has."""
 
     style: Style
     outputs: tuple[Span, ...]
@@ -136,20 +134,19 @@ class LinearShare:
 
     @property
     def is_summed(self) -> bool:
-        """Whether the results of the ranks are summed."""
         return self.style in INPUTS
 
     def weights(self, weight: Tensor) -> tuple[Tensor, ...]:
         """The parts of `weight` [outputs, inputs], as views, and the padding."""
-        own = tuple(weight[slice(*span), slice(*self.inputs)] for span in self.outputs)
+        slices = tuple(weight[slice(*span), slice(*self.inputs)] for span in self.outputs)
         if not self.padding:
-            return own
-        return (*own, weight.new_zeros(self.padding, weight.shape[1]))
+            return slices
+        return (*slices, weight.new_zeros(self.padding, weight.shape[1]))
 
     def bias(self, bias: Tensor) -> Tensor:
         """The part of `bias` [outputs] and zeros for the padding."""
-        own = [bias[slice(*span)] for span in self.outputs]
-        return torch.cat([*own, bias.new_zeros(self.padding)])
+        slices = [bias[slice(*span)] for span in self.outputs]
+        return torch.cat([*slices, bias.new_zeros(self.padding)])
 
 
 def is_divisible(style: Style, outputs: int, inputs: int, ranks: int) -> bool:
@@ -186,9 +183,11 @@ def split_modules(
         if style is Style.EXPERTS:
             _split_experts(name, module, plan, group, unmapper)
         elif style is Style.EMBEDDING:
-            parent, _, own = name.rpartition(".")
+            parent, _, attribute = name.rpartition(".")
             assert isinstance(module, nn.Embedding)
-            setattr(model.get_submodule(parent), own, _split_embedding(module, group, unmapper))
+            setattr(
+                model.get_submodule(parent), attribute, _split_embedding(module, group, unmapper)
+            )
 
 
 class SplitEmbedding(nn.Module):
@@ -244,7 +243,6 @@ def _split_experts(
 
 
 def _copied(own: Tensor, unmapper: TensorUnmapper) -> Tensor:
-    """A copy of `own` on the device."""
     out = torch.empty(own.shape, dtype=unmapper.dtype_of(own), device=unmapper.device)
     unmapper.copy(out, own)
     return out
@@ -257,7 +255,7 @@ _Matrix = tuple[Style, int, int]
 
 
 def plan_for(config: PretrainedConfig, ranks: int) -> TensorParallelPlan:
-    """How `ranks` share the class of `config`. Raises UnsupportedModel, naming the possible numbers of ranks."""
+    """The split of the class of `config` over `ranks`. Raises UnsupportedModel with the possible numbers."""
     if ranks == 1:
         return TensorParallelPlan.whole()
     kind = class_of(config)

@@ -1,4 +1,4 @@
-"""Loads a class of transformers: its weights, our modules in place of some of its own, and the check of its logits."""
+"""Loads a class of transformers: its weights, our modules in place of some of its, and a check of its logits."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def read_class(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> Pr
         )
     except (OSError, SafetensorError, RuntimeError) as error:
         raise WeightsError(f"the weights in {folder} cannot be read: {error}") from error
-    for name, found, expected in sorted(report["mismatched_keys"]):
+    for name, shape, expected in sorted(report["mismatched_keys"]):
         raise WeightsError(
-            f"tensor {name} has shape {list(found)}, its config says {list(expected)}"
+            f"tensor {name} has shape {list(shape)}, its config says {list(expected)}"
         )
     for name in sorted(report["missing_keys"]):
         raise WeightsError(f"tensor {name} is missing from the checkpoint")
@@ -99,7 +99,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersLoader:
-    """What a rank needs to read its part of the checkpoint in `folder`."""
+    """Loads a rank's part of the checkpoint in `folder`."""
 
     folder: Path
     config: PretrainedConfig
@@ -112,7 +112,7 @@ class TransformersLoader:
     adapters: AdapterTable | None = None
     """Of which the projections become sites."""
     allow_unlisted: bool = False
-    """Load a class that is not listed too, and compare its logits with those of its own eager attention."""
+    """Load a class that is not listed too, and compare its logits with its own eager attention's."""
 
     def load(self) -> TransformersModel:
         """Load the model. Raises UnsupportedModel, also for a class that fails the comparison, or WeightsError."""
@@ -139,8 +139,10 @@ class TransformersLoader:
             tolerance=QUANTIZED_TOLERANCE if is_quantized else TOLERANCES[self.dtype],
         )
         distances = check.run(model, expected)
-        told = ", ".join(f"{name} {distance:.2g}" for name, distance in distances.items())
-        logger.info("%s passes the self-check in %s: %s", self.config.model_type, self.dtype, told)
+        distances_text = ", ".join(f"{name} {distance:.2g}" for name, distance in distances.items())
+        logger.info(
+            "%s passes the self-check in %s: %s", self.config.model_type, self.dtype, distances_text
+        )
         return model
 
     def _loaded(self, plan: TensorParallelPlan) -> tuple[TransformersModel, Tensor | None]:

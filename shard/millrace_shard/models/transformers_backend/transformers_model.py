@@ -64,7 +64,6 @@ class Activation(nn.Module):
         self._function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the function to `x` of any shape."""
         return elementwise(self._function, x)
 
 
@@ -127,8 +126,8 @@ class TransformersModel:
             attending(PagedAttention(self._kernels, batch, cache)),
             running(self._adapters, tokens=batch.adapters, logits=batch.logit_adapters),
         ):
-            wanted = 0 if batch.all_logits else batch.logit_rows
-            return self._run(batch.ids, batch.positions, wanted).float()
+            rows = 0 if batch.all_logits else batch.logit_rows
+            return self._run(batch.ids, batch.positions, rows).float()
 
     @torch.inference_mode()
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
@@ -201,9 +200,9 @@ def _check_heads(model: PreTrainedModel, shapes: ShapeProbe, ranks: int) -> None
     """Raise UnsupportedModel unless each layer attends with the heads that this rank ought to have."""
     expected = layer_shape(model.config, ranks)
     for layer, (num_kv_heads, _) in shapes.layers.items():
-        found = shapes.num_heads[layer], num_kv_heads
-        if found != (expected.num_heads, expected.num_kv_heads):
+        heads = shapes.num_heads[layer], num_kv_heads
+        if heads != (expected.num_heads, expected.num_kv_heads):
             raise UnsupportedModel(
-                f"on one of {ranks} shards, layer {layer} of {type(model).__name__} attends with {found[0]} heads and "
-                f"{found[1]} key-value heads, not {expected.num_heads} and {expected.num_kv_heads}"
+                f"on one of {ranks} shards, layer {layer} of {type(model).__name__} attends with {heads[0]} heads and "
+                f"{heads[1]} key-value heads, not {expected.num_heads} and {expected.num_kv_heads}"
             )

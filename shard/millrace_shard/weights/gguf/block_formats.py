@@ -33,7 +33,7 @@ Split = Callable[[Tensor], BlockCodes]
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """A format by its name in ggml; `dtype` is that of decoded values."""
+    """A format by its name in ggml; decoded values have `dtype`."""
 
     name: str
     elements: int
@@ -60,7 +60,6 @@ class BlockFormat:
         return values.flatten(1)
 
     def table(self) -> Tensor:
-        """What each code stands for, float32."""
         return torch.arange(1 << self.bits, dtype=torch.float32) - self.zero
 
 
@@ -68,7 +67,7 @@ def find_format(number: int, tensor: str) -> BlockFormat:
     """The format of `tensor` by ggml's number. Raises UnsupportedModel with the names of the supported ones."""
     if number not in FORMATS:
         name = OTHER_NAMES.get(number, str(number))
-        supported = ", ".join(known.name for known in FORMATS.values())
+        supported = ", ".join(block_format.name for block_format in FORMATS.values())
         raise UnsupportedModel(
             f"tensor {tensor} has the block type {name}; these are supported: {supported}"
         )
@@ -117,7 +116,7 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minima [n, 8] of the 8 parts of a Q4_K or Q5_K block.
 
     Each has 6 bits of the 12 bytes from byte 4: bytes 0 to 3 hold the scales 0 to 3, bytes 4 to 7 the minima 0 to 3.
-    The upper two bits of both, and bytes 8 to 11, hold those of the parts 4 to 7.
+    The upper two bits of both, and bytes 8 to 11, hold the scales and minima 4 to 7.
     """
     low, mid, rest = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
     scales = torch.cat((low & 0x3F, (rest & 0x0F) | ((low >> 2) & 0x30)), dim=1)

@@ -73,7 +73,6 @@ def _scaling(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> dict[s
 
 
 def _llama3(factors: Tensor, theta: float, head_dim: int) -> dict[str, Any]:
-    """The parameters of kind llama3 from which `factors` follow."""
     if factors.shape != (head_dim // 2,):
         raise WeightsError(
             f"tensor {ROPE_FACTORS} has shape {list(factors.shape)}, and heads have {head_dim} channels"
@@ -82,11 +81,11 @@ def _llama3(factors: Tensor, theta: float, head_dim: int) -> dict[str, Any]:
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     turns = LLAMA3["original_max_position_embeddings"] / (2 * math.pi * theta**exponents)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    expected = 1 / ((1 - kept) / factor + kept)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    expected = 1 / ((1 - share) / factor + share)
     if not torch.allclose(factors.double(), expected, rtol=TOLERANCE, atol=0):
         raise UnsupportedModel(
-            f"tensor {ROPE_FACTORS} holds factors that are not those of Llama 3.1 and its successors"
+            f"tensor {ROPE_FACTORS} holds factors other than Llama 3.1's, which are not supported"
         )
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
@@ -157,7 +156,6 @@ def _sizes(header: GgufHeader, metadata: Metadata, arch: str) -> dict[str, Any]:
 
 
 def _family(header: GgufHeader, metadata: Metadata, arch: str) -> dict[str, Any]:
-    """`model_type` and the fields that only some families have."""
     head_dim = _head_dim(metadata, arch)
     if arch == "qwen2":
         return {"model_type": arch, "use_sliding_window": False}
@@ -179,17 +177,17 @@ def _head_dim(metadata: Metadata, arch: str) -> int:
     hidden = metadata.needed(f"{arch}.embedding_length")
     heads = metadata.needed(f"{arch}.attention.head_count")
     plain = hidden // heads
-    found = metadata.count(f"{arch}.attention.key_length") or plain
+    head_dim = metadata.count(f"{arch}.attention.key_length") or plain
     repeated = ("attention.value_length", "rope.dimension_count")
-    widths = [metadata.count(f"{arch}.{name}") or found for name in repeated]
-    if any(width != found for width in widths) or (arch == "qwen2" and found != plain):
+    widths = [metadata.count(f"{arch}.{name}") or head_dim for name in repeated]
+    if any(width != head_dim for width in widths) or (arch == "qwen2" and head_dim != plain):
         raise UnsupportedModel(
-            f"{arch}: heads of {hidden}/{heads} channels with {arch}.attention.key_length={found},"
+            f"{arch}: heads of {hidden}/{heads} channels with {arch}.attention.key_length={head_dim},"
             f" {arch}.attention.value_length={widths[0]} and {arch}.rope.dimension_count={widths[1]} are not supported"
         )
-    if found % 2 or not found:
-        raise WeightsError(f"{arch}: heads of {found} channels cannot be rotated in pairs")
-    return found
+    if head_dim % 2 or not head_dim:
+        raise WeightsError(f"{arch}: heads of {head_dim} channels cannot be rotated in pairs")
+    return head_dim
 
 
 def _dtype(header: GgufHeader) -> str:

@@ -48,7 +48,7 @@ def read_codes(
     groups = Groups.of(form.group, columns)
     of_blocks = groups.index - first // form.group
     inside = slice(columns[0] - first, columns[1] - first)
-    found = []
+    parts_read = []
     for start, end, blocks in _pieces(file, tensor, rows, columns):
         parts = form.split(blocks)
         scales, offsets = (
@@ -59,13 +59,13 @@ def read_codes(
             if each is not None:
                 _check_finite(file, tensor, each)
         assert scales is not None
-        found.append(BlockCodes(parts.codes.view(end - start, -1)[:, inside], scales, offsets))
-    offsets_found = [part.offsets for part in found if part.offsets is not None]
+        parts_read.append(BlockCodes(parts.codes.view(end - start, -1)[:, inside], scales, offsets))
+    offsets_read = [part.offsets for part in parts_read if part.offsets is not None]
     return QuantizedTensor(
-        codes=torch.cat([part.codes for part in found]),
+        codes=torch.cat([part.codes for part in parts_read]),
         values=form.table(),
-        scales=torch.cat([part.scales for part in found]),
-        offsets=torch.cat(offsets_found) if offsets_found else None,
+        scales=torch.cat([part.scales for part in parts_read]),
+        offsets=torch.cat(offsets_read) if offsets_read else None,
         group_size=groups.size,
     )
 
@@ -92,16 +92,15 @@ def _check_finite(file: BufferedReader, tensor: StoredTensor, values: Tensor) ->
 
 
 def _read(file: BufferedReader, tensor: StoredTensor, start: int, end: int) -> Tensor:
-    """The bytes of the rows from `start` to `end`."""
     stored = torch.empty((end - start) * tensor.row_bytes, dtype=torch.uint8)
     try:
         file.seek(tensor.offset + start * tensor.row_bytes)
-        found = file.readinto(stored.numpy().data)
+        num_read = file.readinto(stored.numpy().data)
     except OSError as error:
         raise WeightsError(
             f"tensor {tensor.name} in {_name(file)} cannot be read: {error}"
         ) from error
-    if found != len(stored):
+    if num_read != len(stored):
         raise WeightsError(f"{_name(file)} was cut short while tensor {tensor.name} was read")
     return stored
 
@@ -123,7 +122,6 @@ class GgufFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open `folder`/model.gguf."""
         self._path = folder / MODEL
         self._header = GgufHeader.read(self._path)
         self._file = self._path.open("rb")
@@ -142,15 +140,12 @@ class GgufFiles:
         return name in self
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
         return self._tensor(name).shape
 
     def format(self, name: str) -> BlockFormat:
-        """The format of a tensor's blocks."""
         return self._tensor(name).format
 
     def stored_bytes(self, name: str) -> int:
-        """The bytes of the whole tensor in the file."""
         return self._tensor(name).num_bytes
 
     def read(self, name: str, *, dim: int, span: tuple[int, int]) -> Tensor:
@@ -178,12 +173,12 @@ class GgufFiles:
             return read_codes(self._file, tensor, cut.rows, cut.columns)
         size, (start, end) = self._head_dim(tensor), cut.rows
         whole = start // size * size, -(-end // size) * size
-        found = read_codes(self._file, tensor, whole, cut.columns)
-        offsets = None if found.offsets is None else _unrotated(found.offsets, size)
+        codes = read_codes(self._file, tensor, whole, cut.columns)
+        offsets = None if codes.offsets is None else _unrotated(codes.offsets, size)
         heads = replace(
-            found,
-            codes=_unrotated(found.codes, size),
-            scales=_unrotated(found.scales, size),
+            codes,
+            codes=_unrotated(codes.codes, size),
+            scales=_unrotated(codes.scales, size),
             offsets=offsets,
         )
         return heads.rows(start - whole[0], end - whole[0])
@@ -213,10 +208,10 @@ class GgufFiles:
 
     def _tensor(self, name: str) -> StoredTensor:
         stored = stored_name(_full(name))
-        found = None if stored is None else self._header.tensors.get(stored)
-        if found is None:
+        tensor = None if stored is None else self._header.tensors.get(stored)
+        if tensor is None:
             raise WeightsError(f"tensor {name} is missing from the checkpoint")
-        return found
+        return tensor
 
     def _head_dim(self, tensor: StoredTensor) -> int:
         heads = self._num_heads[tensor.name.split(".")[2]]

@@ -73,7 +73,6 @@ def prepare_gguf(path: Path, cache_root: Path, *, tokenizer: Path | None) -> Pat
 
 
 def _digest(header: GgufHeader, tokenizer: Path | None) -> str:
-    """A digest of everything that the folder depends on."""
     with header.path.open("rb") as file:
         start = file.read(header.num_bytes)
     state = [str(FORMAT_VERSION), str(header.path.resolve()), str(header.size)]
@@ -91,8 +90,10 @@ def _write(folder: Path, header: GgufHeader, tokenizer: Path | None) -> None:
     if tokenizer is None:
         generation = _write_tokenizer(folder, metadata, config)
     else:
-        own = metadata.texts(f"{PREFIX}tokens") or []
-        generation = _copy_tokenizer(folder, tokenizer, own, vocab_size=config["vocab_size"])
+        file_tokens = metadata.texts(f"{PREFIX}tokens") or []
+        generation = _copy_tokenizer(
+            folder, tokenizer, file_tokens, vocab_size=config["vocab_size"]
+        )
     ends = generation.get("eos_token_id")
     _write_json(folder / "config.json", {**config, "eos_token_id": ends})
     _write_json(folder / "generation_config.json", generation)
@@ -104,16 +105,16 @@ def _write_tokenizer(folder: Path, metadata: Metadata, config: dict[str, Any]) -
     (folder / TOKENIZER).write_text(tokenizer_json(metadata, vocabulary))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, vocabulary))
     ids = {f"{name}_token_id": vocabulary.named.get(name) for name in ("bos", "pad")}
-    found = {name: id_ for name, id_ in ids.items() if id_ is not None}
-    return {**found, "eos_token_id": vocabulary.end_ids() or None}
+    special_ids = {name: id_ for name, id_ in ids.items() if id_ is not None}
+    return {**special_ids, "eos_token_id": vocabulary.end_ids() or None}
 
 
 def _copy_tokenizer(
-    folder: Path, source: Path, own: Sequence[str], *, vocab_size: int
+    folder: Path, source: Path, file_tokens: Sequence[str], *, vocab_size: int
 ) -> dict[str, Any]:
     """Copy the files of the tokenizer in `source`; returns the object of generation_config.json.
 
-    `own` are the tokens in the file, if it has any.
+    `file_tokens` are the tokens in the file, if it has any.
     """
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
@@ -128,33 +129,33 @@ def _copy_tokenizer(
         raise WeightsError(
             f"the tokenizer in {source} has ids up to {largest}, and the model embeddings for {vocab_size}"
         )
-    _check_vocabulary(source, tokenizer, own)
+    _check_vocabulary(source, tokenizer, file_tokens)
     generation = read_json_object(source / "generation_config.json") or {}
     if "eos_token_id" not in generation:
         generation["eos_token_id"] = _eos_id(source, tokenizer)
     return generation
 
 
-def _check_vocabulary(source: Path, tokenizer: Tokenizer, own: Sequence[str]) -> None:
+def _check_vocabulary(source: Path, tokenizer: Tokenizer, file_tokens: Sequence[str]) -> None:
     """Raise WeightsError unless most tokens in the file have their ids in `tokenizer`, and log that some have not.
 
     Files may name special and unused tokens differently.
     """
     others = {
         id_: (tokenizer.id_to_token(id_), token)
-        for id_, token in enumerate(own)
+        for id_, token in enumerate(file_tokens)
         if tokenizer.id_to_token(id_) != token
     }
     if not others:
         return
     first, (theirs, token) = next(iter(others.items()))
-    found = (
-        f"the tokenizer in {source} has {len(others)} of the {len(own)} tokens in the file not under their ids: "
+    difference = (
+        f"the tokenizer in {source} has other ids for {len(others)} of the {len(file_tokens)} tokens in the file: "
         f"id {first} is {theirs!r}, and {token!r} in the file"
     )
-    if len(others) > len(own) // 2:
-        raise WeightsError(f"{found}; name the model that the file was made from")
-    logger.warning("%s", found)
+    if len(others) > len(file_tokens) // 2:
+        raise WeightsError(f"{difference}; name the model that the file was made from")
+    logger.warning("%s", difference)
 
 
 def _eos_id(source: Path, tokenizer: Tokenizer) -> int | None:
@@ -168,10 +169,10 @@ def _rope_factors(header: GgufHeader) -> Tensor | None:
     if tensor is None:
         return None
     if len(tensor.shape) != 1 or tensor.format.dtype != torch.float32:
-        raise WeightsError(f"tensor {ROPE_FACTORS} is no vector of float32")
+        raise WeightsError(f"tensor {ROPE_FACTORS} is not a vector of float32")
     with header.path.open("rb") as file:
         return read_part(file, tensor, (0, 1), (0, tensor.shape[0]))[0]
 
 
-def _write_json(path: Path, found: dict[str, Any]) -> None:
-    path.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -52,22 +52,19 @@ class Reader:
         self._name = name
 
     def take(self, num_bytes: int) -> bytes:
-        """The next `num_bytes` bytes."""
         end = self.offset + num_bytes
         if end > len(self._data):
             raise WeightsError(
                 f"{self._name} is cut short: its header needs {end} bytes, and the file has {len(self._data)}"
             )
-        found = self._data[self.offset : end]
+        data = self._data[self.offset : end]
         self.offset = end
-        return found
+        return data
 
     def u32(self) -> int:
-        """The next number of 4 bytes."""
         return int(struct.unpack("<I", self.take(4))[0])
 
     def u64(self) -> int:
-        """The next number of 8 bytes."""
         return int(struct.unpack("<Q", self.take(8))[0])
 
     def string(self) -> str:
@@ -96,7 +93,7 @@ class Reader:
             return self._numbers(kind, count)
         if count > min(MAX_STRINGS, (len(self._data) - self.offset) // 8):
             raise WeightsError(
-                f"{self._name} announces an array of {count} strings, for which it has no room"
+                f"{self._name} announces an array of {count} strings, more than it can hold"
             )
         return [self.string() for _ in range(count)]
 
@@ -132,13 +129,12 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape[:-1]) * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata by key and tensors by name. `num_bytes` is the size of the header, `size` that of the file."""
+    """Metadata by key and tensors by name. `num_bytes` is the size of the header, `size` the file's."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -218,12 +214,13 @@ def _tensor(reader: Reader, path: Path) -> StoredTensor:
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
         raise WeightsError(f"tensor {name} in {path.name} has {num_dimensions} dimensions")
     shape = tuple(reader.u64() for _ in range(num_dimensions))[::-1]
-    found = find_format(reader.u32(), name)
-    if min(shape) < 1 or shape[-1] % found.elements:
+    block_format = find_format(reader.u32(), name)
+    if min(shape) < 1 or shape[-1] % block_format.elements:
         raise WeightsError(
-            f"tensor {name} in {path.name} has shape {list(shape)}, which is not made of blocks of {found.elements}"
+            f"tensor {name} in {path.name} has shape {list(shape)}, which is not made of blocks of"
+            f" {block_format.elements}"
         )
-    return StoredTensor(name, shape, found, reader.u64())
+    return StoredTensor(name, shape, block_format, reader.u64())
 
 
 def _alignment(path: Path, metadata: Mapping[str, Value]) -> int:
@@ -234,7 +231,7 @@ def _alignment(path: Path, metadata: Mapping[str, Value]) -> int:
         or alignment & (alignment - 1)
     ):
         raise WeightsError(
-            f"general.alignment of {path.name} is {alignment!r}, which is no power of two up to {LARGEST_ALIGNMENT}"
+            f"general.alignment of {path.name} is {alignment!r}, which is not a power of two up to {LARGEST_ALIGNMENT}"
         )
     return alignment
 

@@ -26,7 +26,6 @@ class Metadata:
         return key in self._values
 
     def unread(self, prefix: str) -> list[str]:
-        """The keys below `prefix` that no method was asked for."""
         return sorted(
             key for key in self._values if key.startswith(prefix) and key not in self._asked
         )
@@ -37,78 +36,78 @@ class Metadata:
 
     def text(self, key: str) -> str | None:
         """A string; None if the key is absent."""
-        found = self._find(key)
-        if found is None or isinstance(found, str):
-            return found
-        raise self._wrong(key, "no string")
+        value = self._find(key)
+        if value is None or isinstance(value, str):
+            return value
+        raise self._wrong(key, "a string")
 
     def flag(self, key: str) -> bool | None:
         """A boolean; None if the key is absent."""
-        found = self._find(key)
-        if found is None or isinstance(found, bool):
-            return found
-        raise self._wrong(key, "no boolean")
+        value = self._find(key)
+        if value is None or isinstance(value, bool):
+            return value
+        raise self._wrong(key, "a boolean")
 
     def number(self, key: str) -> float | None:
         """A finite number above zero; None if the key is absent."""
-        found = self._find(key)
-        if found is None:
+        entry = self._find(key)
+        if entry is None:
             return None
-        if isinstance(found, int | float) and not isinstance(found, bool):
-            value = _shortest(found)
+        if isinstance(entry, int | float) and not isinstance(entry, bool):
+            value = _shortest(entry)
             if math.isfinite(value) and value > 0:
                 return value
-        raise self._wrong(key, "no finite number above zero")
+        raise self._wrong(key, "a finite number above zero")
 
     def count(self, key: str) -> int | None:
         """A whole number from 0, or an array that repeats one; None if the key is absent."""
-        found = self._find(key)
-        if isinstance(found, np.ndarray) and found.size and (found == found[0]).all():
-            found = found[0].item()
-        if found is None:
+        value = self._find(key)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
+        if value is None:
             return None
-        if isinstance(found, int) and not isinstance(found, bool) and 0 <= found < LARGEST_COUNT:
-            return found
-        raise self._wrong(key, "no whole number, the same for all layers")
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_COUNT:
+            return value
+        raise self._wrong(key, "a whole number, the same for all layers")
 
     def needed(self, key: str) -> int:
         """A whole number from 1 of a key that must exist."""
-        found = self.count(key)
-        if found:
-            return found
+        value = self.count(key)
+        if value:
+            return value
         raise WeightsError(f"{self._name} has no {key}, or it is 0")
 
     def texts(self, key: str) -> list[str] | None:
         """An array of strings; None if the key is absent."""
-        found = self._find(key)
-        if found is None or isinstance(found, list):
-            return found
-        raise self._wrong(key, "no array of strings")
+        value = self._find(key)
+        if value is None or isinstance(value, list):
+            return value
+        raise self._wrong(key, "an array of strings")
 
     def counts(self, key: str) -> list[int] | None:
         """An array of whole numbers; None if the key is absent."""
-        found = self._find(key)
-        if found is None:
+        entry = self._find(key)
+        if entry is None:
             return None
-        if isinstance(found, np.ndarray) and found.dtype.kind in "iu":
-            return [int(value) for value in found.tolist()]
-        raise self._wrong(key, "no array of whole numbers")
+        if isinstance(entry, np.ndarray) and entry.dtype.kind in "iu":
+            return [int(value) for value in entry.tolist()]
+        raise self._wrong(key, "an array of whole numbers")
 
     def numbers(self, key: str) -> list[float] | None:
         """An array of finite numbers; None if the key is absent."""
-        found = self._find(key)
-        if found is None:
+        entry = self._find(key)
+        if entry is None:
             return None
-        if isinstance(found, np.ndarray) and found.dtype.kind in "iuf" and np.isfinite(found).all():
-            return [float(value) for value in found.tolist()]
-        raise self._wrong(key, "no array of finite numbers")
+        if isinstance(entry, np.ndarray) and entry.dtype.kind in "iuf" and np.isfinite(entry).all():
+            return [float(value) for value in entry.tolist()]
+        raise self._wrong(key, "an array of finite numbers")
 
     def _find(self, key: str) -> Value | None:
         self._asked.add(key)
         return self._values.get(key)
 
-    def _wrong(self, key: str, problem: str) -> WeightsError:
-        return WeightsError(f"{self._name}: {self.describe(key)} is {problem}")
+    def _wrong(self, key: str, expected: str) -> WeightsError:
+        return WeightsError(f"{self._name}: {self.describe(key)} must be {expected}")
 
 
 def _shortest(value: float) -> float:

@@ -1,4 +1,4 @@
-"""Names of tensors: those of transformers' classes, those of GGUF files, and the shapes that a config asks for."""
+"""Names of tensors in transformers' classes and in GGUF files, and the shapes that a config requires."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def stored_name(name: str) -> str | None:
     """The name in the file of the tensor that transformers calls `name`; None if there is none."""
     if name in OUTSIDE:
         return OUTSIDE[name]
-    found = LAYER.fullmatch(name)
-    if found is None or found[2] not in INSIDE:
+    match = LAYER.fullmatch(name)
+    if match is None or match[2] not in INSIDE:
         return None
-    return f"blk.{found[1]}.{INSIDE[found[2]]}.{found[3]}"
+    return f"blk.{match[1]}.{INSIDE[match[2]]}.{match[3]}"
 
 
 def is_rotated(stored: str) -> bool:
@@ -63,12 +63,12 @@ def check_tensors(header: GgufHeader, config: Mapping[str, Any]) -> None:
         )
     expected = _shapes(config)
     for name, shape in expected.items():
-        found = header.tensors.get(name)
-        if found is None:
+        tensor = header.tensors.get(name)
+        if tensor is None:
             raise WeightsError(f"tensor {name} is missing from {header.path.name}")
-        if found.shape != shape:
+        if tensor.shape != shape:
             raise WeightsError(
-                f"tensor {name} in {header.path.name} has shape {list(found.shape)},"
+                f"tensor {name} in {header.path.name} has shape {list(tensor.shape)},"
                 f" its metadata says {list(shape)}"
             )
     extra = sorted(header.tensors.keys() - expected.keys() - {ROPE_FACTORS})
@@ -79,7 +79,6 @@ def check_tensors(header: GgufHeader, config: Mapping[str, Any]) -> None:
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The stored tensors of a model by name."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (vocabulary, hidden),

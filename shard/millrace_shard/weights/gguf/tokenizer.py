@@ -1,7 +1,7 @@
 """The tokenizer in the metadata of a GGUF file, as the tokenizer.json and tokenizer_config.json of a model folder.
 
 Of the patterns that split text into words, each splits the pieces that the patterns before it leave; matches and what
-lies between them become pieces. The patterns are those of the models' tokenizer.json files, in Oniguruma's syntax.
+lies between them become pieces. The patterns are taken from the models' tokenizer.json files, in Oniguruma's syntax.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class Vocabulary:
         return cls(tokens=tokens, kinds=kinds, ids=ids, named=_named(metadata, len(tokens)))
 
     def of_kind(self, *kinds: TokenKind) -> list[int]:
-        """The ids of all tokens of these kinds."""
         return [id_ for id_, kind in enumerate(self.kinds) if kind in kinds]
 
     def end_ids(self) -> list[int]:
@@ -89,7 +88,6 @@ class Vocabulary:
         return list(dict.fromkeys(named + [id_ for id_ in control if self.tokens[id_] in ENDS]))
 
     def text(self, name: str) -> str | None:
-        """The token that the file names `name`."""
         return self.tokens[self.named[name]] if name in self.named else None
 
 
@@ -102,7 +100,7 @@ def _named(metadata: Metadata, num_tokens: int) -> dict[str, int]:
         "unk": "unknown",
         "pad": "padding",
     }
-    found = {}
+    named = {}
     for name, word in keys.items():
         key = f"{PREFIX}{word}_token_id"
         id_ = metadata.count(key)
@@ -110,8 +108,8 @@ def _named(metadata: Metadata, num_tokens: int) -> dict[str, int]:
             continue
         if id_ >= num_tokens:
             raise WeightsError(f"{key}={id_}, and the vocabulary has {num_tokens} tokens")
-        found[name] = id_
-    return found
+        named[name] = id_
+    return named
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -299,10 +297,10 @@ def tokenizer_config(metadata: Metadata, vocabulary: Vocabulary) -> dict[str, An
     templates = {"default": metadata.text(TEMPLATE)}
     for name in metadata.texts("tokenizer.chat_templates") or ():
         templates[name] = metadata.text(f"{TEMPLATE}.{name}")
-    found = [{"name": name, "template": text} for name, text in templates.items() if text]
-    if found:
-        single = len(found) == 1 and found[0]["name"] == "default"
-        config["chat_template"] = found[0]["template"] if single else found
+    special = [{"name": name, "template": text} for name, text in templates.items() if text]
+    if special:
+        single = len(special) == 1 and special[0]["name"] == "default"
+        config["chat_template"] = special[0]["template"] if single else special
     return config
 
 
@@ -354,7 +352,7 @@ def _pair(merge: str) -> tuple[str, str]:
     # A token may begin with a space.
     left, _, right = merge[1:].partition(" ")
     if not right:
-        raise WeightsError(f"{PREFIX}merges has {merge!r}, which is no pair; {REMEDY}")
+        raise WeightsError(f"{PREFIX}merges has {merge!r}, which is not a pair; {REMEDY}")
     return merge[:1] + left, right
 
 
@@ -376,32 +374,32 @@ def _added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
 
 
 def _ends(metadata: Metadata, vocabulary: Vocabulary, *, starts: bool) -> dict[str, Any] | None:
-    """The post-processor, which adds the bos and eos tokens that the file asks for."""
-    asked = {
+    """The post-processor, which adds the bos and eos tokens that the file requests."""
+    flags = {
         "bos": metadata.flag(f"{PREFIX}add_bos_token"),
         "eos": metadata.flag(f"{PREFIX}add_eos_token"),
     }
-    if asked["bos"] is None:
-        asked["bos"] = starts and "bos" in vocabulary.named
-    for name, wanted in asked.items():
-        if wanted and name not in vocabulary.named:
+    if flags["bos"] is None:
+        flags["bos"] = starts and "bos" in vocabulary.named
+    for name, added in flags.items():
+        if added and name not in vocabulary.named:
             raise WeightsError(
                 f"{PREFIX}add_{name}_token is set, and the file has no {PREFIX}{name}_token_id"
             )
-    if not any(asked.values()):
+    if not any(flags.values()):
         return None
     special = [
         {"SpecialToken": {"id": vocabulary.text(name), "type_id": 0}}
-        for name, wanted in asked.items()
-        if wanted
+        for name, added in flags.items()
+        if added
     ]
-    place = 1 if asked["bos"] else 0
+    position = 1 if flags["bos"] else 0
 
     def around(sequence: str, type_id: int) -> list[dict[str, Any]]:
         return [
-            *special[:place],
+            *special[:position],
             {"Sequence": {"id": sequence, "type_id": type_id}},
-            *special[place:],
+            *special[position:],
         ]
 
     return {
@@ -410,7 +408,7 @@ def _ends(metadata: Metadata, vocabulary: Vocabulary, *, starts: bool) -> dict[s
         "pair": [*around("A", 0), *around("B", 1)],
         "special_tokens": {
             text: {"id": text, "ids": [vocabulary.ids[text]], "tokens": [text]}
-            for text in (vocabulary.text(name) for name, wanted in asked.items() if wanted)
+            for text in (vocabulary.text(name) for name, added in flags.items() if added)
             if text is not None
         },
     }

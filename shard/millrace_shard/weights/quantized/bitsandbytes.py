@@ -69,15 +69,15 @@ class FourBitLinear:
         name = self._state_name
         stored = tensors.read(name, [(math.prod(tensors.shape(name)),)], [torch.uint8])
         try:
-            found = parse_json(bytes(stored.tolist()))
+            state = parse_json(bytes(stored.tolist()))
         except ValueError as error:
             raise tensors.error(name, f"is not JSON: {error}") from error
-        if not isinstance(found, dict):
+        if not isinstance(state, dict):
             raise tensors.error(name, "is not a JSON object")
-        return found
+        return state
 
     def _absmax(self, tensors: ModuleTensors, state: Mapping[str, Any], blocks: int) -> Tensor:
-        """The scale of each block; those of double quantisation are codes of a table themselves."""
+        """The scale of each block; with double quantisation, scales are codes of a table themselves."""
         if "weight.nested_absmax" not in tensors:
             return tensors.scales("weight.absmax", [(blocks,)])
         size = _positive(tensors, self._state_name, state, "nested_blocksize")
@@ -139,7 +139,7 @@ def bitsandbytes(settings: Settings) -> Quantization:
 
 
 def _positive(tensors: ModuleTensors, kind: str, state: Mapping[str, Any], name: str) -> int:
-    found = state.get(name)
-    if not is_group(found):
-        raise tensors.error(kind, f"has {name}={found!r}")
-    return found
+    value = state.get(name)
+    if not is_group(value):
+        raise tensors.error(kind, f"has {name}={value!r}")
+    return value

@@ -1,4 +1,4 @@
-"""compressed-tensors: groups of modules, each with a format of its own, and its integer formats."""
+"""compressed-tensors: groups of modules, each with its own format, and the integer formats."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ class IntegerLinear:
         return codes.float() - (1 << (self.bits - 1))
 
 
-def _rows(found: Tensor, cut: Cut) -> Tensor:
+def _rows(scales: Tensor, cut: Cut) -> Tensor:
     """The rank's rows of one number, of a number for each output, or of rows for each output: [rows, groups]."""
-    if found.dim() < 2:
-        found = found.reshape(-1, 1)
+    if scales.dim() < 2:
+        scales = scales.reshape(-1, 1)
     first, last = cut.rows
-    return found[first:last] if len(found) == cut.outputs else found.expand(last - first, -1)
+    return scales[first:last] if len(scales) == cut.outputs else scales.expand(last - first, -1)
 
 
 def _bytes(tensors: ModuleTensors, cut: Cut) -> Tensor:
@@ -143,16 +143,18 @@ def compressed_tensors(settings: Settings) -> Quantization:
         raise UnsupportedModel(
             f"{METHOD}: sparse weights ({sparsity['format']}) are not supported; dense ones are"
         )
-    found = settings.mapping("config_groups")
-    groups = [_group(name, group, whole) for name, group in found.items()]
+    config_groups = settings.mapping("config_groups")
+    groups = [_group(name, group, whole) for name, group in config_groups.items()]
     if not groups:
         raise UnsupportedModel(f"{METHOD}: config_groups names no modules")
     ignore = settings.words("ignore")
     _check_patterns(ignore)
     summaries = dict.fromkeys(group.summary for group in groups)
     notes = []
-    if any(isinstance(g, dict) and g.get("input_activations") for g in found.values()):
-        notes.append("weights are exact; activations are not quantised as input_activations says")
+    if any(isinstance(g, dict) and g.get("input_activations") for g in config_groups.values()):
+        notes.append(
+            "weights are exact; activations are not quantised as input_activations requests"
+        )
     return Quantization(
         method=METHOD,
         summary=f"{METHOD}, {'; '.join(summaries)}",
@@ -182,17 +184,16 @@ def _group(name: str, raw: object, whole: str) -> Group:
     targets = group.words("targets")
     _check_patterns(targets)
     weights = Settings(f"{group.method}.weights", raw["weights"])
-    found = group.value("format") or (whole if whole != MIXED else _usual_format(raw))
-    make = _MAKERS.get(found) if isinstance(found, str) else None
+    linear_format = group.value("format") or (whole if whole != MIXED else _usual_format(raw))
+    make = _MAKERS.get(linear_format) if isinstance(linear_format, str) else None
     if make is None:
         raise UnsupportedModel(
-            f"{METHOD}: format {found!r} is not supported; these are: {', '.join(FORMATS)}"
+            f"{METHOD}: format {linear_format!r} is not supported; these are: {', '.join(FORMATS)}"
         )
-    return Group(targets, make(weights), _summary(found, weights))
+    return Group(targets, make(weights), _summary(linear_format, weights))
 
 
 def _usual_format(raw: Mapping[str, Any]) -> str:
-    """The format that the library chooses where the config names none."""
     weights = raw["weights"]
     if weights.get("type") == "float":
         return FLOAT if weights.get("num_bits") == 8 else NVFP4
@@ -206,7 +207,7 @@ def _check_patterns(targets: Sequence[str]) -> None:
                 re.compile(target[3:])
             except re.error as error:
                 raise UnsupportedModel(
-                    f"{METHOD}: {target!r} is no regular expression: {error}"
+                    f"{METHOD}: {target!r} is not a regular expression: {error}"
                 ) from error
 
 

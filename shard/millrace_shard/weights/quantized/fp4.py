@@ -44,7 +44,7 @@ class Nvfp4Linear:
     packed: str
     whole: str
     divides: bool
-    """Whether scales are divided by that of the tensor, not multiplied."""
+    """Whether scales are divided by the tensor's scale rather than multiplied."""
     splits_inputs: bool = True
     whole_groups: bool = True
 
@@ -62,11 +62,10 @@ class Nvfp4Linear:
         return _linear(tensors, self.packed, cut, scales, NV_GROUP)
 
 
-def mx_scales(tensors: ModuleTensors, kind: str, exponents: Tensor) -> Tensor:
-    """The scales float32 of exponents uint8."""
+def mx_scales(tensors: ModuleTensors, suffix: str, exponents: Tensor) -> Tensor:
     scales = powers_of_two(exponents)
     if not scales.isfinite().all():
-        raise tensors.error(kind, "has the exponent 255, which is no number")
+        raise tensors.error(suffix, "has the exponent 255, which is not a number")
     return scales
 
 
@@ -88,10 +87,10 @@ def _linear(
 
 
 def check_width(tensors: ModuleTensors, inputs: int, size: int) -> None:
-    """Raise UnsupportedModel for inputs that are no whole groups."""
+    """Raise UnsupportedModel for inputs that do not fill whole groups."""
     if inputs % size:
         raise UnsupportedModel(
-            f"{tensors.module} has {inputs} inputs, which are no groups of {size}"
+            f"{tensors.module} has {inputs} inputs, which do not fill groups of {size}"
         )
 
 
@@ -140,9 +139,9 @@ def read_expert(
     check_width(tensors, inputs, MX_GROUP)
     whole = (experts, outputs, inputs // MX_GROUP)
     one = (expert, expert + 1)
-    kind = f"{name}_scales"
-    exponents = tensors.read(kind, [whole], [torch.uint8], rows=one)[0, rows]
-    scales = mx_scales(tensors, kind, exponents)
+    suffix = f"{name}_scales"
+    exponents = tensors.read(suffix, [whole], [torch.uint8], rows=one)[0, rows]
+    scales = mx_scales(tensors, suffix, exponents)
     packed = tensors.read(f"{name}_blocks", [(*whole, BYTES)], [torch.uint8], rows=one)[0, rows]
     first, last = start // MX_GROUP, -(-end // MX_GROUP)
     codes = nibbles(packed[:, first:last].flatten(1))

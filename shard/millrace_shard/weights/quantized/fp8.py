@@ -26,7 +26,7 @@ EXACT = "weights are exact; activations are not quantised"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Linear:
-    """`weight` [out, in], and a scale by which it is multiplied, whatever its name says."""
+    """`weight` [out, in], and a scale by which it is multiplied, whatever its name."""
 
     block: Block | None = None
     """None: one scale for the tensor, or one for each output."""
@@ -47,27 +47,27 @@ class Fp8Linear:
 
 def block_scales(tensors: ModuleTensors, cut: Cut, block: Block | None) -> tuple[Tensor, int]:
     """The rank's scales [rows, groups] float32, and their group size."""
-    kind = next((name for name in SCALE_NAMES if name in tensors), SCALE_NAMES[-1])
+    suffix = next((name for name in SCALE_NAMES if name in tensors), SCALE_NAMES[-1])
     rows = torch.arange(*cut.rows)
     if block is None:
         shapes: list[Shape] = [(), (1,), (1, 1), (cut.outputs, 1), (cut.outputs,)]
-        scales = _scales(tensors, kind, shapes).reshape(-1, 1)
-        found = scales[rows] if len(scales) == cut.outputs else scales.expand(len(rows), 1)
-        return found.contiguous(), cut.columns[1] - cut.columns[0]
+        scales = _scales(tensors, suffix, shapes).reshape(-1, 1)
+        row_scales = scales[rows] if len(scales) == cut.outputs else scales.expand(len(rows), 1)
+        return row_scales.contiguous(), cut.columns[1] - cut.columns[0]
     shape = (-(-cut.outputs // block[0]), -(-cut.inputs // block[1]))
     groups = Groups.of(block[1], cut.columns)
-    scales = _scales(tensors, kind, [shape])
+    scales = _scales(tensors, suffix, [shape])
     return scales[rows // block[0]][:, groups.index], groups.size
 
 
-def _scales(tensors: ModuleTensors, kind: str, shapes: list[Shape]) -> Tensor:
+def _scales(tensors: ModuleTensors, suffix: str, shapes: list[Shape]) -> Tensor:
     """Scales as float32; they may be exponents of two."""
-    if tensors.dtype(kind) not in (torch.uint8, torch.float8_e8m0fnu):
-        return tensors.scales(kind, shapes)
-    stored = tensors.read(kind, shapes, [torch.uint8, torch.float8_e8m0fnu])
+    if tensors.dtype(suffix) not in (torch.uint8, torch.float8_e8m0fnu):
+        return tensors.scales(suffix, shapes)
+    stored = tensors.read(suffix, shapes, [torch.uint8, torch.float8_e8m0fnu])
     scales = powers_of_two(stored.view(torch.uint8))
     if not scales.isfinite().all():
-        raise tensors.error(kind, "has the exponent 255, which is no number")
+        raise tensors.error(suffix, "has the exponent 255, which is not a number")
     return scales
 
 
@@ -82,26 +82,24 @@ def fp8(settings: Settings) -> Quantization:
 
 
 def fbgemm_fp8(settings: Settings) -> Quantization:  # noqa: ARG001
-    """A checkpoint of quant_method fbgemm_fp8."""
     return _quantization("fbgemm_fp8", "fbgemm_fp8, one scale an output", Fp8Linear())
 
 
 def modelopt_fp8() -> Quantization:
-    """A checkpoint of quant_method modelopt, whose algorithm is FP8."""
     return _quantization("modelopt", "modelopt FP8, one scale a tensor", Fp8Linear())
 
 
 def block_of(settings: Settings, *names: str) -> Block | None:
     """The outputs and inputs of a block. Raises UnsupportedModel."""
-    found = settings.value(*names)
-    if found is None:
+    value = settings.value(*names)
+    if value is None:
         return None
-    is_pair = isinstance(found, list) and len(found) == 2
-    if not is_pair or not all(map(is_group, found)):
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not all(map(is_group, value)):
         raise UnsupportedModel(
-            f"{settings.method}: {names[0]}={found!r} must be two positive numbers"
+            f"{settings.method}: {names[0]}={value!r} must be two positive numbers"
         )
-    return found[0], found[1]
+    return value[0], value[1]
 
 
 def _quantization(method: str, summary: str, linear: Fp8Linear) -> Quantization:

@@ -18,25 +18,25 @@ from millrace_shard.weights.quantized.settings import Settings
 from millrace_shard.weights.quantized.unpacking import codes_of_words, integers, nibbles, word_span
 
 
-def input_order(tensors: ModuleTensors, kind: str, cut: Cut, group_size: int) -> Tensor | None:
+def input_order(tensors: ModuleTensors, suffix: str, cut: Cut, group_size: int) -> Tensor | None:
     """The inputs [in] int64 in the order of their groups; None if input i is in group i // group_size.
 
     Raises WeightsError for groups that do not exist, that have other sizes, or that a rank has only a part of.
     """
-    found = tensors.read(kind, [(cut.inputs,)], [torch.int32, torch.int64]).long()
+    permutation = tensors.read(suffix, [(cut.inputs,)], [torch.int32, torch.int64]).long()
     usual = torch.arange(cut.inputs) // group_size
-    if torch.equal(found, usual):
+    if torch.equal(permutation, usual):
         return None
     num_groups = int(usual[-1]) + 1
-    if found.min() < 0 or found.max() >= num_groups:
-        wrong = int(found.min() if found.min() < 0 else found.max())
-        raise tensors.error(kind, f"names group {wrong} of {num_groups}")
-    order = found.argsort(stable=True)
-    if not torch.equal(found[order], usual):
-        raise tensors.error(kind, f"has groups of other sizes than {group_size}")
+    if permutation.min() < 0 or permutation.max() >= num_groups:
+        wrong = int(permutation.min() if permutation.min() < 0 else permutation.max())
+        raise tensors.error(suffix, f"names group {wrong} of {num_groups}")
+    order = permutation.argsort(stable=True)
+    if not torch.equal(permutation[order], usual):
+        raise tensors.error(suffix, f"has groups of other sizes than {group_size}")
     if not cut.has_all_inputs:
         raise tensors.error(
-            kind, "scatters the inputs of a group, so one shard alone can serve this model"
+            suffix, "scatters the inputs of a group, so only one shard can serve this model"
         )
     return order
 
@@ -128,7 +128,7 @@ def gptq(settings: Settings) -> Quantization:
 
 
 def auto_round_gptq(settings: Settings) -> Quantization:
-    """Read the settings of auto-round, whose tensors are those of GPTQ. Raises UnsupportedModel."""
+    """Read the settings of auto-round with GPTQ's tensors. Raises UnsupportedModel."""
     base, overrides = _linear(settings, "gptq"), settings.mapping("extra_config")
     formats = {name: _override(settings, changes) for name, changes in overrides.items()}
 
@@ -209,8 +209,8 @@ class AwqLinear:
 def _codes(words: Tensor, cut: Cut) -> Tensor:
     """The codes [rows, n] of the outputs in words [n, out / 8]."""
     span = word_span(*cut.rows, 8)
-    found = codes_of_words(words[:, slice(*span)], 4).view(len(words), -1, 8)
-    codes = found[..., PLACES].flatten(1)
+    unpacked = codes_of_words(words[:, slice(*span)], 4).view(len(words), -1, 8)
+    codes = unpacked[..., PLACES].flatten(1)
     first = cut.rows[0] - span[0] * 8
     return codes[:, first : first + cut.rows[1] - cut.rows[0]].T.contiguous()
 
@@ -224,7 +224,7 @@ def awq(settings: Settings) -> Quantization:
 
 
 def auto_round_awq(settings: Settings) -> Quantization:
-    """Read the settings of auto-round, whose tensors are those of AWQ. Raises UnsupportedModel."""
+    """Read the settings of auto-round with AWQ's tensors. Raises UnsupportedModel."""
     return _awq("auto-round", settings)
 
 

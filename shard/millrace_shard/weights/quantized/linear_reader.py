@@ -13,7 +13,7 @@ from millrace_shard.weights.safetensor_files import SafetensorFiles
 
 WEIGHT = ".weight"
 OF_CODES = ("weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
-"""Tensors beside a weight of codes that has the name of a plain one."""
+"""Tensors that accompany a weight of codes with the name of a plain weight."""
 
 
 class LinearReader:
@@ -33,7 +33,7 @@ class LinearReader:
     def has_codes(self, name: str) -> bool:
         """Whether the file has the weight `name`, which ends in `.weight`, in a format that the config gives it."""
         tensors = ModuleTensors(self._files, name.removesuffix(WEIGHT), self._on_read)
-        is_there = any(kind in tensors for kind in KINDS) and not self._files.is_plain(name)
+        is_there = any(suffix in tensors for suffix in KINDS) and not self._files.is_plain(name)
         return is_there and self._quantization.format_of(tensors.names()) is not None
 
     def read(self, name: str, cut: Cut) -> QuantizedTensor | None:
@@ -42,19 +42,19 @@ class LinearReader:
         Raises WeightsError, naming tensor and file.
         """
         tensors = ModuleTensors(self._files, name.removesuffix(WEIGHT), self._on_read)
-        found = self._quantization.format_of(tensors.names())
+        linear_format = self._quantization.format_of(tensors.names())
         if self._files.is_plain(name):
-            if found is not None:
+            if linear_format is not None:
                 _check_plain(tensors)
             return None
-        return None if found is None else found.read(tensors, cut)
+        return None if linear_format is None else linear_format.read(tensors, cut)
 
 
 def _check_plain(tensors: ModuleTensors) -> None:
-    """Raise WeightsError for scales beside a weight that is not quantised, though its config says so."""
-    for kind in OF_CODES:
-        if kind in tensors:
+    """Raise WeightsError if a weight that the config leaves unquantised has scales."""
+    for suffix in OF_CODES:
+        if suffix in tensors:
             dtype = str(tensors.dtype("weight")).removeprefix("torch.")
             raise tensors.error(
-                "weight", f"has dtype {dtype}, and {tensors.module}.{kind} is of codes"
+                "weight", f"has dtype {dtype}, and {tensors.module}.{suffix} is of codes"
             )

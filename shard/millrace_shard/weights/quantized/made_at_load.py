@@ -42,7 +42,7 @@ class MadeAtLoad:
     method: str
     """The value of --quantize."""
     summary: str
-    """What is computed, for the log."""
+    """The computed format, for the log."""
     linear: Quantize
     head: Quantize | None = None
     """None: the output head keeps its dtype."""
@@ -113,13 +113,12 @@ def to_fp4(rows: Tensor) -> QuantizedTensor:
 
 
 def fp4_values() -> Tensor:
-    """The table of bitsandbytes' fp4."""
     positive = torch.tensor(FP4) / 12
     return torch.cat((positive, -positive))
 
 
 def made_at_load(flag: str | None) -> MadeAtLoad | None:
-    """The way that --quantize asks for; None for other values."""
+    """The way that --quantize requests; None for other values."""
     return None if flag is None else METHODS.get(flag)
 
 
@@ -128,9 +127,9 @@ def _by_table(rows: Tensor, values: Tensor) -> QuantizedTensor:
     scale = grouped.abs().amax(-1, keepdim=True)
     ordered, codes = values.sort(stable=True)
     limits = (ordered[1:] + ordered[:-1]) / 2
-    found = codes[torch.bucketize(grouped / _without_zeros(scale), limits)]
+    nearest = codes[torch.bucketize(grouped / _without_zeros(scale), limits)]
     return QuantizedTensor(
-        codes=_ungrouped(found.to(torch.uint8), rows),
+        codes=_ungrouped(nearest.to(torch.uint8), rows),
         values=values,
         scales=scale.squeeze(-1),
         group_size=GROUP,

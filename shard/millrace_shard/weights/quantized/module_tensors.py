@@ -29,7 +29,6 @@ class Cut:
 
     @property
     def has_all_inputs(self) -> bool:
-        """Whether no input is left out."""
         return self.columns == (0, self.inputs)
 
 
@@ -38,7 +37,7 @@ class Groups:
     """The groups of a rank's inputs: `index` [groups] int64 names the group of the file that each is a part of.
 
     All groups of the rank have `size` inputs, but the last, which may have fewer. If the rank's inputs begin inside a
-    group of the file, its groups are smaller than those of the file.
+    group of the file, its groups are smaller than the file's.
     """
 
     size: int
@@ -50,8 +49,8 @@ class Groups:
         start, end = span
         if start // size == (end - 1) // size:
             return Groups(end - start, torch.tensor([start // size]))
-        own = group_size_at(size, start)
-        return Groups(own, torch.arange(start, end, own) // size)
+        group_size = group_size_at(size, start)
+        return Groups(group_size, torch.arange(start, end, group_size) // size)
 
 
 def group_size_at(size: int, start: int) -> int:
@@ -75,64 +74,64 @@ class ModuleTensors:
         self._files = files
         self._on_read = on_read
 
-    def __contains__(self, kind: str) -> bool:
-        return self._name(kind) in self._files
+    def __contains__(self, suffix: str) -> bool:
+        return self._name(suffix) in self._files
 
     def names(self) -> tuple[str, ...]:
         """The module's names, in the class of transformers and in the file, by which a config may mean it."""
-        found = dict.fromkeys([self.module])
-        for kind in KINDS:
-            stored = self._files.stored_name(self._name(kind))
+        names = dict.fromkeys([self.module])
+        for suffix in KINDS:
+            stored = self._files.stored_name(self._name(suffix))
             if stored is not None:
-                found[stored.removesuffix(f".{kind}")] = None
-        return tuple(found)
+                names[stored.removesuffix(f".{suffix}")] = None
+        return tuple(names)
 
-    def dtype(self, kind: str) -> torch.dtype:
-        return self._files.dtype(self._name(kind))
+    def dtype(self, suffix: str) -> torch.dtype:
+        return self._files.dtype(self._name(suffix))
 
-    def shape(self, kind: str) -> Shape:
-        return self._files.shape(self._name(kind))
+    def shape(self, suffix: str) -> Shape:
+        return self._files.shape(self._name(suffix))
 
     def read(
         self,
-        kind: str,
+        suffix: str,
         shapes: Sequence[Shape],
         dtypes: Sequence[torch.dtype],
         *,
         rows: Span | None = None,
     ) -> Tensor:
         """A tensor of one of `shapes` and `dtypes`, perhaps only its `rows`; a view of the file."""
-        name, shape, dtype = self._name(kind), self.shape(kind), self.dtype(kind)
+        name, shape, dtype = self._name(suffix), self.shape(suffix), self.dtype(suffix)
         if dtype not in dtypes:
             names = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
-            raise self.error(kind, f"has dtype {str(dtype).removeprefix('torch.')}, not {names}")
+            raise self.error(suffix, f"has dtype {str(dtype).removeprefix('torch.')}, not {names}")
         if shape not in shapes:
-            wanted = " or ".join(str(list(each)) for each in shapes)
-            raise self.error(kind, f"has shape {list(shape)}, not {wanted}")
+            expected = " or ".join(str(list(each)) for each in shapes)
+            raise self.error(suffix, f"has shape {list(shape)}, not {expected}")
         span = rows if shape else None
         files = self._files
-        found = files.whole(name) if span is None else files.read(name, dim=0, span=span)
-        self._on_read(found, self._files.stored_bytes(name))
-        return found
+        tensor = files.whole(name) if span is None else files.read(name, dim=0, span=span)
+        self._on_read(tensor, self._files.stored_bytes(name))
+        return tensor
 
     def scales(
         self,
-        kind: str,
+        suffix: str,
         shapes: Sequence[Shape],
         dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16, torch.float32),
         *,
         rows: Span | None = None,
     ) -> Tensor:
         """A tensor of finite numbers, as float32."""
-        found = self.read(kind, shapes, dtypes, rows=rows).float()
-        if not found.isfinite().all():
-            raise self.error(kind, "has values that are not finite numbers")
-        return found
+        tensor = self.read(suffix, shapes, dtypes, rows=rows).float()
+        if not tensor.isfinite().all():
+            raise self.error(suffix, "has values that are not finite numbers")
+        return tensor
 
-    def error(self, kind: str, problem: str) -> WeightsError:
+    def error(self, suffix: str, problem: str) -> WeightsError:
         """An error about a tensor, which its file holds."""
-        name = self._name(kind)
+        name = self._name(suffix)
         return WeightsError(f"tensor {name} in {self._files.file_name(name)} {problem}")
 
-    def _name(self, kind: str) -> str:
-        return f"{self.module}.{kind}"
+    def _name(self, suffix: str) -> str:
+        return f"{self.module}.{suffix}"

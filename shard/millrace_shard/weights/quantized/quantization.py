@@ -1,4 +1,4 @@
-"""How the linears of a checkpoint are quantised."""
+"""The quantisation of a checkpoint's linears."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ class Quantization:
     """The method of a checkpoint."""
 
     method: str
-    """As TGI's `--quantize` names it where it does, else as `quant_method`."""
+    """The name of TGI's `--quantize` if it has one, else of `quant_method`."""
     summary: str
     """The method and its settings, for the log."""
     format_of: FormatOf
     notes: tuple[str, ...] = ()
-    """What differs from the settings of the checkpoint, for the log."""
+    """Differences from the settings of the checkpoint, for the log."""
 
     def check_groups(self, modules: Sequence[tuple[str, int]]) -> None:
         """Raise UnsupportedModel unless kernels take the groups of each (module, inputs)."""
         for module, inputs in modules:
-            found = self.format_of((module,))
-            if found is not None and not _splits(found, inputs, 1):
-                size = found.group_size(inputs)
-                wanted = (
+            linear_format = self.format_of((module,))
+            if linear_format is not None and not _splits(linear_format, inputs, 1):
+                size = linear_format.group_size(inputs)
+                remedy = (
                     f"multiples of {size}"
                     if size >= SMALLEST_GROUP
                     else f"groups of {SMALLEST_GROUP} or more"
                 )
                 raise UnsupportedModel(
-                    f"{self.method}: groups of {size} do not fit the {inputs} inputs of {module}; {wanted} do"
+                    f"{self.method}: groups of {size} do not fit the {inputs} inputs of {module}; {remedy} do"
                 )
 
     def check_ranks(self, modules: Sequence[tuple[str, int]], world_size: int) -> None:
@@ -73,14 +73,14 @@ class Quantization:
         `check_groups` must have accepted the modules.
         """
         for module, inputs in modules:
-            found = self.format_of((module,))
-            if found is None or _splits(found, inputs, world_size):
+            linear_format = self.format_of((module,))
+            if linear_format is None or _splits(linear_format, inputs, world_size):
                 continue
             most = min(inputs, MOST_RANKS)
-            possible = [n for n in range(1, most + 1) if _splits(found, inputs, n)]
+            possible = [n for n in range(1, most + 1) if _splits(linear_format, inputs, n)]
             reason = (
-                f"share groups of {found.group_size(inputs)} among {inputs} inputs"
-                if found.splits_inputs
+                f"share groups of {linear_format.group_size(inputs)} among {inputs} inputs"
+                if linear_format.splits_inputs
                 else "share inputs in the order of activations (desc_act)"
             )
             raise UnsupportedModel(
@@ -89,12 +89,12 @@ class Quantization:
             )
 
 
-def _splits(found: LinearFormat, inputs: int, ranks: int) -> bool:
-    if found.whole_groups and inputs % found.group_size(inputs):
+def _splits(linear_format: LinearFormat, inputs: int, ranks: int) -> bool:
+    if linear_format.whole_groups and inputs % linear_format.group_size(inputs):
         return False
     if ranks == 1:
-        return min(found.group_size(inputs), inputs) >= min(SMALLEST_GROUP, inputs)
-    if not found.splits_inputs or inputs % ranks:
+        return min(linear_format.group_size(inputs), inputs) >= min(SMALLEST_GROUP, inputs)
+    if not linear_format.splits_inputs or inputs % ranks:
         return False
-    size, share = found.group_size(inputs), inputs // ranks
+    size, share = linear_format.group_size(inputs), inputs // ranks
     return size >= inputs or group_size_at(size, share) >= SMALLEST_GROUP

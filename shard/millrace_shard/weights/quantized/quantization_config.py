@@ -34,7 +34,7 @@ ACCEPTED = {
     "marlin": ("awq", "gptq"),
     "fp8": ("fbgemm_fp8", "fp8", "modelopt"),
 }
-"""Values of --quantize that mean other methods than that of their name."""
+"""Values of --quantize that stand for methods with other names."""
 FROM_CHECKPOINT = ("awq", "compressed-tensors", "exl2", "gptq", "marlin")
 """Values of --quantize that need a checkpoint of that method."""
 
@@ -43,7 +43,7 @@ TRANSFORMS = ("transform_config", "rotation_config", "hadamard_config")
 
 
 def read_quantization(folder: Path, flag: str | None) -> Quantization | None:
-    """How the checkpoint in `folder` is quantised; None if it is not.
+    """The quantisation of the checkpoint in `folder`; None if it is not quantised.
 
     Raises UnsupportedModel for methods that are not supported, and if --quantize, which is `flag`, contradicts it.
     """
@@ -64,12 +64,12 @@ def read_quantization(folder: Path, flag: str | None) -> Quantization | None:
                 f"--quantize {flag} needs a checkpoint with {flag} weights, and that in {folder} is not quantised"
             )
         return None
-    found = _read(raw)
-    if flag is not None and found.method not in ACCEPTED.get(flag, (flag,)):
+    config = _read(raw)
+    if flag is not None and config.method not in ACCEPTED.get(flag, (flag,)):
         raise UnsupportedModel(
-            f"--quantize {flag} contradicts config.json, which says {found.method}; leave the flag out"
+            f"--quantize {flag} contradicts config.json, which says {config.method}; leave the flag out"
         )
-    return found
+    return config
 
 
 def is_quantized(folder: Path) -> bool:
@@ -102,7 +102,7 @@ def _read(raw: Mapping[str, Any]) -> Quantization:
 
 
 def _raw_config(folder: Path) -> Mapping[str, Any] | None:
-    """The object that says how the weights are quantised, from config.json or one of the files beside it."""
+    """The object that describes the quantisation of the weights, from config.json or one of the files next to it."""
     config = read_json_object(folder / "config.json") or {}
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
@@ -121,7 +121,7 @@ def _raw_config(folder: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def _object(found: object, name: str) -> Mapping[str, Any]:
-    if not isinstance(found, dict):
-        raise UnsupportedModel(f"{name}={found!r} must be an object")
-    return found
+def _object(value: object, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise UnsupportedModel(f"{name}={value!r} must be an object")
+    return value

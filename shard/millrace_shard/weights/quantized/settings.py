@@ -26,60 +26,59 @@ class Settings:
         return next((self._raw[name] for name in names if self._raw.get(name) is not None), None)
 
     def choice(self, *names: str, allowed: Sequence[object], default: object = None) -> Any:  # noqa: ANN401
-        found = self.value(*names)
-        if found is None:
-            found = default
-        is_one = isinstance(found, (str, int, bool)) and any(
-            found == each and isinstance(found, bool) == isinstance(each, bool) for each in allowed
+        value = self.value(*names)
+        if value is None:
+            value = default
+        is_one = isinstance(value, (str, int, bool)) and any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
         )
         if not is_one:
             raise UnsupportedModel(
-                f"{self.method}: {names[0]}={found!r} is not supported; these are: {', '.join(map(str, allowed))}"
+                f"{self.method}: {names[0]}={value!r} is not supported; these are: {', '.join(map(str, allowed))}"
             )
-        return found
+        return value
 
     def flag(self, *names: str, default: bool = False) -> bool:
-        found = self.value(*names)
-        if found is None:
+        value = self.value(*names)
+        if value is None:
             return default
-        if not isinstance(found, bool):
-            raise UnsupportedModel(f"{self.method}: {names[0]}={found!r} must be true or false")
-        return found
+        if not isinstance(value, bool):
+            raise UnsupportedModel(f"{self.method}: {names[0]}={value!r} must be true or false")
+        return value
 
     def group_size(self, *names: str) -> int | None:
         """Inputs of a group; None for one group of all inputs, which is -1 or null."""
-        found = self.value(*names)
-        if found in (None, -1):
+        value = self.value(*names)
+        if value in (None, -1):
             return None
-        if not is_group(found):
+        if not is_group(value):
             raise UnsupportedModel(
-                f"{self.method}: {names[0]}={found!r} must be a positive number or -1"
+                f"{self.method}: {names[0]}={value!r} must be a positive number or -1"
             )
-        return found
+        return value
 
     def mapping(self, *names: str) -> Mapping[str, Any]:
         """An object; empty if it is absent."""
-        found = self.value(*names)
-        if found is None:
+        value = self.value(*names)
+        if value is None:
             return {}
-        if not isinstance(found, dict):
-            raise UnsupportedModel(f"{self.method}: {names[0]}={found!r} must be an object")
-        return found
+        if not isinstance(value, dict):
+            raise UnsupportedModel(f"{self.method}: {names[0]}={value!r} must be an object")
+        return value
 
     def words(self, *names: str) -> tuple[str, ...]:
         """A list of strings; empty if it is absent."""
-        found = self.value(*names)
-        if found is None:
+        value = self.value(*names)
+        if value is None:
             return ()
-        if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
-            raise UnsupportedModel(f"{self.method}: {names[0]}={found!r} must be a list of names")
-        return tuple(found)
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise UnsupportedModel(f"{self.method}: {names[0]}={value!r} must be a list of names")
+        return tuple(value)
 
     def overridden(self, changes: Mapping[str, Any]) -> Settings:
         """The same settings with other values of some fields."""
         return Settings(self.method, {**self._raw, **changes})
 
 
-def is_group(found: object) -> TypeGuard[int]:
-    """Whether `found` is a number of elements that share a scale."""
-    return isinstance(found, int) and not isinstance(found, bool) and 1 <= found <= LARGEST_GROUP
+def is_group(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_GROUP

@@ -11,7 +11,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 def nibbles(packed: Tensor, *, high_first: bool = False) -> Tensor:
-    """The codes [rows, 2 * n] uint8 of bytes [rows, n], those of the low bits first unless `high_first`."""
+    """The codes [rows, 2 * n] uint8 of bytes [rows, n], the low bits first unless `high_first`."""
     pair = (packed & 0x0F, packed >> 4)
     return torch.stack(pair[::-1] if high_first else pair, dim=-1).flatten(-2)
 
@@ -38,15 +38,14 @@ def float8_values() -> Tensor:
 
 
 def float4_values() -> Tensor:
-    """The table of e2m1."""
     positive = torch.tensor(FLOAT4)
     return torch.cat((positive, -positive))
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
     """2 ** (e - 127) of uint8 exponents e, float32; 255 is NaN."""
-    found = torch.exp2(exponents.double() - 127).float()
-    return torch.where(exponents == 255, torch.nan, found)
+    powers = torch.exp2(exponents.double() - 127).float()
+    return torch.where(exponents == 255, torch.nan, powers)
 
 
 def word_span(start: int, end: int, per_word: int) -> tuple[int, int]:

@@ -132,7 +132,7 @@ def cache_of(
     return cache
 
 
-def test_halves_of_a_layer_without_rows(kernels: CpuKernels) -> None:
+def test_halves_of_a_layer_accept_no_rows(kernels: CpuKernels) -> None:
     nothing = torch.empty(0, HIDDEN, dtype=BF16)
     cache = cache_of(kernels, HEADS, DIM)
     batch = replace(
@@ -153,7 +153,7 @@ def test_halves_of_a_layer_without_rows(kernels: CpuKernels) -> None:
 
 
 @pytest.mark.parametrize("dim", [768, 800, 1024])
-def test_heads_of_any_size(kernels: CpuKernels, dim: int) -> None:
+def test_attention_is_exact_for_heads_of_any_size(kernels: CpuKernels, dim: int) -> None:
     # Above 768 the tiles of a row of queries are further apart than they are long.
     group, plain = 71, PlainKernels(deterministic=True, block_size=64)
     queries, keys, values = (

@@ -1,4 +1,4 @@
-"""The operator of experts over codes against float64 products of the codes, and a row's bits beside other rows."""
+"""The operator of experts over codes against float64 products of the codes, and a row's bits among other rows."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check(experts: Experts, weights: ExpertsWeights, shape: str, *, integer: boo
 
 
 def check_bits(experts: Experts, shape: str) -> None:
-    """A row has the same bits alone, between others, in a crowd of its own experts, and on any threads."""
+    """A row has the same bits alone, between others, in a crowd with the same experts, and on any threads."""
     torch.set_num_threads(1)
     x, others = rows_of(3, shape), rows_of(120, shape, seed=2)
     expected = torch.cat([experts(row) for row in torch.split(x, 1)])
@@ -116,14 +116,14 @@ def check_bits(experts: Experts, shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_experts_of_codes_are_what_their_definition_says(name: str, shape: str) -> None:
+def test_experts_of_codes_match_their_definition(name: str, shape: str) -> None:
     weights = weights_of(RULE_OF[shape], shape, name)
     check(made_of(weights), weights, shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", INTEGERS)
-def test_experts_of_integers_are_what_their_definition_says(name: str, shape: str) -> None:
+def test_experts_of_integers_match_their_definition(name: str, shape: str) -> None:
     weights = weights_of(RULE_OF[shape], shape, name)
     check(made_of(weights, integer=True), weights, shape, integer=True)
 

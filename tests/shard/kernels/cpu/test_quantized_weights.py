@@ -112,7 +112,7 @@ def parts_of(weight: QuantizedTensor) -> Tensor:
 
 
 def check_rows(linear: PanelLinear, x: Tensor, whole: Tensor) -> None:
-    """Any number of rows has the bits of all rows; those of odd numbers begin them, those of even ones end them."""
+    """Any number of rows has the bits of all rows; odd numbers take the first rows, even numbers the last ones."""
     for rows in (*range(1, 19), 25, 31, 32, 33, 40, 130, 513):
         torch.set_num_threads(1 + rows // 2 % 2)
         own = slice(rows) if rows % 2 else slice(-rows, None)
@@ -121,7 +121,7 @@ def check_rows(linear: PanelLinear, x: Tensor, whole: Tensor) -> None:
 
 @pytest.mark.parametrize(("inputs", "group"), [*SIZES, *LONG_SIZES])
 @pytest.mark.parametrize("table", ["int4", "int8"])
-def test_products_are_those_of_the_exact_codes(table: str, inputs: int, group: int) -> None:
+def test_products_match_the_exact_codes(table: str, inputs: int, group: int) -> None:
     weight, x = random_weight(table, inputs, group), torch.randn(ROWS, inputs).to(BF16)
     assert packed_codes([weight], integer=False) is not None
     linear = linear_of(weight)
@@ -133,7 +133,7 @@ def test_products_are_those_of_the_exact_codes(table: str, inputs: int, group: i
 @pytest.mark.parametrize(("inputs", "group"), [(576, 16), (704, 96), (704, WHOLE)])
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("table", ["uint4", "nf4", "e2m1", "uint8", "e4m3"])
-def test_every_table_multiplies_with_offsets_and_in_any_order(
+def test_products_are_exact_for_any_table_offsets_and_input_order(
     table: str, inputs: int, group: int, order: bool
 ) -> None:
     weight = random_weight(table, inputs, group, offsets=table.startswith("uint"), order=order)
@@ -155,7 +155,7 @@ def test_bits_of_int8_are_multiplied_as_ascending_codes_are(integer: bool) -> No
 
 @pytest.mark.parametrize(("inputs", "group"), [*SIZES[1:], *LONG_SIZES])
 @pytest.mark.parametrize("table", ["int4", "e2m1", "int8"])
-def test_integer_products_are_those_of_rounded_rows(table: str, inputs: int, group: int) -> None:
+def test_integer_products_match_rounded_rows(table: str, inputs: int, group: int) -> None:
     weight, x = random_weight(table, inputs, group), torch.randn(ROWS, inputs).to(BF16)
     linear = linear_of(weight, integer=True)
     whole = linear(x)
@@ -164,7 +164,7 @@ def test_integer_products_are_those_of_rounded_rows(table: str, inputs: int, gro
 
 
 @pytest.mark.parametrize("table", ["uint4", "uint8"])
-def test_integer_products_with_offsets_in_another_order(table: str) -> None:
+def test_integer_products_are_exact_with_offsets_in_another_order(table: str) -> None:
     weight = random_weight(table, 704, 32, offsets=True, order=True)
     x = torch.randn(ROWS, 704).to(BF16)
     linear = linear_of(weight, integer=True)
@@ -177,7 +177,7 @@ NUM_RANDOM = int(os.environ.get("RANDOM_FORMS", "30"))
 
 
 @pytest.mark.parametrize("integer", [False, True])
-def test_weights_of_any_form(integer: bool) -> None:
+def test_products_are_exact_for_weights_of_any_form(integer: bool) -> None:
     """Inputs, outputs and rows that are no multiples of tiles, scales and rows that are 0 or tiny."""
     rng = random.Random(4)
     for number in range(NUM_RANDOM):
@@ -201,7 +201,7 @@ def test_weights_of_any_form(integer: bool) -> None:
         assert torch.equal(linear(x[own]), y[own]), number
 
 
-def test_values_that_are_no_integers_are_multiplied_exactly() -> None:
+def test_values_that_are_not_integers_are_multiplied_exactly() -> None:
     weight, x = random_weight("nf4", 576, 64), torch.randn(9, 576).to(BF16)
     assert torch.equal(linear_of(weight, integer=True)(x), linear_of(weight)(x))
 
@@ -274,7 +274,7 @@ def test_a_row_that_is_not_finite_spoils_itself_alone() -> None:
         assert linear(x[:0]).shape == (0, OUTPUTS)
 
 
-def test_a_bias_and_a_head() -> None:
+def test_biases_are_added_and_heads_return_float32() -> None:
     weight, x = random_weight("int8", 96, WHOLE), torch.randn(3, 96).to(BF16)
     bias = torch.randn(OUTPUTS).to(BF16)
     plain = linear_of(weight)(x)

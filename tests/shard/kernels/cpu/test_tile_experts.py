@@ -1,4 +1,4 @@
-"""The operator of experts against its definition in float64, and a row's bits beside other rows."""
+"""The operator of experts against its definition in float64, and a row's bits among other rows."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def rows_of(count: int, shape: str, seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.scoring.value)
-def test_experts_are_what_their_definition_says(
-    kernels: CpuKernels, rule: RoutingRule, shape: str
-) -> None:
+def test_experts_match_their_definition(kernels: CpuKernels, rule: RoutingRule, shape: str) -> None:
     made = kernels.experts(weights_of(rule, shape))
     assert isinstance(made, TiledExperts)
     for count in (1, 5, 200):
@@ -88,8 +86,8 @@ def test_a_row_has_the_same_bits_beside_any_rows_and_on_any_threads(
     expected = made(x)
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
-        for found in steps_of(made, x, shape):
-            assert torch.equal(found, expected)
+        for result in steps_of(made, x, shape):
+            assert torch.equal(result, expected)
 
 
 def test_more_pairs_than_are_computed_at_once(kernels: CpuKernels) -> None:
@@ -117,7 +115,7 @@ def test_experts_accept_no_rows(kernels: CpuKernels) -> None:
 
 
 def test_equal_experts_are_chosen_in_order(kernels: CpuKernels) -> None:
-    """A router of zeros scores all experts alike, so those of the first places are added."""
+    """A router of zeros scores all experts alike, so the first experts are added."""
     rule = RoutingRule(top_k=2, scoring=Scoring.SOFTMAX, renormalise=True)
     weights = partial(weights_of, rule, "in-tiles")
     zeros = replace(weights().router, weight=torch.zeros_like(weights().router.weight))

@@ -1,4 +1,4 @@
-"""The check of the operators on scores tells right from wrong: on a GPU, or else in Triton's interpreter."""
+"""The check of the operators on scores rejects what is wrong: on a GPU, or else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Wrong(TritonSampling):
         name = "typical-p" if keys.amax() <= 0 else "top-p"
         if self._fault == name and probabilities is not None:
             return super().find_threshold(keys, probabilities, limit / 2)
-        found = super().find_threshold(keys, probabilities, limit)
+        result = super().find_threshold(keys, probabilities, limit)
         if self._fault == "ties":
-            return torch.nextafter(found, torch.full_like(found, torch.inf))
-        return found
+            return torch.nextafter(result, torch.full_like(result, torch.inf))
+        return result
 
     def count_tokens(
         self, counts: Tensor, token_table: Tensor, spans: Tensor, longest: int
@@ -112,14 +112,14 @@ def test_a_fault_of_the_greedy_choice_is_found(
 def test_the_check_of_served_shapes_includes_sampling(fault: str) -> None:
     kernels = PlainKernels(deterministic=False)
     kernels.sampling = Wrong(fault)
-    found = served_difference(
+    result = served_difference(
         kernels,
         PlainKernels(deterministic=False),
         dtype=torch.float32,
         shape=LayerShape(num_heads=2, num_kv_heads=1, head_dim=16, head=(SMALL_VOCAB, 32)),
         device=DEVICE,
     )
-    assert (found > MOST) == (fault != "none")
+    assert (result > MOST) == (fault != "none")
 
 
 def test_the_kernels_of_cuda_have_sampling_operators() -> None:

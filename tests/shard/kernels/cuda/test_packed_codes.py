@@ -33,20 +33,20 @@ def element(codes: PackedCodes, output: int, column: int) -> float:
 @pytest.mark.parametrize(("inputs", "group_size"), [(200, 64), (100, 24), (90, None)])
 def test_every_element_is_kept(name: str, inputs: int, group_size: int | None) -> None:
     part = random_codes(name, 3, inputs, group_size)
-    found = packed(part)
+    result = packed(part)
     weight = (
         part.values[part.codes.int()]
         * part.scales.repeat_interleave(part.group_size, 1)[:, :inputs]
     ).tolist()
     for output in range(3):
         for column in range(inputs):
-            assert element(found, output, column) == pytest.approx(weight[output][column], 1e-7)
+            assert element(result, output, column) == pytest.approx(weight[output][column], 1e-7)
 
 
 def test_codes_and_scales_take_few_bytes() -> None:
-    found = packed(random_codes("nf4", 6, 256, 64))
-    assert found.codes.nbytes == 6 * 256 // 2
-    assert found.scales.nbytes == 6 * 4 * 2
+    result = packed(random_codes("nf4", 6, 256, 64))
+    assert result.codes.nbytes == 6 * 256 // 2
+    assert result.scales.nbytes == 6 * 4 * 2
     assert packed(random_codes("int8", 6, 576, 128)).codes.nbytes == 6 * 576
 
 
@@ -57,9 +57,9 @@ def test_codes_and_scales_take_few_bytes() -> None:
 def test_scales_are_never_rounded(scale: float, dtype: torch.dtype) -> None:
     part = random_codes("e2m1", 4, 64, 32)
     part.scales.fill_(scale)
-    found = packed(part).scales
-    assert found.dtype == dtype
-    assert torch.equal(found.float(), part.scales.t())
+    result = packed(part).scales
+    assert result.dtype == dtype
+    assert torch.equal(result.float(), part.scales.t())
 
 
 @pytest.mark.parametrize(

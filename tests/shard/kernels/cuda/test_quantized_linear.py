@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="no Triton for this platform")
-
 from millrace_shard.kernels import agreement
 from millrace_shard.kernels.agreement import distance
 from millrace_shard.kernels.base import Linear
@@ -21,6 +19,9 @@ from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_testing.quantized.code_formats import TABLES, random_codes
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,9 +85,7 @@ def error(y: Tensor, x: Tensor, part: QuantizedTensor) -> float:
 
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize(("inputs", "group_size"), SHAPES)
-def test_products_are_those_of_the_exact_weights(
-    name: str, inputs: int, group_size: int | None
-) -> None:
+def test_products_match_the_exact_weights(name: str, inputs: int, group_size: int | None) -> None:
     part = random_codes(name, OUTPUTS, inputs, group_size)
     x = normal(3, inputs)
     assert error(head_from(part)(x), x, part) < TOLERANCE
@@ -94,7 +93,7 @@ def test_products_are_those_of_the_exact_weights(
 
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=["fp16", "fp32"])
-def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+def test_products_are_exact_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     part = random_codes(name, OUTPUTS, 320, 64)
     x = normal(5, 320, dtype=dtype)
     assert error(head_from(part, dtype=dtype)(x), x, part) < 2e-6
@@ -128,7 +127,7 @@ def test_float32_rows_have_the_same_bits_too() -> None:
         assert torch.equal(linear(x[-rows:]), whole[-rows:])
 
 
-def test_inputs_in_another_order_are_multiplied_by_their_own_codes() -> None:
+def test_inputs_in_another_order_give_exact_products() -> None:
     part = random_codes("int4 with zeros", OUTPUTS, 256, 64, in_order=False)
     x = normal(4, 256)
     assert error(head_from(part)(x), x, part) < TOLERANCE

@@ -1,4 +1,4 @@
-"""The check of a model's own shapes: it tells right from wrong, and equal bits from similar ones."""
+"""The check of a model's own shapes: it distinguishes right from wrong, and equal bits from similar ones."""
 
 from __future__ import annotations
 

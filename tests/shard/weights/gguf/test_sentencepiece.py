@@ -1,4 +1,4 @@
-"""Sentencepiece tokenizers in GGUF files, beside its definition and transformers' reading of the same files."""
+"""Sentencepiece tokenizers in GGUF files, against its definition and transformers' reading of the same files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def metadata_of(**changes: Any) -> dict[str, Any]:
     tokens = [*SPECIAL, *BYTES, *learned, OWN]
     kinds = [*SPECIAL.values(), *[BYTE] * 256, *[NORMAL] * len(learned), USER_DEFINED]
     scores = [0.0] * (len(SPECIAL) + 256) + [-float(rank) for rank in range(len(learned))] + [0.0]
-    found = {
+    result = {
         "model": "llama",
         "pre": None,
         "merges": None,
@@ -61,7 +61,7 @@ def metadata_of(**changes: Any) -> dict[str, Any]:
         "padding_token_id": None,
         **changes,
     }
-    return {f"tokenizer.ggml.{name}": value for name, value in found.items()}
+    return {f"tokenizer.ggml.{name}": value for name, value in result.items()}
 
 
 def write(folder: Path, metadata: dict[str, Any]) -> Path:
@@ -102,11 +102,11 @@ def merged(text: str, metadata: dict[str, Any]) -> list[int]:
             break
         _, place = min(unions)
         parts[place : place + 2] = ["".join(parts[place : place + 2])]
-    found = [
+    result = [
         [ids[part]] if part in usable else [ids[f"<0x{byte:02X}>"] for byte in part.encode()]
         for part in parts
     ]
-    return [id_ for each in found for id_ in each]
+    return [id_ for each in result for id_ in each]
 
 
 def random_text(chooser: random.Random) -> str:
@@ -117,26 +117,26 @@ def random_text(chooser: random.Random) -> str:
 
 
 @pytest.mark.parametrize("prefixed", [True, False, None])
-def test_ids_are_those_of_the_definition(prefixed: bool | None, tmp_path: Path) -> None:
+def test_ids_match_the_definition(prefixed: bool | None, tmp_path: Path) -> None:
     metadata = metadata_of(add_space_prefix=prefixed)
-    found = ours(tmp_path, metadata)
+    result = ours(tmp_path, metadata)
     chooser = random.Random(0)
     randoms = [random_text(chooser) for _ in range(NUM_RANDOM)]
     for text in [text for text in [*TEXTS, *randoms] if not any(each in text for each in SPECIAL)]:
         prefix = "" if prefixed is False or not text else SPACE
         expected = merged(prefix + text.replace(" ", SPACE), metadata)
-        assert found.encode(text, add_special_tokens=False).ids == expected, text
-        assert found.decode(expected) == text
+        assert result.encode(text, add_special_tokens=False).ids == expected, text
+        assert result.decode(expected) == text
 
 
-def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
+def test_ids_match_transformers(tmp_path: Path) -> None:
     """transformers reads a vocabulary of Phi-3's with the prefix that sentencepiece adds to every text."""
-    found = ours(tmp_path, metadata_of())
+    result = ours(tmp_path, metadata_of())
     expected = theirs(tmp_path, "phi3")
     for text in TEXTS:
         ids = expected.encode(text)
-        assert found.encode(text).ids == ids, text
-        assert found.decode(ids) == expected.decode(ids, skip_special_tokens=True)
+        assert result.encode(text).ids == ids, text
+        assert result.decode(ids) == expected.decode(ids, skip_special_tokens=True)
 
 
 def test_a_space_at_the_start_is_what_transformers_leaves_out(tmp_path: Path) -> None:
@@ -144,21 +144,21 @@ def test_a_space_at_the_start_is_what_transformers_leaves_out(tmp_path: Path) ->
 
     sentencepiece adds it to every text, and llama.cpp to every text between special tokens.
     """
-    found = ours(tmp_path, metadata_of())
+    result = ours(tmp_path, metadata_of())
     expected = theirs(tmp_path, "llama")
-    differing = [text for text in TEXTS if found.encode(text).ids != expected.encode(text)]
+    differing = [text for text in TEXTS if result.encode(text).ids != expected.encode(text)]
     assert differing
     assert all(text.startswith((" ", *SPECIAL)) for text in differing)
 
 
 def test_unknown_characters_are_bytes_that_join_again(tmp_path: Path) -> None:
-    found = ours(tmp_path, metadata_of())
+    result = ours(tmp_path, metadata_of())
     text = "\U0001f9e9 \u0bf8"
     assert {*text.replace(" ", "")}.isdisjoint(pieces())
-    encoded = found.encode(text, add_special_tokens=False)
+    encoded = result.encode(text, add_special_tokens=False)
     first, second = ([f"<0x{byte:02X}>" for byte in word.encode()] for word in text.split())
     assert encoded.tokens == [SPACE, *first, SPACE, *second]
-    assert found.decode(encoded.ids) == text
+    assert result.decode(encoded.ids) == text
 
 
 @pytest.mark.parametrize(
@@ -172,18 +172,18 @@ def test_unknown_characters_are_bytes_that_join_again(tmp_path: Path) -> None:
 def test_a_prompt_gets_the_ends_that_the_file_requests(
     flags: dict[str, bool], begin: list[int], end: list[int], tmp_path: Path
 ) -> None:
-    found = ours(tmp_path, metadata_of(**flags))
-    plain = found.encode("hello", add_special_tokens=False).ids
-    assert found.encode("hello").ids == [*begin, *plain, *end]
-    assert theirs(tmp_path, "phi3").encode("hello") == found.encode("hello").ids
+    result = ours(tmp_path, metadata_of(**flags))
+    plain = result.encode("hello", add_special_tokens=False).ids
+    assert result.encode("hello").ids == [*begin, *plain, *end]
+    assert theirs(tmp_path, "phi3").encode("hello") == result.encode("hello").ids
 
 
 def test_a_token_of_the_user_s_is_found_in_text(tmp_path: Path) -> None:
-    found = ours(tmp_path, metadata_of(add_space_prefix=False))
-    encoded = found.encode(f"hello{OWN}</s>hello", add_special_tokens=False)
-    plain = found.encode("hello", add_special_tokens=False).tokens
+    result = ours(tmp_path, metadata_of(add_space_prefix=False))
+    encoded = result.encode(f"hello{OWN}</s>hello", add_special_tokens=False)
+    plain = result.encode("hello", add_special_tokens=False).tokens
     assert encoded.tokens == [*plain, OWN, "</s>", *plain]
-    assert found.decode(encoded.ids) == f"hello{OWN}hello"
+    assert result.decode(encoded.ids) == f"hello{OWN}hello"
 
 
 @pytest.mark.parametrize("scores", [None, [0.0]])

@@ -1,4 +1,4 @@
-"""Byte-level tokenizers in GGUF files, beside tokenizers made by hand and transformers' reading of the same files."""
+"""Byte-level tokenizers in GGUF files, against tokenizers made by hand and transformers' reading of the same files."""
 
 from __future__ import annotations
 
@@ -112,63 +112,63 @@ def ours(folder: Path, metadata: dict[str, Any]) -> Tokenizer:
 
 def theirs(folder: Path) -> PreTrainedTokenizerBase:
     """The reading of transformers of the file that `ours` wrote."""
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, gguf_file="m.gguf")
-    return found
+    result: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, gguf_file="m.gguf")
+    return result
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS.keys() - PIECES))
-def test_ids_are_those_of_a_tokenizer_by_hand(pre: str, tmp_path: Path) -> None:
+def test_ids_match_a_tokenizer_by_hand(pre: str, tmp_path: Path) -> None:
     expected = by_hand(pre)
-    found = ours(tmp_path, metadata_of(expected, pre))
+    result = ours(tmp_path, metadata_of(expected, pre))
     for text in TEXTS:
         ids = expected.encode(text).ids
-        assert found.encode(text).ids == ids, text
+        assert result.encode(text).ids == ids, text
         normal = unicodedata.normalize("NFC", text) if pre in NORMALIZED else text
-        assert found.decode(ids, skip_special_tokens=False) == normal
+        assert result.decode(ids, skip_special_tokens=False) == normal
 
 
 @pytest.mark.parametrize("pre", PIECES)
-def test_text_is_split_into_the_words_of_its_pattern(pre: str, tmp_path: Path) -> None:
-    found = ours(tmp_path, metadata_of(by_hand("gpt-2"), pre))
+def test_words_are_split_as_each_pattern_requires(pre: str, tmp_path: Path) -> None:
+    result = ours(tmp_path, metadata_of(by_hand("gpt-2"), pre))
     expected = PIECES[pre].split("|")
-    assert found.pre_tokenizer is not None
+    assert result.pre_tokenizer is not None
     text = "".join(expected)
-    words = found.pre_tokenizer.pre_tokenize_str(text)
+    words = result.pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in words] == expected
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", *PATTERNS])
-def test_ids_are_those_of_transformers(pre: str, tmp_path: Path) -> None:
+def test_ids_match_transformers(pre: str, tmp_path: Path) -> None:
     """transformers' reading leaves out the normal form, so that it gets the text in this form."""
-    found = ours(tmp_path, metadata_of(by_hand(pre), pre))
+    result = ours(tmp_path, metadata_of(by_hand(pre), pre))
     expected = theirs(tmp_path)
     for text in TEXTS:
         normal = unicodedata.normalize("NFC", text) if pre in NORMALIZED else text
         ids = expected.encode(normal, add_special_tokens=False)
-        assert found.encode(text).ids == ids, text
+        assert result.encode(text).ids == ids, text
         for skip in (False, True):
             decoded = expected.decode(ids, skip_special_tokens=skip)
-            assert found.decode(ids, skip_special_tokens=skip) == decoded
+            assert result.decode(ids, skip_special_tokens=skip) == decoded
 
 
 def test_the_normal_form_is_what_transformers_leaves_out(tmp_path: Path) -> None:
-    found = ours(tmp_path, metadata_of(by_hand("qwen2"), "qwen2"))
+    result = ours(tmp_path, metadata_of(by_hand("qwen2"), "qwen2"))
     composed, parts = "caf\u00e9", "cafe\u0301"
-    assert found.encode(parts).ids == found.encode(composed).ids
+    assert result.encode(parts).ids == result.encode(composed).ids
     assert theirs(tmp_path).encode(parts) != theirs(tmp_path).encode(composed)
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "tekken", "smaug-bpe", "qwen2"])
-def test_words_that_no_merges_build(pre: str, tmp_path: Path) -> None:
+def test_words_that_no_merges_build_are_single_tokens(pre: str, tmp_path: Path) -> None:
     """The models' tokenizer.json has `ignore_merges` for Llama 3 and Tekken; transformers' reading leaves it out."""
     expected = by_hand(pre)
     metadata = metadata_of(expected, pre)
     whole = metadata["tokenizer.ggml.tokens"]
     metadata["tokenizer.ggml.tokens"] = [*whole[:-1], "jxq", OWN]
     metadata["tokenizer.ggml.token_type"].insert(-1, NORMAL)
-    found = ours(tmp_path, metadata).encode("jxq")
+    result = ours(tmp_path, metadata).encode("jxq")
     is_whole = pre in ("llama-bpe", "tekken")
-    assert found.tokens == (["jxq"] if is_whole else ["j", "x", "q"])
+    assert result.tokens == (["jxq"] if is_whole else ["j", "x", "q"])
     assert len(theirs(tmp_path).encode("jxq", add_special_tokens=False)) == 3
 
 
@@ -188,16 +188,16 @@ def test_a_prompt_gets_the_ends_that_the_file_requests(
     """Where the file says nothing, the pre-tokenizer decides, as in llama.cpp; transformers adds nothing then."""
     metadata = metadata_of(by_hand(pre), pre)
     metadata |= {f"tokenizer.ggml.{name}": value for name, value in flags.items()}
-    found = ours(tmp_path, metadata)
-    plain = found.encode("hello", add_special_tokens=False).ids
+    result = ours(tmp_path, metadata)
+    plain = result.encode("hello", add_special_tokens=False).ids
     begin, end = ([] if each is None else [each] for each in around)
-    assert found.encode("hello").ids == [*begin, *plain, *end]
-    assert found.encode("hello", "hello").ids == [*begin, *plain, *end] * 2
+    assert result.encode("hello").ids == [*begin, *plain, *end]
+    assert result.encode("hello", "hello").ids == [*begin, *plain, *end] * 2
     if None not in flags.values():
-        assert theirs(tmp_path).encode("hello") == found.encode("hello").ids
+        assert theirs(tmp_path).encode("hello") == result.encode("hello").ids
 
 
-def test_special_tokens_and_templates(tmp_path: Path) -> None:
+def test_special_tokens_and_templates_are_kept(tmp_path: Path) -> None:
     metadata = metadata_of(by_hand("gpt-2"), "gpt-2")
     metadata |= {
         "tokenizer.chat_template": "default {{ messages }}",
@@ -205,13 +205,13 @@ def test_special_tokens_and_templates(tmp_path: Path) -> None:
         "tokenizer.chat_template.tool_use": "tools {{ tools }}",
     }
     path, folder = write(tmp_path, metadata)
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    result: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     expected: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         path.parent, gguf_file=path.name
     )
     for name in ("bos_token", "eos_token", "pad_token"):
-        assert getattr(found, name) == getattr(expected, name)
-    assert found.chat_template == {
+        assert getattr(result, name) == getattr(expected, name)
+    assert result.chat_template == {
         "default": "default {{ messages }}",
         "tool_use": "tools {{ tools }}",
     }
@@ -222,7 +222,7 @@ def test_special_tokens_and_templates(tmp_path: Path) -> None:
     [
         ({"model": "t5"}, "tokenizer.ggml.model='t5' is not supported"),
         ({"merges": None}, "no tokenizer.ggml.merges"),
-        ({"merges": ["ab"]}, "has 'ab', which is no pair"),
+        ({"merges": ["ab"]}, "has 'ab', which is not a pair"),
         ({"merges": ["zzz yyy"]}, "tokenizer is damaged"),
         ({"add_bos_token": True, "bos_token_id": None}, "no tokenizer.ggml.bos_token_id"),
     ],
@@ -281,7 +281,7 @@ def prepare(file: Path, folder: Path, change: Callable[[Words], Words] = dict) -
     return prepare_gguf(file, folder / "cache", tokenizer=source(file, folder, change))
 
 
-def test_the_tokenizer_and_its_end_are_those_of_the_folder(
+def test_the_tokenizer_and_its_end_match_the_folder(
     file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -296,13 +296,13 @@ def test_another_vocabulary_is_refused(file: Path, tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as refusal:
         prepare(file, tmp_path, rotated)
     assert str(refusal.value) == (
-        f"the tokenizer in {tmp_path / 'source'} has 266 of the 266 tokens in the file not under their ids: "
+        f"the tokenizer in {tmp_path / 'source'} has other ids for 266 of the 266 tokens in the file: "
         "id 0 is '<think>', and '<|endoftext|>' in the file; name the model that the file was made from"
     )
     assert not list((tmp_path / "cache").glob("*"))
 
 
-def test_some_other_tokens_are_told_of(
+def test_some_other_tokens_are_reported(
     file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -328,17 +328,17 @@ def test_a_file_without_a_vocabulary_takes_any(tmp_path: Path) -> None:
 
 
 def read(*, vocab_size: int = 8, **values: Any) -> Vocabulary:
-    found = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
-    return Vocabulary.read(Metadata(found, "m.gguf"), vocab_size=vocab_size)
+    result = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    return Vocabulary.read(Metadata(result, "m.gguf"), vocab_size=vocab_size)
 
 
-def test_a_vocabulary_finds_tokens_by_id_and_kind() -> None:
+def test_tokens_are_found_by_id_kind_and_name() -> None:
     kinds = np.array([TokenKind.CONTROL, TokenKind.NORMAL, TokenKind.NORMAL], np.int32)
-    found = read(tokens=["<s>", "a", "b"], token_type=kinds, bos_token_id=0)
-    assert found.ids == {"<s>": 0, "a": 1, "b": 2}
-    assert found.of_kind(TokenKind.NORMAL) == [1, 2]
-    assert found.text("bos") == "<s>"
-    assert found.text("eos") is None
+    result = read(tokens=["<s>", "a", "b"], token_type=kinds, bos_token_id=0)
+    assert result.ids == {"<s>": 0, "a": 1, "b": 2}
+    assert result.of_kind(TokenKind.NORMAL) == [1, 2]
+    assert result.text("bos") == "<s>"
+    assert result.text("eos") is None
 
 
 def test_without_kinds_all_are_normal() -> None:
@@ -353,8 +353,8 @@ def test_tokens_that_end_an_answer() -> None:
     """Those that the file names come first; a word with the text of one is a word."""
     tokens = ["<s>", "<|im_end|>", "<|eot_id|>", "</s>", "stop"]
     kinds = np.array([TokenKind.CONTROL] * 3 + [TokenKind.NORMAL] * 2, np.int32)
-    found = read(tokens=tokens, token_type=kinds, eos_token_id=2, eot_token_id=4)
-    assert found.end_ids() == [2, 4, 1]
+    result = read(tokens=tokens, token_type=kinds, eos_token_id=2, eot_token_id=4)
+    assert result.end_ids() == [2, 4, 1]
 
 
 @pytest.mark.parametrize(

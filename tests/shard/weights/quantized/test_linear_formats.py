@@ -42,10 +42,10 @@ def read(folder: Path, cut: Cut) -> QuantizedTensor:
     assert quantization is not None
     views = []
     reader = LinearReader(SafetensorFiles(folder), quantization, lambda *view: views.append(view))
-    found = reader.read(f"{NAME}.weight", cut)
-    assert found is not None
+    result = reader.read(f"{NAME}.weight", cut)
+    assert result is not None
     assert views
-    return found
+    return result
 
 
 def part(rows: Span = (0, OUTPUTS), columns: Span = (0, INPUTS)) -> Cut:
@@ -72,27 +72,27 @@ def test_scattered_inputs_count_though_the_config_denies_them(
         group["weights"].pop(order)
     write(tmp_path, tensors, config)
     assert torch.equal(read(tmp_path, part()).dequantized(), expected)
-    with pytest.raises(WeightsError, match="one shard alone can serve this model"):
+    with pytest.raises(WeightsError, match="only one shard can serve this model"):
         read(tmp_path, part(columns=(0, 96)))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [(0, 36), (36, 72), (20, 28), (67, 72)])
-def test_a_rank_reads_only_its_outputs(tmp_path: Path, name: str, rows: Span) -> None:
+def test_the_outputs_of_a_rank_are_cut_exactly(tmp_path: Path, name: str, rows: Span) -> None:
     tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
     write(tmp_path, tensors, FORMATS[name].config)
-    found = read(tmp_path, part(rows=rows))
-    assert torch.equal(found.dequantized(), expected[slice(*rows)])
+    result = read(tmp_path, part(rows=rows))
+    assert torch.equal(result.dequantized(), expected[slice(*rows)])
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in SCATTERED])
 @pytest.mark.parametrize("columns", [(0, 96), (96, 192), (64, 128), (48, 80), (176, 192)])
-def test_a_rank_reads_only_its_inputs(tmp_path: Path, name: str, columns: Span) -> None:
+def test_the_inputs_of_a_rank_are_cut_exactly(tmp_path: Path, name: str, columns: Span) -> None:
     tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
     write(tmp_path, tensors, FORMATS[name].config)
-    found = read(tmp_path, part(columns=columns))
-    assert found.group_size >= 16
-    assert torch.equal(found.dequantized(), expected[:, slice(*columns)])
+    result = read(tmp_path, part(columns=columns))
+    assert result.group_size >= 16
+    assert torch.equal(result.dequantized(), expected[:, slice(*columns)])
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_there_are_fixtures() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+def test_weights_match_the_library(tmp_path: Path, name: str) -> None:
     path = FIXTURES / f"{name}.safetensors"
     tensors = load_file(path)
     expected = tensors.pop("expected")
@@ -151,13 +151,13 @@ def test_weights_are_those_of_the_library(tmp_path: Path, name: str) -> None:
     reader = LinearReader(SafetensorFiles(tmp_path), quantization, lambda *_: None)
     outputs, inputs = expected.shape
     cut = Cut(outputs=outputs, inputs=inputs, rows=(0, outputs), columns=(0, inputs))
-    found = reader.read(f"{PROJECTION}.weight", cut)
-    assert found is not None
+    result = reader.read(f"{PROJECTION}.weight", cut)
+    assert result is not None
     if name == "llm-int8":
         # The library rounds the product with the largest magnitude before it divides by 127.
-        torch.testing.assert_close(found.dequantized(), expected, rtol=2**-22, atol=0)
+        torch.testing.assert_close(result.dequantized(), expected, rtol=2**-22, atol=0)
     else:
-        assert torch.equal(found.dequantized().to(expected.dtype), expected)
+        assert torch.equal(result.dequantized().to(expected.dtype), expected)
 
 
 STACKED = "model.layers.0.mlp.experts.gate_up_proj"
@@ -182,24 +182,22 @@ def open_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> Weights:
     return Weights(folder, dtype=torch.float32, device=cpu, group=ProcessGroup.single())
 
 
-def test_experts_are_those_of_transformers(
-    tmp_path: Path, tensors: dict[str, torch.Tensor]
-) -> None:
+def test_experts_match_transformers(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     expected = convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32).transpose(1, 2)
     weights = open_weights(tmp_path, tensors)
     for rows, columns in ((slice(0, 8), (0, 96)), (slice(1, 6, 2), (48, 96))):
         for index in range(EXPERTS):
-            found = weights.stacked_codes(STACKED, SHAPE, index, rows=rows, columns=columns)
-            assert found is not None
-            assert torch.equal(found.dequantized(), expected[index, rows, slice(*columns)])
+            result = weights.stacked_codes(STACKED, SHAPE, index, rows=rows, columns=columns)
+            assert result is not None
+            assert torch.equal(result.dequantized(), expected[index, rows, slice(*columns)])
     weights.release()
     weights.close()
 
 
 def test_other_experts_are_not_read(tmp_path: Path) -> None:
     weights = open_weights(tmp_path, {STACKED: torch.zeros(1, 2, 32)})
-    found = weights.stacked_codes(STACKED, (1, 2, 32), 0, rows=slice(0, 2), columns=(0, 32))
-    assert found is None
+    result = weights.stacked_codes(STACKED, (1, 2, 32), 0, rows=slice(0, 2), columns=(0, 32))
+    assert result is None
     weights.close()
 
 

@@ -46,39 +46,39 @@ def made(method: str, values: Tensor) -> QuantizedTensor:
 @pytest.mark.parametrize("method", METHODS)
 def test_weights_are_close(method: str) -> None:
     values = weight()
-    found = made(method, values)
-    assert found.bits == BITS[method]
-    error = (found.dequantized() - values).square().mean().sqrt()
-    assert error < LARGEST_ERROR[found.bits]
+    result = made(method, values)
+    assert result.bits == BITS[method]
+    error = (result.dequantized() - values).square().mean().sqrt()
+    assert error < LARGEST_ERROR[result.bits]
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "int4"])
 def test_no_other_code_of_a_number_is_nearer(method: str) -> None:
     values = weight(8, 128).to(torch.bfloat16)
-    found = made(method, values)
-    groups = torch.arange(128) // found.group_size
-    all_values = found.values.nan_to_num(torch.inf)[:, None, None] * found.scales[:, groups]
+    result = made(method, values)
+    groups = torch.arange(128) // result.group_size
+    all_values = result.values.nan_to_num(torch.inf)[:, None, None] * result.scales[:, groups]
     nearest = (all_values - values.float()).abs().nan_to_num(torch.inf).amin(0)
     if method in {"bitsandbytes", "eetq"}:
         all_values[128] = torch.inf
-    own = (found.dequantized() - values.float()).abs()
+    own = (result.dequantized() - values.float()).abs()
     torch.testing.assert_close(own, nearest, rtol=1e-4, atol=1e-6)
 
 
 def test_scales_of_int4_have_the_least_squared_error_for_their_codes() -> None:
     values = weight(4, 128).double()
-    found = made("int4", values)
-    codes = (found.codes.double() - 8).view(4, 2, 64)
+    result = made("int4", values)
+    codes = (result.codes.double() - 8).view(4, 2, 64)
     groups = values.view(4, 2, 64)
     fitted = torch.linalg.lstsq(codes.unsqueeze(-1), groups.unsqueeze(-1)).solution.flatten(1)
-    torch.testing.assert_close(found.scales.double(), fitted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(result.scales.double(), fitted, rtol=1e-5, atol=0)
     scale = groups.abs().amax(-1, keepdim=True) / 7
     plain = (groups / scale).round() * scale
-    error = (found.dequantized().double() - values).square().sum()
+    error = (result.dequantized().double() - values).square().sum()
     assert error < 0.9 * (plain - groups).square().sum()
 
 
-def test_tables_are_those_of_bitsandbytes() -> None:
+def test_tables_match_bitsandbytes() -> None:
     """Against the table in its fixtures, which its own library has read."""
     fixtures = Path(__file__).parent / "fixtures"
     for name, table in (("nf4", torch.tensor(NF4)), ("fp4", fp4_values())):
@@ -93,20 +93,20 @@ def test_tables_are_those_of_bitsandbytes() -> None:
 def test_zeros_stay_zeros(method: str) -> None:
     values = weight(4, 128)
     values[1] = 0
-    found = made(method, values).dequantized()
-    assert found.isfinite().all()
-    assert not found[1].any()
+    result = made(method, values).dequantized()
+    assert result.isfinite().all()
+    assert not result[1].any()
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_transposed_experts(method: str) -> None:
+def test_transposed_experts_have_the_same_codes(method: str) -> None:
     """Files of gpt-oss have them; torch warns of numbers that are not contiguous in a search."""
     quantize = METHODS[method].linear
     transposed = weight(192, 32).t()
-    found, expected = (quantized(each, quantize) for each in (transposed, transposed.contiguous()))
-    assert torch.equal(found.codes, expected.codes)
-    assert torch.equal(found.scales, expected.scales)
-    assert found.codes.is_contiguous()
+    result, expected = (quantized(each, quantize) for each in (transposed, transposed.contiguous()))
+    assert torch.equal(result.codes, expected.codes)
+    assert torch.equal(result.scales, expected.scales)
+    assert result.codes.is_contiguous()
 
 
 def test_rows_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +147,10 @@ def test_a_model_is_that_of_its_rounded_weights(
     caplog.set_level(logging.INFO)
     with torch.inference_mode():
         model = load(tmp_path, method)
-        found, plain = answers(model), answers(load(tmp_path, None))
+        result, plain = answers(model), answers(load(tmp_path, None))
     assert model.info.quantization == method
     assert f"--quantize {method}: {METHODS[method].summary}" in caplog.text
-    assert not torch.allclose(found, plain, atol=1e-3)
+    assert not torch.allclose(result, plain, atol=1e-3)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     head = METHODS[method].head
@@ -164,10 +164,10 @@ def test_a_model_is_that_of_its_rounded_weights(
         expected = answers(load(tmp_path, None))
     if head is not None and tied:
         # The embedding keeps its numbers, and the head has others.
-        assert not torch.equal(found, expected)
-        torch.testing.assert_close(found, expected, atol=0.3, rtol=0)
+        assert not torch.equal(result, expected)
+        torch.testing.assert_close(result, expected, atol=0.3, rtol=0)
     else:
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
 
 
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:

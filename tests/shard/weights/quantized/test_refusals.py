@@ -147,14 +147,14 @@ def test_a_flag_for_checkpoints_needs_one(tmp_path: Path) -> None:
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "modelopt"),
     ],
 )
-def test_settings_are_read_from_every_file_that_may_have_them(
+def test_settings_are_found_in_other_files(
     file: str, raw: dict[str, Any], method: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).write_text(json.dumps(raw))
-    found = read_quantization(tmp_path, None)
-    assert found is not None
-    assert found.method == method
+    result = read_quantization(tmp_path, None)
+    assert result is not None
+    assert result.method == method
 
 
 def scale_of(value: float) -> Callable[[Tensor], Tensor]:
@@ -239,7 +239,7 @@ def test_models_of_transformers_are_refused(tmp_path: Path) -> None:
 
 
 def without_weights(folder: Path, **fields: Any) -> None:
-    """Write the config of a model whose weights nobody may read."""
+    """Write the config of a model whose weights must not be read."""
     config = {**CONFIGS["llama"], "model_type": "llama", **fields}
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -258,7 +258,7 @@ def load(folder: Path, group: ProcessGroup | None = None, *, quantize: str | Non
 FIRST_MODULE = "model.layers.0.mlp.down_proj"
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
 OPTIONAL = ("g_idx", "weight_g_idx", "weight_shape")
-"""Tensors without which a weight can be read. If inputs are scattered, it is another one: nobody can know."""
+"""Tensors that a weight can be read without. If inputs are scattered, another weight results, unnoticeably."""
 STATE = "quant_state"
 """Part of the name of a JSON text, which may have any length."""
 INDEX = ("g_idx", "weight_g_idx")
@@ -297,7 +297,7 @@ def without_numbers(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def damages(kind: str, found: Tensor) -> Iterator[tuple[str, Tensor | None]]:
-    """What can be wrong with a tensor, and the text that tells it."""
+    """What can be wrong with a tensor, and the text of the error."""
     if kind not in OPTIONAL:
         yield "is missing|has dtype uint8, not float16", None
     wrong = torch.int16 if found.dtype is torch.float64 else torch.float64
@@ -335,7 +335,7 @@ def test_every_damage_to_every_tensor_is_named(name: str, tmp_path: Path) -> Non
     for kind in kinds:
         tensor = f"{FIRST_MODULE}.{kind}"
         for message, changed in damages(kind, whole[tensor]):
-            rest = {each: found for each, found in whole.items() if each != tensor}
+            rest = {each: result for each, result in whole.items() if each != tensor}
             save_file(rest if changed is None else {**rest, tensor: changed}, path)
             text = refusal(tmp_path, WeightsError)
             named = FIRST_MODULE if changed is None else tensor
@@ -390,7 +390,7 @@ def test_ranks_cannot_share_groups_of_experts(tmp_path: Path) -> None:
     assert "do not fit the 72 inputs" in refusal(tmp_path, UnsupportedModel)
 
 
-def test_experts_in_mxfp4(tmp_path: Path) -> None:
+def test_damaged_mxfp4_experts_are_refused(tmp_path: Path) -> None:
     save_mxfp4(tmp_path, num_hidden_layers=2)
     path = tmp_path / "model.safetensors"
     whole = load_file(path)
@@ -441,7 +441,7 @@ CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "fields", "message"), CONFIG_ERRORS)
-def test_what_a_config_tells_is_refused_before_weights_are_read(
+def test_unsupported_configs_are_refused_before_weights_are_read(
     family: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     config = {**CONFIGS[family], "model_type": family, **fields}

@@ -96,7 +96,7 @@ class History:
             self._at(self.now + self.random.uniform(0, 10), "quit", user)
 
     def _ask(self, user: User) -> None:
-        slot = self.residency.request(user.version, user.num_pages, self.now)
+        slot = self.residency.request(user.version, user.num_pages)
         if slot is not None:
             self._begin(slot, user)
             return

@@ -16,7 +16,7 @@ from millrace_proto.sequence import Grammar, GrammarKind
 from millrace_shard.batch.sequence import PARAMETERS, Sequence
 from millrace_shard.device import transfers
 from millrace_shard.kernels.scores import RowMasks, SamplingKernels
-from millrace_shard.sampling import processors, sampler, warpers
+from millrace_shard.sampling import sampler, sampling_rows, warpers
 from millrace_shard.sampling.sampler import Sampled, Sampler, SamplingRows
 from millrace_shard.sampling.watermark import Watermark
 from millrace_testing.engines.sampling_reference import Row
@@ -39,7 +39,7 @@ def going(way: str) -> Iterator[None]:
         elif way == "nothing read back":
             patch.setattr(transfers, "is_synchronous", lambda _: False)
         elif way == "small tiles":
-            patch.setattr(processors, "TILE_ELEMENTS", 90)
+            patch.setattr(sampling_rows, "TILE_ELEMENTS", 90)
         elif way == "kernels":
             patch.setattr(transfers, "is_synchronous", lambda _: False)
             triton_sampling = importlib.import_module("millrace_shard.kernels.cuda.operators")

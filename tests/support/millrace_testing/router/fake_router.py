@@ -29,9 +29,8 @@ from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.adapter import AdapterVersion
-from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.token_stream import Finished, TokenEvent, TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
@@ -150,6 +149,16 @@ class DirectShards:
         return answer
 
 
+def _forecaster(budgets: Budgets, cost: CostModel, shard: FakeShard | HashShard) -> Forecaster:
+    return Forecaster(
+        cost,
+        max_batch_size=budgets.max_batch_size,
+        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
+        block_size=shard.block_size,
+        num_blocks=shard.num_blocks - 1,
+    )
+
+
 def new_batcher(
     channel: StepChannel | DirectShards,
     shard: FakeShard | HashShard,
@@ -188,16 +197,9 @@ def new_batcher(
     waiting = WaitingQueue() if waiting is None else waiting
     recovery = RecoveryPolicy(planners, Quarantine())
     adapters = _adapters(channel, shard.adapters, waiting, metrics, cycle_seconds)
-    forecaster = Forecaster(
-        cost,
-        max_batch_size=budgets.max_batch_size,
-        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
-        block_size=shard.block_size,
-        num_blocks=shard.num_blocks - 1,
-    )
     predictor = LatencyPredictor(
         cost,
-        forecaster,
+        _forecaster(budgets, cost, shard),
         metrics,
         in_flight=in_flight,
         recovery=recovery,

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass, field
 
 from millrace_router.errors import NonFiniteOutput, Quarantined
-from millrace_router.request.events import Finished, PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason, ValidRequest
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.token_stream import Finished, PromptLogprobs, TokenEvent, TokenStream
 from millrace_testing.shards.hash_tokens import (
     EOS_TOKEN_ID,
     POISON_TOKEN_ID,

@@ -115,7 +115,7 @@ class ScheduleDriver:
         self.entries[request_id] = entry
         client = Client(request, entry.stream, self.shard.eos_every)
         self.clients[request_id] = client
-        self.adapters.submit(entry, self._now)
+        self.adapters.submit(entry)
         return client
 
     def _close(self, entry: Entry) -> None:
@@ -154,7 +154,7 @@ class ScheduleDriver:
         )
         for request in self.planner.expulsion.take():
             self.num_expelled += 1
-            self.adapters.wait_again(request, self._now)
+            self.adapters.wait_again(request)
         if plan is None:
             return None
         for row in plan.admitted:

@@ -25,7 +25,7 @@ from millrace_shard.device.process_group import CollectiveError, ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.steps import SAMPLING, Stepper, beside
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models.models import Driver, Run, prompt_of
 
 PRELOADED = [
