@@ -68,7 +68,7 @@ def test_the_seed_decides_everything() -> None:
     assert population(1, size=30) != population(2, size=30)
 
 
-def test_only_the_kinds_asked_for() -> None:
+def test_a_campaign_has_only_the_requested_kinds() -> None:
     found = campaign(1, num_faults=9, num_ranks=1, kinds=(Kind.KILL, Kind.BURST))
     assert {fault.kind for fault in found} == {Kind.KILL, Kind.BURST}
 
@@ -293,7 +293,7 @@ def test_a_beginning_is_right_and_a_wrong_one_is_not() -> None:
     assert prefix_difference(native(tokens=4), native(tokens=3)) is not None
 
 
-def test_beginnings_of_several_choices() -> None:
+def test_each_choice_is_compared_with_its_own_beginning() -> None:
     reference = Answer(events=[chunk(0, "a"), chunk(0, "b"), chunk(1, "x"), chunk(1, "y")])
     assert prefix_difference(Answer(events=[chunk(1, "x"), chunk(0, "a")]), reference) is None
     assert prefix_difference(Answer(events=[chunk(1, "z")]), reference) is not None
@@ -536,7 +536,7 @@ def test_without_a_part_in_the_log_there_are_none() -> None:
     assert parts(lines()[:-1], since=100.0, until=104.5) == {}
 
 
-def test_lines_of_a_log_in_json() -> None:
+def test_only_whole_records_of_a_json_log_are_read() -> None:
     record = {
         "timestamp": "2026-11-21T12:00:00.500000Z",
         "level": "INFO",

@@ -100,7 +100,7 @@ def test_a_stream_without_its_end_is_no_stream(dialect: Dialect, last: dict[str,
         (0.50, True, None, UNKNOWN),
     ],
 )
-def test_a_case_against_its_floor(
+def test_a_case_fails_only_below_its_recorded_floor(
     share: float, is_clean: bool, recorded: float | None, status: int
 ) -> None:
     assert Finding("x", share, is_clean, recorded).status == status

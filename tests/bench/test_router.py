@@ -68,7 +68,7 @@ async def test_every_event_is_counted_once(rounds: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 50, 10_000])
-async def test_packets_of_any_size(size: int) -> None:
+async def test_events_are_counted_in_packets_of_any_size(size: int) -> None:
     chunks = [event(index, last=index == 3) for index in (1, 2, 3)]
     body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in [*chunks, b""])
     stream = EventStream(b"", rounds=1, counted=(counted := Counted()))

@@ -31,7 +31,7 @@ def test_there_are_fifty_schemas_with_a_question_each() -> None:
         ('{"a": 1', "stop", everyday.INVALID),
     ],
 )
-def test_outcomes(text: str, reason: str, outcome: str) -> None:
+def test_each_answer_has_its_outcome(text: str, reason: str, outcome: str) -> None:
     assert everyday.outcome_of(text, reason, SCHEMA) == outcome
 
 

@@ -75,7 +75,7 @@ def test_kinds_that_do_not_depend_on_a_length(name: str) -> None:
     torch.testing.assert_close(table, expected, atol=1e-6, rtol=0)
 
 
-def test_head_dim_of_its_own() -> None:
+def test_the_table_follows_an_explicit_head_dim() -> None:
     wide = config(STATIC["default"], head_dim=20)
     expected = reference(LlamaRotaryEmbedding(wide), torch.arange(9))
     torch.testing.assert_close(rope_table(rope(STATIC["default"], head_dim=20), 9), expected)

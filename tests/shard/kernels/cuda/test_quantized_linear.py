@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="no Triton for this platform")
-
 from millrace_shard.kernels import agreement
 from millrace_shard.kernels.agreement import distance
 from millrace_shard.kernels.base import Linear
@@ -21,6 +19,9 @@ from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_testing.quantized.code_formats import TABLES, random_codes
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

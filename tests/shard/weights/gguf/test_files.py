@@ -99,7 +99,7 @@ def test_models_that_are_not_supported(
         prepare_gguf(path, tmp_path / "cache", tokenizer=None)
 
 
-def test_a_part_of_a_split_file(whole: bytes, tmp_path: Path) -> None:
+def test_a_part_of_a_split_file_is_refused(whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m-00001-of-00002.gguf"
     path.write_bytes(whole)
     with pytest.raises(ModelError, match="part of a split file"):

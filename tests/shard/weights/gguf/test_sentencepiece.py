@@ -169,7 +169,7 @@ def test_unknown_characters_are_bytes_that_join_again(tmp_path: Path) -> None:
         ({"add_bos_token": True, "add_eos_token": True}, [1], [2]),
     ],
 )
-def test_ends_of_a_prompt(
+def test_a_prompt_gets_the_ends_that_the_file_requests(
     flags: dict[str, bool], begin: list[int], end: list[int], tmp_path: Path
 ) -> None:
     result = ours(tmp_path, metadata_of(**flags))

@@ -182,7 +182,7 @@ def test_words_that_no_merges_build_are_single_tokens(pre: str, tmp_path: Path) 
         ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, (1, 2)),
     ],
 )
-def test_ends_of_a_prompt(
+def test_a_prompt_gets_the_ends_that_the_file_requests(
     pre: str, flags: dict[str, bool | None], around: tuple[int | None, int | None], tmp_path: Path
 ) -> None:
     """Where the file says nothing, the pre-tokenizer decides, as in llama.cpp; transformers adds nothing then."""
