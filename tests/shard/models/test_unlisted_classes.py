@@ -1,20 +1,20 @@
 """Classes of transformers that are not on the list: those that pass the check of their logits, and others."""
 
 from __future__ import annotations
+
 import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
-from transformers import AutoConfig
-from transformers import OlmoModel
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, OlmoModel, PreTrainedModel
 from transformers.models.olmo.modeling_olmo import OlmoMLP
+
 from millrace_shard.__main__ import main
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel
@@ -25,19 +25,19 @@ from millrace_shard.models.interface import KVLayer
 from millrace_shard.models.load import load_model
 from millrace_shard.models.transformers_backend import transformers_loader
 from millrace_shard.models.transformers_backend.paged_attention import PagedAttention
-from millrace_shard.models.transformers_backend.supported import SUPPORTED
-from millrace_shard.models.transformers_backend.supported import check_supported
+from millrace_shard.models.transformers_backend.supported import SUPPORTED, check_supported
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.models.models import CPU
-from millrace_testing.models.models import UNLISTED
-from millrace_testing.models.models import Driver
-from millrace_testing.models.models import Run
-from millrace_testing.models.models import greedy
-from millrace_testing.models.models import logprobs
-from millrace_testing.models.models import prompt_of
-from millrace_testing.models.models import save_tiny
-from millrace_testing.shards.ranks import Forked
-from millrace_testing.shards.ranks import run_ranks
+from millrace_testing.models.models import (
+    CPU,
+    UNLISTED,
+    Driver,
+    Run,
+    greedy,
+    logprobs,
+    prompt_of,
+    save_tiny,
+)
+from millrace_testing.shards.ranks import Forked, run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (4, 70)]
 NUM_TOKENS = 4
