@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed")
-
-from millrace_ray.serving.directory import LEASE_TICKS, Replicas
 from millrace_ray.serving.errors import ServingError
-from millrace_ray.serving.haproxy import SLOTS, State
+from millrace_ray.serving.haproxy import LEASE_TICKS, SLOTS, Replicas, State
 
 
 def test_a_replica_keeps_its_slot_when_the_list_is_made_anew() -> None:

@@ -17,6 +17,7 @@ from millrace_router.engine.in_flight import InFlight
 from millrace_router.engine.predictor import LatencyPredictor
 from millrace_router.kv_events.recorder import EventRecorder
 from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.epochs import EpochManager
 from millrace_router.recovery.launcher_channel import LauncherChannel
@@ -52,6 +53,32 @@ class Engine:
     adapters: AdapterLoading | None
 
 
+def _epochs(
+    config: RouterConfig,
+    channel: StepChannel,
+    launcher: LauncherChannel,
+    status: ShardStatus,
+    cost: CostModel,
+    metrics: Metrics,
+    in_flight: InFlight,
+) -> EpochManager:
+    oldest, seconds = in_flight.oldest, config.step_timeout
+    return EpochManager(
+        channel, launcher, status, cost, metrics, oldest=oldest, step_seconds=seconds
+    )
+
+
+def _forecaster(deployment: RouterDeployment, cost: CostModel, late: LatePlanning) -> Forecaster:
+    return forecaster_from(
+        deployment.config,
+        deployment.budgets(),
+        cost,
+        late,
+        block_size=deployment.info.block_size,
+        num_blocks=deployment.capacity.num_blocks - 1,
+    )
+
+
 def new_engine(
     deployment: RouterDeployment,
     channel: StepChannel,
@@ -63,24 +90,16 @@ def new_engine(
     events: EventRecorder | None = None,
 ) -> Engine:
     """Make an engine over `channel` that learns with `cost`, and records its KV-cache events if they are enabled."""
-    config, info, capacity = deployment.config, deployment.info, deployment.capacity
+    config, info = deployment.config, deployment.info
     late = late_planning_from(config, cost)
     status, quarantine = ShardStatus(config.recovery_grace), Quarantine()
     in_flight = _in_flight(config, channel, late, cost)
-    forecaster = forecaster_from(
-        config,
-        deployment.budgets(),
-        cost,
-        late,
-        block_size=info.block_size,
-        num_blocks=capacity.num_blocks - 1,
-    )
     waiting = queue_from(config)
     adapters = _adapters(deployment, channel, waiting, metrics)
     recovery = RecoveryPolicy(_planners(deployment, cost, events), quarantine)
     predictor = LatencyPredictor(
         cost,
-        forecaster,
+        _forecaster(deployment, cost, late),
         metrics,
         in_flight=in_flight,
         recovery=recovery,
@@ -88,10 +107,7 @@ def new_engine(
         adapters=adapters,
         max_queue_size=config.max_queue_size,
     )
-    oldest, step_seconds = in_flight.oldest, config.step_timeout
-    epochs = EpochManager(
-        channel, launcher, status, cost, metrics, oldest=oldest, step_seconds=step_seconds
-    )
+    epochs = _epochs(config, channel, launcher, status, cost, metrics, in_flight)
     batcher = Batcher(
         in_flight,
         epochs,

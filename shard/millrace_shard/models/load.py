@@ -85,22 +85,19 @@ def load_model(  # noqa: PLR0913
         is_invariant = device.type == "cpu" or not uses_plain_torch(model.spec)
         info = replace(_info(model, folder, quantization, quantize), batch_invariant=is_invariant)
         ropes = RopeTables(max_total_tokens, device)
-        with closing(
-            Weights(folder, dtype=dtype, device=device, group=group, quantization=quantization)
-        ) as weights:
+        source = Weights(folder, dtype=dtype, device=device, group=group, quantization=quantization)
+        with closing(source) as weights:
             check_biases(weights.files, model.spec)
             loader = LayerLoader(model.spec, ropes, weights, kernels, group, adapters)
             decoder = Decoder(model.spec, info, loader, kernels, group, adapters)
-            check_unread(weights.files, decoder.spec)
+            check_unread(weights.files, model.spec)
             return decoder
     _check_class(model, quantize, allow_unlisted=allow_unlisted)
     assert model.config is not None
     # The import takes a second, and models of our own decoder do not need it.
-    from millrace_shard.models.transformers_backend.transformers_loader import (  # noqa: PLC0415
-        TransformersLoader,
-    )
+    from millrace_shard.models.transformers_backend import transformers_loader  # noqa: PLC0415
 
-    return TransformersLoader(
+    return transformers_loader.TransformersLoader(
         folder=folder,
         config=model.config,
         info=replace(model.info(), quantization=quantize),
