@@ -168,8 +168,8 @@ TLS = "--shard-tls-cert=a", "--shard-tls-key=b", "--shard-tls-ca=c"
     ("flags", "words"),
     [
         (["--remote-shards=a:1,b:2", "--num-shard=3", *TLS], "is 3, and `remote_shards` has 2"),
-        (["--remote-shards=a:1,b", *TLS], "b has no port"),
-        (["--remote-shards=a:1,:2", *TLS], ":2 has no port"),
+        (["--remote-shards=a:1,b", *TLS], "b lacks a port"),
+        (["--remote-shards=a:1,:2", *TLS], ":2 lacks a port"),
         (["--remote-shards=a:70000", *TLS], "a:70000: a port is 1 to 65535"),
         (["--remote-shards=a:0", *TLS], "a:0: a port is 1 to 65535"),
         (["--remote-shards=a:1,a:1", *TLS], "a:1 twice"),
@@ -234,7 +234,7 @@ def test_ranks_of_a_host_have_the_ports_that_follow() -> None:
     ("flags", "words"),
     [
         ((), "`address` must be given"),
-        (("--address=:9000",), "no port"),
+        (("--address=:9000",), "lacks a port"),
         (("--address=localhost:65535", "--num-shard=2", "--world-size=2"), "leaves no ports for 2"),
         (("--address=localhost:9000", "--first-rank=1"), "ranks 1 to 1 are outside a group of 1"),
         (("--address=10.1.1.1:9000",), "can be reached from other hosts"),

@@ -291,7 +291,7 @@ def test_lines_are_text_or_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("", "no prompts"), ("a\n{", "line 2 is not JSON"), ('{"x": 1}', "line 1 has no prompt")],
+    [("", "no prompts"), ("a\n{", "line 2 is not JSON"), ('{"x": 1}', "line 1 lacks `prompt`")],
 )
 def test_what_is_no_prompt_is_refused(text: str, reason: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts"

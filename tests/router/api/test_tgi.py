@@ -33,6 +33,7 @@ from millrace_testing.router.edge import (
     echo,
     finished,
     limits_with,
+    logging_to,
     play,
     serving,
     token_event,
@@ -72,20 +73,20 @@ async def test_details_have_cached_tokens() -> None:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
-async def test_an_image_in_the_text_is_named_in_the_header_and_in_the_log(
-    path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with serving(echo) as edge:
-        for inputs, ignored in (
-            ("What is ![](https://example.com/a.png)?", "inputs.image"),
-            ("![a cat](data:image/png;base64,AAAA)", "inputs.image"),
-            ("![not an address](here), and [a link](https://example.com)", None),
-        ):
-            asked = {"inputs": inputs, "parameters": {"max_new_tokens": 2}}
-            status, _, response = await edge.post(path, asked)
-            assert status == 200
-            assert response.headers.get("x-millrace-ignored") == ignored
-    assert capsys.readouterr().out.count("inputs.image") == 1
+async def test_an_image_in_the_text_is_named_in_the_header_and_in_the_log(path: str) -> None:
+    lines = io.BytesIO()
+    with logging_to(lines):
+        async with serving(echo) as edge:
+            for inputs, ignored in (
+                ("What is ![](https://example.com/a.png)?", "inputs.image"),
+                ("![a cat](data:image/png;base64,AAAA)", "inputs.image"),
+                ("![not an address](here), and [a link](https://example.com)", None),
+            ):
+                body = {"inputs": inputs, "parameters": {"max_new_tokens": 2}}
+                status, _, response = await edge.post(path, body)
+                assert status == 200
+                assert response.headers.get("x-millrace-ignored") == ignored
+    assert lines.getvalue().count(b"inputs.image") == 1
 
 
 @pytest.fixture

@@ -232,7 +232,7 @@ def test_other_poolings_are_refused_by_name(
         ("modules.json", [POOLING | {"path": 1}], "outside the model"),
         ("modules.json", [LOGIT_SCORE], "ids of its tokens"),
         ("config_sentence_transformers.json", {"prompts": {"a": 1}}, "texts by name"),
-        ("config_sentence_transformers.json", {"default_prompt_name": "a"}, "no prompt 'a'"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "a"}, "lacks the prompt 'a'"),
         ("config_sentence_transformers.json", [], "JSON object"),
     ],
 )

@@ -308,7 +308,7 @@ def test_some_other_tokens_are_reported(
     with caplog.at_level(logging.WARNING):
         prepare(file, tmp_path, with_two_swapped)
     (record,) = caplog.records
-    assert "has 2 of the 266 tokens" in record.message
+    assert "has other ids for 2 of the 266 tokens" in record.message
 
 
 def test_more_tokens_than_embeddings_are_refused(file: Path, tmp_path: Path) -> None:
