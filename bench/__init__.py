@@ -1,1 +1,1 @@
-"""Benchmarks of Millrace: the engine, the server and its parts, beside their peers. See README.md."""
+"""Benchmarks of Millrace: the engine, the server and its parts, compared with their peers. See README.md."""

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.comparison import roofline
-from bench.comparison.cases import CASES
+from bench.comparison.cases import CASES, DEFAULT_LEVELS
 from bench.comparison.offline import run_cases
 from bench.comparison.plan import Plan, installed
-from bench.comparison.results import Results, text
+from bench.comparison.report import Results, text
 from bench.comparison.served import run_levels
 from bench.harness.checkpoints import SHAPES, ensure_checkpoint
 from bench.harness.command_line import command, run_parser, say
-from bench.harness.default_levels import DEFAULT_LEVELS
 from bench.harness.paths import MODELS_FOLDER
 from bench.harness.quiet import Quiet
 from bench.harness.record import Record

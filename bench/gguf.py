@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from tokenizers import Tokenizer
 
 from bench.comparison.plan import Plan, installed
-from bench.comparison.report import level_table
+from bench.comparison.report import level_table, levels_json
 from bench.comparison.served import run_levels
 from bench.harness.command_line import command, run_parser
 from bench.harness.quiet import Quiet
@@ -23,8 +23,8 @@ from bench.harness.server import ServerError
 from bench.peers.engines import OURS
 from millrace.load.levels import Level, closed, parse_level
 from millrace_launcher.host.threads import usable_cores
-from millrace_shard.model_loader.hub import HubSettings, resolve
 from millrace_shard.variables import Variables
+from millrace_shard.weights.hub import HubSettings, resolve
 
 PEER = "llama.cpp"
 LEVELS = (
@@ -104,12 +104,12 @@ def run(options: argparse.Namespace) -> Record:
     measurements = run_levels(file, levels, plan, notes)
     record = Record(
         bench="gguf",
-        title=f"{file.name} beside {PEER}",
+        title=f"{file.name} against {PEER}",
         command=command("gguf"),
         figures={
             "file": file.name,
             "file_bytes": file.stat().st_size,
-            "measurements": [measurement.as_json() for measurement in measurements],
+            "measurements": levels_json(measurements),
             "notes": notes,
         },
     )

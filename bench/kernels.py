@@ -1,4 +1,4 @@
-"""Microseconds of each operation and of a whole decoder step, plain torch against the CPU kernels.
+"""Microseconds of each operation of a decoder step, plain torch against the CPU kernels.
 
 The CPU kernels run in both modes; deterministic ones differ in linears alone.
 
@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.kernels.agreement import ragged_batch
@@ -30,7 +29,6 @@ HEAD_DIM = 64
 ROUNDS = 7
 ROTATED_BYTES = 64e6
 NUM_BLOCKS = 32 * 8 + 40
-MAX_POSITIONS = 8192
 STEPS = (
     ([512], [1]),
     ([512] * 8, [1] * 8),
@@ -72,63 +70,19 @@ SHAPES = {
 }
 
 
-class Model:
-    """Random weights behind one kind of kernels."""
-
-    def __init__(self, shape: Shape, kernels: Kernels, num_blocks: int) -> None:
-        self.shape, self.kernels = shape, kernels
-        self.layers = [
-            {name: kernels.linear(weight(*size)) for name, size in shape.linears().items()}
-            for _ in range(shape.layers)
-        ]
-        self.caches = [new_cache(kernels, shape, num_blocks) for _ in range(shape.layers)]
-        self.embedding = weight(shape.vocab, shape.hidden)
-        self.head = kernels.linear(self.embedding)
-        self.norm = torch.ones(shape.hidden, dtype=DTYPE)
-        self.rope = torch.randn(MAX_POSITIONS, HEAD_DIM)
-
-    def step(
-        self,
-        num_context: list[int],
-        num_queries: list[int],
-        caches: Sequence[LayerCache] | None = None,
-    ) -> Callable[[], Tensor]:
-        """One forward pass, ready to call, over the model's caches or others."""
-        batch = ragged_batch(num_queries, num_context, block_size=self.kernels.block_size)
-        kernels, shape, caches = self.kernels, self.shape, caches or self.caches
-
-        def forward() -> Tensor:
-            residual = F.embedding(batch.ids, self.embedding)
-            x = kernels.rms_norm(residual, self.norm, 1e-5)
-            for layer, cache in zip(self.layers, caches, strict=True):
-                qkv = layer["qkv"](x)
-                queries = kernels.rope_store(
-                    qkv, self.rope, batch, cache, num_heads=shape.heads, num_kv_heads=shape.kv_heads
-                )
-                x = layer["out"](kernels.attend(queries, batch, cache, scale=HEAD_DIM**-0.5))
-                x = kernels.add_rms_norm(x, residual, self.norm, 1e-5)
-                x = layer["down"](kernels.silu_mul(layer["gate_up"](x)))
-                x = kernels.add_rms_norm(x, residual, self.norm, 1e-5)
-            return self.head(x[batch.logit_rows])
-
-        return forward
-
-
 def weight(rows: int, columns: int) -> Tensor:
     """A random weight of a realistic scale."""
     return torch.randn(rows, columns, dtype=DTYPE) * 0.02
 
 
-def new_cache(
-    kernels: Kernels, shape: Shape, num_blocks: int, dtype: torch.dtype = DTYPE
-) -> LayerCache:
+def new_cache(kernels: Kernels, shape: Shape, num_blocks: int) -> LayerCache:
     """A zeroed layer cache of `num_blocks` blocks of 64 positions, for any block size of the kernels."""
     num_blocks = num_blocks * 64 // kernels.block_size
     cache = kernels.new_cache(
         num_blocks=num_blocks,
         num_kv_heads=shape.kv_heads,
         head_dim=HEAD_DIM,
-        dtype=dtype,
+        dtype=DTYPE,
         device=torch.device("cpu"),
     )
     kernels.zero_blocks(cache, torch.arange(num_blocks))
@@ -211,17 +165,6 @@ def bench_attention(shape: Shape, kinds: dict[str, Kernels]) -> None:
         print(f"  attend   {label:25}  {medians(attends)}")
 
 
-def bench_steps(shape: Shape, kinds: dict[str, Kernels]) -> None:
-    """The whole step, head included."""
-    models = {name: Model(shape, kernels, NUM_BLOCKS) for name, kernels in kinds.items()}
-    for num_context, num_queries in STEPS:
-        calls: dict[str, list[Call]] = {
-            kind: [each.step(num_context, num_queries)] for kind, each in models.items()
-        }
-        label = f"{len(num_queries)} sequences, {sum(num_queries)} tokens"
-        print(f"  step     {label:25}  {medians(calls)}", flush=True)
-
-
 def main() -> None:
     """Print everything."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
@@ -241,7 +184,6 @@ def main() -> None:
         bench_linears(SHAPES[name], kinds)
         bench_rows(SHAPES[name], kinds)
         bench_attention(SHAPES[name], kinds)
-        bench_steps(SHAPES[name], kinds)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import time
 import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from bench.harness import machine
@@ -74,6 +74,16 @@ class Starts:
         return Repeated(
             tuple(Sample(float(getattr(each, name)), each.other_cores) for each in self.starts)
         )
+
+    def as_json(self) -> dict[str, object]:
+        """Plain containers."""
+        names = (each.name for each in fields(Start) if each.name != "other_cores")
+        return {
+            "model": self.model,
+            "weights_bytes": self.weights_bytes,
+            "kv_bytes": self.kv_bytes,
+            **{name: self.column(name).as_json() for name in names},
+        }
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -222,7 +232,7 @@ def main() -> int:
         bench="startup",
         title=f"Start and memory, {' '.join(options.model)}",
         command=command("startup"),
-        figures=[asdict(each) for each in found],
+        figures=[each.as_json() for each in found],
     )
     method = (
         f"Medians of {options.repeats} starts, kernels compiled before, files in the page cache. Memory is the peak of"

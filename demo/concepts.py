@@ -185,7 +185,7 @@ SERVING = [
     ),
     (
         "the finish reason | finish_reason | a finish reason",
-        "The finish reason tells why a generation ended: length, eos_token or stop_sequence.",
+        "The finish reason shows why a generation ended: length, eos_token or stop_sequence.",
     ),
     (
         "max_new_tokens | the max_new_tokens parameter | How do I limit the length of the answer?",
@@ -289,7 +289,7 @@ SERVING = [
     ),
     (
         "a system prompt | system message | the system message",
-        "A system prompt is a first message that tells the model how to behave; the chat template "
+        "A system prompt is a first message that shows the model how to behave; the chat template "
         "puts it before the user's message.",
     ),
     (
@@ -617,7 +617,7 @@ MILLRACE = [
     (
         "batch invariance | deterministic mode",
         "Batch invariance means that a request's tokens do not depend on which other requests run "
-        "beside it.",
+        "with it.",
     ),
     (
         "cancellation | request cancellation | How do I cancel a request? | What happens when the "

@@ -13,7 +13,7 @@ FLAGS = [
     ("--revision", "The flag --revision picks a branch, tag or commit of the model on the hub."),
     (
         "--tokenizer-name",
-        "The flag --tokenizer-name tells the router where the tokenizer is, if it is not with the "
+        "The flag --tokenizer-name shows the router where the tokenizer is, if it is not with the "
         "model.",
     ),
     (
@@ -164,7 +164,7 @@ FLAGS = [
     ),
     (
         "--master-shard-uds-path",
-        "The flag --master-shard-uds-path tells the router the Unix socket of the first shard.",
+        "The flag --master-shard-uds-path gives the router the Unix socket of the first shard.",
     ),
     (
         "--master-addr",

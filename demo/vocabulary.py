@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def train(texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE in which every digit is a token of its own."""
+    """A byte-level BPE in which every digit is a separate token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""Compile every .proto beside itself: `make proto`, and the build hook of every wheel and editable install."""
+"""Compile every .proto into its own folder: `make proto`, and the build hook of every wheel and editable install."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ PROBE = """
 import importlib, pkgutil, sys
 package = importlib.import_module({package!r})
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    if not module.name.startswith({program!r}):
+    if not module.name.startswith({programs!r}):
         importlib.import_module(module.name)
 print(*sorted({forbidden!r} & sys.modules.keys()))
 """
-FETCHING = "millrace_router.adapters.fetching."
-"""A program that the router runs: its modules load what the router does not."""
+PROGRAMS = ("millrace_router.adapters.fetching.", "millrace_router.telemetry.exporting")
+"""Programs that the router runs: their modules load what the router does not."""
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,15 @@ FETCHING = "millrace_router.adapters.fetching."
     [
         (
             "millrace_router",
-            {"torch", "transformers", "numpy", "millrace_shard", "millrace_launcher"},
+            {
+                "torch",
+                "transformers",
+                "numpy",
+                "safetensors",
+                "opentelemetry",
+                "millrace_shard",
+                "millrace_launcher",
+            },
         ),
         (
             "millrace_launcher",
@@ -39,7 +47,7 @@ FETCHING = "millrace_router.adapters.fetching."
     ],
 )
 def test_loads_nothing_forbidden(package: str, forbidden: set[str]) -> None:
-    code = PROBE.format(package=package, forbidden=forbidden, program=FETCHING)
+    code = PROBE.format(package=package, forbidden=forbidden, programs=PROGRAMS)
     if package.count("."):
         code = f"import sys, {package}\nprint(*sorted({forbidden!r} & sys.modules.keys()))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

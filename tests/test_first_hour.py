@@ -10,7 +10,7 @@ SAYS = {
     "port": "Error: cannot listen on 0.0.0.0 port 3000",
     "flag": "--max-batch-prefill-tokens",
     "offline": "HF_HUB_OFFLINE=1",
-    "folder": "Error: there is no folder ./Qwen3",
+    "folder": "Error: folder ./Qwen3 does not exist",
     "kv-memory": "The KV cache needs at least 262144 bytes on each shard",
     "ctrl-c": "SIGINT received, shutting down",
 }

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from millrace_launcher.settings import checks
-from millrace_launcher.settings.flags import all_flags, option_name
+from millrace_launcher.settings.flags import all_flags
+from millrace_proto.flags import option_name
 from millrace_router.telemetry.instruments import Family
 from millrace_router.telemetry.metrics import Metrics
 
@@ -34,7 +35,6 @@ def test_what_has_no_effect_is_what_the_launcher_says_has_none() -> None:
         option_name(name)
         for name in (
             *checks.WITHOUT_EFFECT,
-            *checks.WITHOUT_EFFECT_WITH_CHUNKS,
             *checks.WITHOUT_EFFECT_ON_CPU,
         )
     }

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from millrace_shard.config import ShardConfig
-from millrace_shard.model_loader.quantized.quantization_config import SUPPORTED as FORMATS
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.transformers_backend.supported import SUPPORTED as CLASSES
+from millrace_shard.weights.quantized.quantization_config import SUPPORTED as FORMATS
 from millrace_testing.project import ROOT, project_files
 
 PAGE = (ROOT / "docs" / "models.md").read_text()

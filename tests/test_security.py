@@ -1,9 +1,13 @@
-"""Data never contains code that runs, and the threat model names existing tests."""
+"""Data never contains code that runs, and each claim of the threat model has tests.
+
+`python -m tests.test_security` prints the tests of each claim.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,7 +118,6 @@ def test_model_eval_and_safe_loads_are_no_danger() -> None:
     assert list(dangers(ast.parse(code))) == []
 
 
-NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 BOUNDARIES = (
     "Client to router",
     "Operator to router",
@@ -127,24 +130,288 @@ BOUNDARIES = (
     "Logs",
     "Dependencies",
 )
+PROOFS: dict[str, tuple[str, ...]] = {
+    "C1": (
+        "tests/router/security/test_security.py::test_the_key_is_compared_in_constant_time",
+        "tests/router/security/test_security.py::test_a_wrong_key_learns_nothing",
+    ),
+    "C2": (
+        "tests/router/access/test_access.py::test_every_key_is_compared_whole",
+        "tests/router/access/test_access.py::test_names_are_logged_and_keys_are_not",
+        "tests/router/access/test_access.py::test_a_changed_file_is_read_and_a_bad_one_is_not",
+        "tests/router/access/test_access.py::test_mistakes_are_named_without_the_key",
+    ),
+    "C3": ("tests/router/server/test_traces.py::test_no_span_has_text_or_a_key",),
+    "C4": ("tests/router/access/test_access.py::test_names_are_logged_and_keys_are_not",),
+    "C5": ("tests/router/access/test_access.py::test_clients_need_a_certificate_of_the_authority",),
+    "C6": (
+        "tests/router/server/test_bodies.py::test_the_limit_itself_is_allowed",
+        "tests/router/server/test_bodies.py::test_compressed_bodies",
+    ),
+    "C7": ("tests/router/server/test_bodies.py::test_a_body_that_does_not_end_is_not_waited_for",),
+    "C8": (
+        "tests/router/security/test_security.py::test_levels_are_those_of_the_json_whatever_its_strings_hold",
+        "tests/router/security/test_security.py::test_containers_are_counted_and_brackets_in_strings_are_not",
+        "tests/router/security/test_security.py::test_each_route_refuses_with_a_type",
+    ),
+    "C9": (
+        "tests/router/security/test_security.py::test_of_a_million_mistakes_one_is_looked_at",
+        "tests/router/security/test_security.py::test_no_list_of_a_body_collects_mistakes",
+    ),
+    "C10": (
+        "tests/router/security/test_security.py::test_numbers_and_texts_that_are_none_are_no_json",
+        "tests/router/server/test_bodies.py::test_no_body_whatever_ends_in_a_500",
+    ),
+    "C11": ("tests/router/security/test_security.py::test_headers_have_bounds_too",),
+    "C12": (
+        "tests/router/security/test_security.py::test_what_cannot_fit_is_refused_without_tokenizing_it",
+        "tests/router/text/test_tokenizer.py::test_no_text_becomes_fewer_tokens",
+    ),
+    "C13": ("tests/router/security/test_security.py::test_stop_sequences_have_a_greatest_length",),
+    "C14": (
+        "tests/router/engine/test_infer.py::test_overload_predicts_when_to_retry",
+        "tests/router/server/test_sse.py::test_the_frame_after_too_many_cuts_off_and_frees_them",
+        "tests/e2e/test_overload.py::test_ten_times_the_capacity",
+        "tests/e2e/test_overload.py::test_idle_connections_and_slow_senders_block_no_other_client",
+    ),
+    "C15": (
+        "tests/router/server/test_idempotency.py::test_callers_share_nothing",
+        "tests/router/server/test_idempotency.py::test_the_same_key_is_the_same_run_but_for_another_body",
+        "tests/router/server/test_idempotency.py::test_their_bytes_are_bounded",
+    ),
+    "C16": (
+        "tests/router/api/test_stored_responses.py::test_nobody_reads_the_response_of_another_key",
+        "tests/router/api/test_stored_responses.py::test_the_oldest_is_forgotten_when_memory_is_short",
+        "tests/router/api/test_stored_responses.py::test_a_response_is_forgotten_in_time",
+        "tests/router/api/test_stored_responses.py::test_a_conversation_may_not_grow_beyond_a_body",
+    ),
+    "C17": (
+        "tests/router/api/test_pages.py::test_the_policy_allows_the_page_itself_and_nothing_else",
+        "tests/router/api/test_pages.py::test_no_script_makes_markup_of_text",
+        "tests/ecosystem/test_pages.py::test_pages_in_a_browser",
+    ),
+    "C18": (
+        "tests/router/security/test_security.py::test_what_clients_write_is_never_run",
+        "tests/router/text/test_chat_template.py::test_contents_are_never_interpreted",
+    ),
+    "C19": ("tests/router/tool_calls/test_grammars.py::test_limits_of_grammars_hold",),
+    "C20": (
+        "tests/router/security/test_security.py::test_indented_json_does_not_grow_without_bound",
+    ),
+    "C21": (
+        "tests/router/security/test_security.py::test_what_a_template_is_given_beside_messages_counts",
+        "tests/router/text/test_chat_template.py::test_a_render_that_takes_too_long_is_given_up",
+    ),
+    "C22": (
+        "tests/router/request/test_schemas.py::test_a_grammar_has_a_greatest_size",
+        "tests/router/request/test_schemas.py::test_a_schema_has_a_greatest_depth",
+        "tests/router/request/test_schemas.py::test_a_grammar_has_a_greatest_number_of_parts",
+        "tests/router/validation/test_grammar_admission.py::test_only_so_many_may_wait",
+        "tests/router/validation/test_grammar_routes.py::test_other_requests_do_not_wait_for_a_grammar",
+        "tests/shard/structured_output/test_grammar_compiler.py::test_grammars_that_take_long_hold_up_none_that_does_not",
+        "tests/e2e/test_guided.py::test_a_hostile_grammar_ends_no_other_stream",
+    ),
+    "C23": (
+        "tests/router/validation/test_grammar_admission.py::test_one_that_breaks_the_shards_is_refused_and_its_neighbours_are_not",
+    ),
+    "C24": (
+        "tests/router/api/test_choices.py::test_n_has_bounds",
+        "tests/router/api/test_choices.py::test_choices_get_a_permit_each_or_none",
+        "tests/router/api/test_reading.py::test_there_is_a_greatest_number",
+    ),
+    "O1": (
+        "tests/router/security/test_security.py::test_nothing_of_a_request_is_logged_or_public",
+    ),
+    "O2": (
+        "tests/router/recovery/test_quarantine.py::test_the_key_opens_the_route",
+        "tests/router/recovery/test_quarantine.py::test_the_route_shows_no_text_and_no_ids",
+    ),
+    "S1": (
+        "tests/shard/server/test_address.py::test_no_other_user_reaches_a_shard_whatever_the_umask",
+        "tests/shard/commands/test_serve.py::test_a_shard_in_use_is_neither_replaced_nor_cut_off",
+        "tests/e2e/test_secrets.py::test_shards_sockets_are_their_user_s_alone",
+    ),
+    "S2": (
+        "tests/shard/server/test_address.py::test_a_socket_that_answers_is_left_alone_and_named",
+        "tests/shard/server/test_address.py::test_a_file_that_is_not_a_socket_is_never_replaced",
+    ),
+    "S3": (
+        "tests/shard/server/test_address.py::test_a_client_of_the_same_authority_is_served",
+        "tests/shard/server/test_address.py::test_other_clients_are_refused",
+        "tests/router/shards/test_channels.py::test_shards_are_not_reached_without_matching_certificates",
+    ),
+    "S4": ("tests/e2e/test_tls.py::test_a_shard_serves_only_its_router_over_tls",),
+    "S5": (
+        "tests/router/shards/test_channels.py::test_shards_of_another_authority_or_name_are_refused",
+    ),
+    "S6": (
+        "tests/shard/server/test_address.py::test_which_addresses_only_this_host_reaches",
+        "tests/shard/server/test_address.py::test_the_program_refuses_before_it_loads_anything",
+        "tests/router/shards/test_channels.py::test_where_prompts_may_be_overheard",
+    ),
+    "S7": ("tests/deploy/test_monitoring.py::test_shard_health_has_the_shard_s_papers",),
+    "S8": ("tests/test_security.py::test_nothing_that_is_read_is_run",),
+    "S9": ("tests/router/start/test_start.py::test_other_hosts_only_if_asked",),
+    "L1": (
+        "tests/e2e/test_secrets.py::test_command_lines_hold_no_secrets_and_shards_no_key",
+        "tests/launcher/settings/test_commands.py::test_router_reads_back_what_it_was_given",
+    ),
+    "M1": (
+        "tests/shard/commands/test_convert.py::test_code_in_a_pickle_is_not_run",
+        "tests/shard/weights/test_hub.py::test_pickles_alone_are_refused_with_the_conversion",
+        "tests/test_security.py::test_nothing_that_is_read_is_run",
+    ),
+    "M2": (
+        "tests/test_security.py::test_nothing_that_is_read_is_run",
+        "tests/test_security.py::test_each_danger_would_be_seen",
+    ),
+    "M3": (
+        "tests/shard/weights/quantized/test_refusals.py::test_every_damage_to_every_tensor_is_named",
+        "tests/shard/weights/quantized/test_refusals.py::test_mutated_checkpoints_are_refused_or_loaded",
+        "tests/shard/weights/gguf/test_files.py::test_mutated_headers_are_refused_or_loaded",
+    ),
+    "M4": ("tests/router/security/test_security.py::test_no_way_out",),
+    "D1": (
+        "tests/shard/weights/test_hub.py::test_fresh_download_takes_what_serving_needs_and_no_more",
+    ),
+    "A1": (
+        "tests/router/adapters/test_resolver.py::test_clients_may_name_only_folders_below_the_root",
+        "tests/router/start/test_start.py::test_folders_below_the_root_and_nothing_else",
+    ),
+    "A2": (
+        "tests/router/adapters/test_resolver.py::test_unregistered_names_are_unknown_by_default",
+        "tests/router/adapters/test_resolver.py::test_the_operator_may_open_ids_on_the_hub",
+        "tests/router/adapters/test_resolver.py::test_the_operators_adapters_use_the_servers_token_and_clients_never",
+        "tests/router/adapters/test_fetcher.py::test_the_servers_token_counts_only_for_the_operators_adapters",
+    ),
+    "A3": (
+        "tests/router/adapters/test_resolver.py::test_a_private_name_is_not_confirmed_without_a_token",
+        "tests/router/adapters/test_resolver.py::test_a_revoked_token_is_refused_after_a_minute",
+        "tests/router/adapters/test_resolver.py::test_a_hub_that_fails_opens_nothing",
+    ),
+    "A4": (
+        "tests/router/security/test_security.py::test_a_token_goes_nowhere",
+        "tests/router/security/test_security.py::test_what_is_remembered_has_no_token",
+    ),
+    "A5": (
+        "tests/e2e/test_adapter_tokens.py::test_a_token_is_nowhere",
+        "tests/e2e/test_adapter_tokens.py::test_all_places_were_searched",
+    ),
+    "A6": (
+        "tests/router/api/test_model_names.py::test_names_of_adapters_are_for_clients_alone",
+        "tests/router/api/test_model_names.py::test_private_ids_are_listed_for_who_may_use_them",
+    ),
+    "A7": ("tests/router/adapters/test_resolver.py::test_made_up_names_leave_nothing_behind",),
+    "A8": (
+        "tests/router/adapters/test_resolver.py::test_names_that_logs_cannot_show_are_refused",
+        "tests/router/api/test_adapters.py::test_headers_hold_any_name_and_all_names",
+    ),
+    "A9": (
+        "tests/router/adapters/test_local.py::test_links_that_lead_out_are_not_followed",
+        "tests/router/adapters/test_local.py::test_files_that_lead_out_are_not_read",
+        "tests/router/adapters/test_local.py::test_a_folder_that_becomes_a_link_after_it_was_resolved",
+    ),
+    "A10": (
+        "tests/router/adapters/test_local.py::test_a_pickle_is_never_read",
+        "tests/router/adapters/test_hub.py::test_a_pickle_is_not_downloaded",
+    ),
+    "A11": (
+        "tests/router/adapters/test_canonical.py::test_wrong_tensor_files_are_named",
+        "tests/router/adapters/test_canonical.py::test_each_defect_is_named",
+        "tests/router/adapters/test_peft_config.py::test_refusals_name_the_field",
+        "tests/router/adapters/test_local.py::test_mutated_adapters",
+    ),
+    "A12": (
+        "tests/router/adapters/test_hub.py::test_sizes_are_checked_before_the_download",
+        "tests/router/adapters/test_hub.py::test_redirects",
+    ),
+    "A13": (
+        "tests/router/adapters/test_fetcher.py::test_a_pattern_that_never_ends_is_killed",
+        "tests/router/adapters/test_fetcher.py::test_memory_has_a_limit",
+    ),
+    "A14": (
+        "tests/router/adapters/test_fetcher.py::test_two_run_at_once",
+        "tests/router/adapters/test_fetcher.py::test_no_caller_fills_the_line",
+    ),
+    "A15": ("tests/router/adapters/test_hub.py::test_no_token_is_left_anywhere",),
+    "A16": ("tests/router/api/test_adapters.py::test_only_the_admin_key_opens_them",),
+    "A17": (
+        "tests/router/api/test_adapters.py::test_a_repetition_with_another_token_is_another_request",
+    ),
+    "K1": (
+        "tests/shard/kernels/test_build.py::test_what_any_user_can_write_is_not_loaded",
+        "tests/shard/kernels/test_build.py::test_what_another_user_built_is_not_loaded",
+        "tests/shard/kernels/test_choose.py::test_a_cache_that_other_users_can_write_is_not_used",
+    ),
+    "K2": (
+        "tests/shard/weights/test_hub.py::test_a_folder_that_others_can_write_is_refused_for_a_model",
+        "tests/shard/weights/test_hub.py::test_another_users_folder_is_refused_for_a_model",
+    ),
+    "K3": ("tests/router/journal/test_journal.py::test_only_their_user_reads_journals",),
+    "K4": (
+        "tests/router/journal/test_journal.py::test_without_tokens_nothing_of_the_text_is_written",
+        "tests/router/journal/test_journal.py::test_hashes_of_prompts_match_only_within_one_process",
+    ),
+    "G1": (
+        "tests/router/security/test_security.py::test_nothing_of_a_request_is_logged_or_public",
+        "tests/e2e/test_secrets.py::test_no_log_of_any_process_tells_a_secret",
+        "tests/router/telemetry/test_logs.py::test_malformed_requests_are_not_quoted",
+        "tests/router/telemetry/test_logs.py::test_tracebacks_do_not_show_variables",
+        "tests/router/telemetry/test_logs.py::test_line_breaks_in_values_start_no_line",
+    ),
+    "G2": (
+        "tests/router/server/test_access_log.py::test_the_line_has_the_tenant_if_tenants_count",
+    ),
+    "G3": ("tests/router/telemetry/test_logs.py::test_only_its_user_may_read_it",),
+    "P1": ("tests/test_boundaries.py::test_loads_nothing_forbidden",),
+}
+"""The tests of each claim of docs/security.md, as `file::test`."""
+CLAIM = re.compile(r"^\| ([A-Z]\d+) \||\(([A-Z]\d+)\)", re.MULTILINE)
 
 
-def test_the_threat_model_names_tests_that_exist() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    named = NAMED.findall(page)
-    # The pattern must match every name of a test.
-    assert len(named) == page.count("::test_") > 30
-    for path, name in named:
-        functions = {
-            node.name
-            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
-        assert name in functions, f"{path} has no {name}"
+def table() -> str:
+    """The tests of each claim, as Markdown."""
+    rows = (
+        f"| {claim} | {', '.join(f'`{test}`' for test in tests)} |\n"
+        for claim, tests in PROOFS.items()
+    )
+    return f"| claim | tests |\n|---|---|\n{''.join(rows)}"
 
 
-def test_each_boundary_of_the_threat_model_names_a_test() -> None:
+def chapters() -> dict[str, list[str]]:
+    """The claims in each chapter of the page, by its title."""
     parts = re.split(r"^## (.+)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert tuple(parts[1::2]) == BOUNDARIES
-    for title, text in zip(parts[1::2], parts[2::2], strict=True):
-        assert NAMED.search(text), f"{title} is enforced by no test"
+    return {
+        title: [row or inline for row, inline in CLAIM.findall(text)]
+        for title, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def test_every_claim_has_a_test_and_every_boundary_a_claim() -> None:
+    assert tuple(chapters()) == BOUNDARIES
+    assert all(chapters().values())
+    claims = [claim for claims in chapters().values() for claim in claims]
+    assert sorted(claims) == sorted(PROOFS)
+    assert all(PROOFS.values())
+
+
+@pytest.mark.parametrize(
+    "path", sorted({t.partition("::")[0] for ts in PROOFS.values() for t in ts})
+)
+def test_the_threat_model_names_tests_that_exist(path: str) -> None:
+    functions = {
+        node.name
+        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    named = {
+        test.partition("::")[2]
+        for tests in PROOFS.values()
+        for test in tests
+        if test.startswith(f"{path}::")
+    }
+    assert named <= functions
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())

@@ -1,7 +1,7 @@
 """Whether a refactoring changed anything that somebody outside can see: `python -m tools.proof --base REVISION`.
 
-The base revision is checked out into a worktree of its own. Both trees are then asked the same questions, each in processes of
-its own code:
+The base revision is checked out into a separate worktree. Both trees then answer the same questions, each in processes
+that run its code:
 
 - `help`: names, value kinds, choices and defaults of all flags of all commands (their descriptions may change);
 - `openapi`: `/openapi.json` without descriptions;
@@ -65,13 +65,6 @@ COMMANDS = (
     ("millrace", "simulate"),
 )
 GRAMMAR = {"type": "regex", "value": "(alpha|beta) and then (gamma|delta) follows [0-9]{4}"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "parameters": {"type": "object", "properties": {"term": {"type": "string"}}},
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -241,48 +234,10 @@ def wire(tree: Tree) -> str:
     )
 
 
-REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "generate": (
-        "/generate",
-        {"inputs": "What is a shard?", "parameters": {"max_new_tokens": 24, "details": True, "decoder_input_details": True}},
-    ),
-    "sampled": (
-        "/generate",
-        {"inputs": "What is decode?", "parameters": {
-            "max_new_tokens": 32, "do_sample": True, "seed": 7, "temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01,
-            "typical_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.1, "top_n_tokens": 3, "details": True}},
-    ),
-    "grammar": ("/generate", {"inputs": "What is a shard?", "parameters": {"max_new_tokens": 60, "grammar": GRAMMAR, "details": True}}),
-    "stream": ("/generate_stream", {"inputs": "What is a block?", "parameters": {"max_new_tokens": 16, "seed": 1}}),
-    "old": ("/", {"inputs": "What is a block?", "stream": False, "parameters": {"max_new_tokens": 8}}),
-    "chat": ("/v1/chat/completions", {
-        "messages": [{"role": "user", "content": "What is a shard?"}], "max_tokens": 24, "seed": 3, "temperature": 0.8, "logprobs": True, "top_logprobs": 2, "n": 2}),
-    "chat_stream": ("/v1/chat/completions", {
-        "messages": [{"role": "user", "content": "What is a shard?"}], "max_tokens": 16, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}),
-    "tool": ("/v1/chat/completions", {
-        "messages": [{"role": "user", "content": "What is a shard?"}], "max_tokens": 60, "temperature": 0, "tools": [TOOL], "tool_choice": "required"}),
-    "tool_stream": ("/v1/chat/completions", {
-        "messages": [{"role": "user", "content": "What is a shard?"}], "max_tokens": 60, "temperature": 0, "tools": [TOOL], "tool_choice": "required", "stream": True}),
-    "schema": ("/v1/chat/completions", {
-        "messages": [{"role": "user", "content": "What is a shard?"}], "max_tokens": 60, "temperature": 0,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": TOOL["function"]["parameters"]}}}),  # type: ignore[index]
-    "completion": ("/v1/completions", {"prompt": ["A shard is", "A block is"], "max_tokens": 12, "temperature": 0, "logprobs": 2, "echo": True}),
-    "responses": ("/v1/responses", {"input": "What is a shard?", "max_output_tokens": 16, "temperature": 0}),
-    "responses_stream": ("/v1/responses", {"input": "What is a shard?", "max_output_tokens": 16, "temperature": 0, "stream": True}),
-    "messages": ("/v1/messages", {"model": "m", "max_tokens": 16, "temperature": 0, "messages": [{"role": "user", "content": "What is a shard?"}]}),
-    "messages_stream": ("/v1/messages", {"model": "m", "max_tokens": 16, "temperature": 0, "stream": True, "messages": [{"role": "user", "content": "What is a shard?"}]}),
-    "tokenize": ("/tokenize", {"inputs": "What is a shard?"}),
-    "chat_tokenize": ("/chat_tokenize", {"messages": [{"role": "user", "content": "What is a shard?"}]}),
-    "count_tokens": ("/v1/messages/count_tokens", {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}),
-    "vertex": ("/vertex", {"instances": [{"inputs": "What is a shard?", "parameters": {"max_new_tokens": 8}}]}),
-    "invocations": ("/invocations", {"inputs": "What is a shard?", "parameters": {"max_new_tokens": 8}}),
-    "bad_top_p": ("/generate", {"inputs": "a", "parameters": {"top_p": 3}}),
-    "bad_size": ("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 100000}}),
-    "bad_chat": ("/v1/chat/completions", {"messages": []}),
-    "bad_type": ("/v1/chat/completions", {"messages": 3}),
-    "bad_messages": ("/v1/messages", {"model": "m", "messages": []}),
-    "unknown_field": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0, "mirostat": 2}),
-}  # fmt: skip
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = json.loads(
+    (ROOT / "tools" / "proof_requests.json").read_text()
+)
+"""Route and body by name."""
 VOLATILE = re.compile(
     r"(chatcmpl|cmpl|resp|msg|call|fc|rs|toolu)[-_][A-Za-z0-9_-]+"
     r'|"(?:created|created_at|completed_at|id|request_id|seed|obfuscation|system_fingerprint)": ?(?:\d+(?:\.\d+)?|"[^"]*"|null)'

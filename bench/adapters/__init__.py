@@ -1,5 +1,1 @@
-"""What LoRA adapters cost: over HTTP `python -m bench.adapters`, in a forward pass `python -m bench.adapters.kernels`.
-
-Each of `unused`, `mixed`, `zipf`, `loading`, `registered` and `peers` is one experiment. May import `bench.harness`,
-`bench.parts`, `bench.peers` and, for the forward pass, `bench.kernels`.
-"""
+"""What LoRA adapters cost over HTTP: `python -m bench.adapters`. May import `bench.harness` and `bench.parts`."""

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from bench.comparison.roofline import Machine, batch_seconds, decode_step_seconds, prefill_seconds
 from bench.harness.checkpoints import Shape
 from bench.peers.worker import Limits, Request
-from millrace.load.levels import prompt
+from millrace.load.levels import Level, closed, poisson, prompt
 from millrace.load.measurement import Timeline
 
 
@@ -123,6 +123,18 @@ CASES = {
         Case("first of 1024", Figure.FIRST_TOKEN, ((1024, 1),)),
     ),
 }
+
+DEFAULT_LEVELS: dict[str, tuple[Level, ...]] = {
+    "135m": (
+        closed(1, 128, 64, rounds=4),
+        closed(8, 128, 64),
+        closed(32, 128, 64),
+        closed(32, 128, 128, rounds=1),
+        poisson(4, 128, 64, num_requests=60),
+    ),
+    "1b": (),
+}
+"""Levels over HTTP, by the name of the checkpoint."""
 
 
 def warm_up(cases: Sequence[Case]) -> Case:

@@ -31,9 +31,9 @@ class Plan:
     launcher_flags: Sequence[str] = ()
     shard_flags: Sequence[str] = ()
     more_servers: Sequence[Server] = ()
-    """Servers beside those in `engines`."""
+    """Servers in addition to `engines`."""
     more_engines: Sequence[Offline] = ()
-    """Engines without HTTP beside those in `engines`."""
+    """Engines without HTTP in addition to `engines`."""
 
 
 def installed(names: Sequence[str]) -> list[str]:

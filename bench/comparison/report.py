@@ -1,12 +1,16 @@
-"""The tables of a run, with each peer's ratio to ours."""
+"""The results of a run: medians as JSON, and tables with each peer's ratio to ours."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
 
+from bench.comparison.cases import BATCH
 from bench.comparison.offline import Row
 from bench.comparison.roofline import Machine
-from bench.harness.checkpoints import Shape
+from bench.harness.checkpoints import SHAPES, Shape
 from bench.harness.repeats import Repeated, Sample, figure, ratio_text
 from bench.harness.tables import markdown
 from bench.peers.engines import OURS
@@ -116,20 +120,20 @@ def _level_row(
     level: str,
     server: str,
 ) -> tuple[str, ...]:
-    def median(value: Callable[[Measurement], float]) -> float:
+    def middle(value: Callable[[Measurement], float]) -> float:
         return over(measurements, level, server, value).median
 
     same = [m for m in measurements if (m.level, m.server) == (level, server)]
     found = rates[level, server]
     first = (
-        median(lambda m: m.first_token_ms.p50),
-        median(lambda m: m.first_token_ms.p90),
-        median(lambda m: m.first_token_ms.p99),
+        middle(lambda m: m.first_token_ms.p50),
+        middle(lambda m: m.first_token_ms.p90),
+        middle(lambda m: m.first_token_ms.p99),
     )
     between = (
-        median(lambda m: m.between_tokens_ms.p50),
-        median(lambda m: m.between_tokens_ms.p90),
-        median(lambda m: m.between_tokens_ms.p99),
+        middle(lambda m: m.between_tokens_ms.p50),
+        middle(lambda m: m.between_tokens_ms.p90),
+        middle(lambda m: m.between_tokens_ms.p99),
     )
     return (
         level,
@@ -139,7 +143,93 @@ def _level_row(
         "" if server == OURS else ratio_text(rates.get((level, OURS)), found),
         " / ".join(f"{value:.0f}" for value in first),
         " / ".join(f"{value:.1f}" for value in between),
-        f"{median(stretch):.2f}",
+        f"{middle(stretch):.2f}",
         str(sum(len(m.failures) for m in same)),
         f"{max(m.other_cores for m in same):.2f}",
     )
+
+
+def levels_json(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """Plain containers: each level on each server, medians over its repetitions."""
+    return [
+        {
+            "server": server,
+            "level": level,
+            "num_requests": same[0].num_requests,
+            "failures": sum(len(each.failures) for each in same),
+            "tokens_per_second": rate(same, level, server).as_json(),
+            **{
+                name: {
+                    share: median(getattr(getattr(each, name), share) for each in same)
+                    for share in ("p50", "p90", "p99")
+                }
+                for name in ("first_token_ms", "between_tokens_ms", "total_ms")
+            },
+            "client_cores": median(each.client_cores for each in same),
+        }
+        for level, server in dict.fromkeys((m.level, m.server) for m in measurements)
+        if (same := [m for m in measurements if (m.level, m.server) == (level, server)])
+    ]
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """The results of one run for one shape."""
+
+    model: str
+    machine: Machine
+    rows: Sequence[Row] = ()
+    measurements: Sequence[Measurement] = ()
+    notes: Sequence[str] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        """Plain containers."""
+        shape = SHAPES[self.model]
+        return {
+            "model": self.model,
+            "roofline": self.machine.as_json(),
+            "offline": [
+                {
+                    "case": row.case.name,
+                    "engine": row.engine,
+                    "unit": row.case.figure.value,
+                    **row.repeated.as_json(),
+                    "roofline": row.case.floor(shape, self.machine),
+                    "share_of_roofline": share_of_roofline(row, shape, self.machine),
+                }
+                for row in self.rows
+            ],
+            "measurements": levels_json(self.measurements),
+            "notes": list(self.notes),
+        }
+
+
+def text(results: Results) -> str:
+    """Tables and notes for people."""
+    parts = [f"In the same run: {results.machine.text()}."]
+    if results.rows:
+        parts += [
+            "Engines without HTTP; medians of the repetitions that nothing disturbed:",
+            case_table(results.rows, SHAPES[results.model], results.machine),
+        ]
+    if results.measurements:
+        parts += ["Served over HTTP:", level_table(results.measurements)]
+    parts += served_against_offline(results)
+    parts += [f"Note: {note}" for note in results.notes]
+    return "\n\n".join(parts)
+
+
+def served_against_offline(results: Results) -> list[str]:
+    """The share of its rate that each engine keeps over HTTP, on the requests of `BATCH`."""
+    lines = []
+    for row in results.rows:
+        served = [
+            m for m in results.measurements if (m.level, m.server) == (BATCH.name, row.engine)
+        ]
+        if row.case.name == BATCH.name and served:
+            both = rate(results.measurements, BATCH.name, row.engine)
+            lines.append(
+                f"{row.engine}: {both.text} tok/s served and {row.repeated.text} offline on the same requests"
+                f" ({BATCH.name}), ratio {ratio_text(both, row.repeated)}."
+            )
+    return lines

@@ -106,7 +106,7 @@ def batch_seconds(
 ) -> float:
     """Seconds for requests of (prompt, output) lengths, `concurrency` at a time.
 
-    Prompts that can enter run in a step of their own, before each step of decodes.
+    Prompts that can enter run in a separate step, before each step of decodes.
     """
     waiting = list(requests)[::-1]
     running: list[list[int]] = []
@@ -125,7 +125,7 @@ def batch_seconds(
 
 
 def measure(threads: int, quiet: Quiet, *, seconds: float = 1.0) -> Machine:
-    """Measure on a quiet machine, in processes of their own with the environment of a shard."""
+    """Measure on a quiet machine, in separate processes with the environment of a shard."""
     kinds = (("read", 1), ("read", threads), ("multiply", threads))
     found = [best_probe(kind, count, quiet, seconds=seconds) for kind, count in kinds]
     (read_one, _), (read_all, _), (multiply, _) = found

@@ -22,7 +22,7 @@ from millrace.load.measurement import Measurement, summarise
 UNSERVED = "transformers"
 """An engine without a server, compared with servers; the cost of HTTP is not counted against it."""
 OPEN_LOOP_STREAMS = 64
-"""Streams to make room for in an open loop, which has no limit of its own."""
+"""Streams to make room for in an open loop, which does not limit them."""
 Run = Callable[[Level], Measurement]
 
 

@@ -1,5 +1,5 @@
-"""Fault tolerance, measured on the real server: `python -m bench.faults` and `python -m bench.faults.chaos`.
+"""Fault tolerance, measured on the real server: `python -m bench.faults.chaos`.
 
-Both start a launcher through `deployment.deployed`, break its processes and compare every answer with an undisturbed
-run. May import `bench.harness` and `bench.charts`.
+It starts a launcher through `deployment.deployed`, breaks its processes under load and compares every answer with the
+undisturbed one. `streams` has such requests and their comparison for tests too. May import `bench.harness`.
 """

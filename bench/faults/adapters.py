@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bench.harness.paths import DEMO
-from millrace_launcher.verify.servers.adapter_files import linears, write_adapter
+from millrace.verify.adapter_files import linears, write_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 STEADY: Mapping[str, tuple[int, bool]] = {
@@ -21,7 +21,7 @@ STEADY: Mapping[str, tuple[int, bool]] = {
 }
 """Rank of each registered adapter, and whether it has all linear layers or two in each block."""
 SHELVED = "shelved"
-"""An adapter that nobody registered, below the root of folders that clients may name."""
+"""An unregistered adapter, below the root of folders that clients may name."""
 REPLACED, OVERWRITTEN = "replaced", "overwritten"
 """Registered adapters of two versions: the operator loads another folder, or overwrites the files."""
 CHANGING: Mapping[str, tuple[int, int]] = {REPLACED: (8, 24), OVERWRITTEN: (8, 8)}
@@ -82,7 +82,7 @@ class Adapters:
         return self._folder / name
 
     def overwrite(self, number: int) -> None:
-        """Replace the weights in the folder `OVERWRITTEN` by those of a version, in one rename."""
+        """Replace the weights in the folder `OVERWRITTEN` by one version's, in one rename."""
         partial = self._folder / f"{WEIGHTS}.partial"
         shutil.copyfile(self.version(OVERWRITTEN, number) / WEIGHTS, partial)
         partial.replace(self._folder / OVERWRITTEN / WEIGHTS)

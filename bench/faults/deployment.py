@@ -1,32 +1,48 @@
-"""A launcher whose children are broken on purpose: its processes by role, its log, its state."""
+"""A launcher whose children are broken on purpose: its processes by role, its log in JSON, its state."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
+import orjson
 import psutil
 
-from bench.faults.log_lines import Line, parse_lines
 from bench.faults.members import GONE, Members, role_of
 from bench.harness.scrape import parse
-from bench.harness.server import STOP_SECONDS, RunningServer, free_port, running
-
-LAUNCHER = ("-m", "millrace_launcher")
-FIND_SECONDS = 60.0
-POLL_SECONDS = 0.01
+from bench.harness.server import LAUNCHER, STOP_SECONDS, RunningServer, free_port, running
 
 
-class NoShard(Exception):  # noqa: N818
-    """No process of that rank appeared in time."""
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One record."""
+
+    at: float
+    """Unix seconds, by the clock of the process that wrote it."""
+    target: str
+    """The module that logged it."""
+    message: str
+
+
+def parse_lines(text: str) -> list[Line]:
+    """Every record; other lines, such as an incomplete last one, are left out."""
+    found = []
+    for line in text.splitlines():
+        try:
+            record = orjson.loads(line)
+            at = datetime.fromisoformat(record["timestamp"]).timestamp()
+            found.append(Line(at, record["target"], record["fields"]["message"]))
+        except (ValueError, TypeError, KeyError):
+            continue
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,27 +93,9 @@ class Deployment:
         """Every descendant of the launcher."""
         return Members.of(self.launcher)
 
-    def shard(self, rank: int, *, unlike: int = 0) -> psutil.Process:
-        """The process of a rank, waited for while it is being restarted; not the one of pid `unlike`.
-
-        Raises NoShard.
-        """
-        deadline = time.monotonic() + FIND_SECONDS
-        while time.monotonic() < deadline:
-            process = self.by_role().get(f"shard-{rank}")
-            if process is not None and process.pid != unlike:
-                return process
-            time.sleep(POLL_SECONDS)
-        raise NoShard(f"no process of rank {rank} within {FIND_SECONDS:.0f} s")
-
-    def send_signal(
-        self, rank: int, number: signal.Signals, *, unlike: int = 0
-    ) -> tuple[float, int]:
-        """Send a signal to a rank; when, in seconds of `time.perf_counter`, and to which pid. Raises NoShard."""
-        process = self.shard(rank, unlike=unlike)
-        at = time.perf_counter()
-        process.send_signal(number)
-        return at, process.pid
+    def num_shard_starts(self) -> int:
+        """Processes of shards that were started so far."""
+        return sum(line.message.startswith("Starting shard") for line in self.lines())
 
     def is_ready(self) -> bool:
         """Whether `/readyz` answers 200."""

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import orjson
 
-from millrace.load.dialects import BadStreamError
-from millrace.load.load import READ_TIMEOUT_SECONDS, stamped_data
+from bench.harness.client import FAILURES, HttpClient, check
+from millrace.load.apis import BadStreamError
+from millrace.load.load import stamped_data
 
 TOPICS = ("prefill", "decode", "a KV cache", "the router", "a shard", "a block", "a token")
 STOPS = (" batch size", "launcher", " cannot", "prefix cache")
@@ -84,24 +84,12 @@ class Answer:
         return self.events[:-1], {**end, "details": details}
 
 
-class Clients:
+class Clients(HttpClient):
     """All streams of one run, a connection each; use as an asynchronous context manager."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(url, headers=headers)
         self.answers: list[Answer] = []
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
-        self._session = aiohttp.ClientSession(
-            base_url=url,
-            timeout=timeout,
-            headers=headers,
-            connector=aiohttp.TCPConnector(limit=0),
-        )
-
-    async def __aenter__(self) -> Clients:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
 
     @property
     def num_tokens(self) -> int:
@@ -119,20 +107,14 @@ class Clients:
         answer.sent = time.perf_counter()
         try:
             await self._stream(answer)
-        except (BadStreamError, aiohttp.ClientError, TimeoutError) as error:
+        except FAILURES as error:
             answer.error = f"{type(error).__name__}: {error}"
         answer.ended = time.perf_counter()
 
-    async def text(self, path: str) -> str:
-        """The page at `path`; raises aiohttp.ClientError."""
-        async with self._session.get(path, raise_for_status=True) as response:
-            return await response.text()
-
     async def _stream(self, answer: Answer) -> None:
-        async with self._session.post("/generate_stream", json=answer.body) as response:
+        async with self.post("/generate_stream", answer.body) as response:
             answer.status = response.status
-            if response.status != 200:
-                raise BadStreamError((await response.text())[:200])
+            await check(response)
             async for arrival, data in stamped_data(response):
                 if data.startswith(b'{"error"'):
                     raise BadStreamError(data.decode()[:200])

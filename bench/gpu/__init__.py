@@ -1,6 +1,6 @@
 """The first hour on a device: every check and figure that a first run on a GPU needs, in one bounded run.
 
-Entry points: `__main__.main` (`make bench-gpu`), `bundle` (`make bench-gpu-bundle`).
+Entry point: `__main__.main` (`make bench-gpu`).
 Rooms: `checks` and `speed` hold the stages, which use `engine` (the shard's engine without a server) and `programs`
-(their child processes). `bundle` makes the wheels for a machine without a network.
+(their child processes).
 """

@@ -1,7 +1,7 @@
-"""`make bench-gpu`: the stages of `plan`, each in a process of its own, and a page of results, in at most ten minutes.
+"""`make bench-gpu`: the stages of `plan`, each in its own process, and a page of results, in at most ten minutes.
 
-Without a GPU the stages run in Triton's interpreter on a tiny model, and the page says so. This program needs the
-standard library alone. A stage needs torch and the packages of `.gpu-bundle`, and reports missing ones.
+Without a GPU the stages run on the CPU with a tiny model, kernels in Triton's interpreter, and the page says so. This
+program needs only the standard library. A stage needs torch and Millrace's dependencies, and reports missing ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.gpu.bundle.files import BundleError, use_bundle
 from bench.gpu.children import Ended, run
 from bench.gpu.device import find_device
 from bench.gpu.figures import read
@@ -26,7 +25,7 @@ from bench.harness.paths import ROOT
 SOURCES = ("proto", "router", "shard", "launcher", "package", "tests/support", ".")
 DEFAULT_SHAPE = {"cuda": "8b", "cpu": "tiny"}
 STOP_SECONDS = 5.0
-"""A stage is told to end this long before its limit, so that it can end its children and keep its figures."""
+"""A stage must end this long before its limit, so that it can end its children and keep its figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +103,9 @@ def main(argv: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) ->
     return 0 if results.is_whole else 1
 
 
-def child_environment(environ: Mapping[str, str], added: Sequence[Path]) -> dict[str, str]:
-    """Our environment with the bundle and the sources before installed packages."""
-    path = [*map(str, added), *(str(ROOT / source) for source in SOURCES)]
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Our environment with the sources before installed packages."""
+    path = [str(ROOT / source) for source in SOURCES]
     if environ.get("PYTHONPATH"):
         path.append(environ["PYTHONPATH"])
     return {
@@ -119,18 +118,12 @@ def child_environment(environ: Mapping[str, str], added: Sequence[Path]) -> dict
 
 
 def _prepare(command: Command, scratch: Path) -> Setup:
-    try:
-        added = use_bundle(ROOT, scratch / "site")
-    except BundleError as error:
-        # Stages whose packages are installed can run without the bundle.
-        print(f"without the bundle: {error}", flush=True)
-        added = ()
-    environment = child_environment(os.environ, added)
+    environment = child_environment(os.environ)
     device = command.device
     if device == "auto":
         device = find_device(environment, ROOT)
     if device == "cpu":
-        print("no GPU: every stage runs in Triton's interpreter", flush=True)
+        print("no GPU: every stage runs on the CPU, kernels in Triton's interpreter", flush=True)
         environment["TRITON_INTERPRET"] = "1"
     return Setup(device, command.shape or DEFAULT_SHAPE[device], environment, scratch)
 

@@ -25,8 +25,9 @@ ACTIVITY_HEADINGS = ("decode", "idle", "launches", "copies", "waits", "sampling"
 FACTS = ("gpu", "commit", "python", "torch", "triton", "transformers", "CUDA of torch")
 TAIL_LINES = 12
 NO_GPU = """\
-**No figure on this page is of a GPU.** torch finds no CUDA device here, so every stage ran on the CPU, in Triton's
-interpreter and on a tiny model. The page shows that the program runs. Nothing has been measured on a GPU."""
+**No figure on this page is of a GPU.** torch finds no CUDA device here, so every stage ran on the CPU with a tiny
+model, kernels in Triton's interpreter and servers on the kernels for CPUs. The page shows that the program runs.
+Nothing has been measured on a GPU."""
 NO_SPEEDS = "Speed is not measured without a GPU."
 
 
@@ -96,7 +97,7 @@ class Results:
         activities = [_activity(figure) for figure in figures.all(goals.ACTIVITY)]
         parts = [
             f"Measured limits: {', '.join(limits)}." if limits else "",
-            "" if self._shape == GOALS_SHAPE else f"The goals are those of {GOALS_SHAPE}.",
+            "" if self._shape == GOALS_SHAPE else f"The goals are for {GOALS_SHAPE}.",
             markdown(SPEED_HEADINGS, [_cells(line) for line in speeds(self._figures)]),
             markdown(ACTIVITY_HEADINGS, activities) if activities else "",
         ]

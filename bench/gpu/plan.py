@@ -60,7 +60,7 @@ STAGES = (
         "bench.gpu.checks.verify",
         "Does `millrace-verify` hold, deterministic mode on and off?",
         60,
-        200,
+        60,
     ),
     Stage("bench.gpu.checks.steps", "Do random steps yield the tokens of a shard on CPU?", 25, 25),
     Stage(
@@ -81,7 +81,7 @@ STAGES = (
         "bench.gpu.speed.transformers", "How fast is `transformers`' continuous batching?", 50, 15
     ),
     Stage("bench.gpu.checks.memory", "Does a full cache with every part of sampling fit?", 40, 35),
-    Stage("bench.gpu.checks.faults", "Are planted faults told apart and survived?", 20, 10),
+    Stage("bench.gpu.checks.faults", "Are planted faults distinguished and survived?", 20, 10),
     Stage("bench.gpu.checks.tests", "Do the tests that need a device pass?", 15, 25),
 )
 """In the order of the checks for a first run on a device. The tests are last, since they take what time is left."""

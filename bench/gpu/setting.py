@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,14 @@ from bench.gpu.engine.scale import Scale
 from bench.gpu.figures import Figure
 
 Emit = Callable[[Figure], None]
-LAUNCHER = ("-m", "millrace_launcher")
-INTERPRETED_LAUNCHER = ("-m", "bench.gpu.programs.interpreted_launcher")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The device, the sizes and the flags of a stage. On CPU the kernels for CUDA run in Triton's interpreter."""
+    """The device, the sizes and the flags of a stage.
+
+    On CPU the kernels for CUDA run in Triton's interpreter, and servers on the kernels for CPUs.
+    """
 
     device: torch.device
     scale: Scale
@@ -34,11 +35,6 @@ class Setting:
     def is_cuda(self) -> bool:
         """Whether the device is a GPU."""
         return self.device.type == "cuda"
-
-    @property
-    def launcher(self) -> Sequence[str]:
-        """Python's arguments that start a server."""
-        return LAUNCHER if self.is_cuda else INTERPRETED_LAUNCHER
 
     @property
     def flags(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from bench.harness.paths import MODELS_FOLDER
 END_TOKEN = "<|endoftext|>"
 INITIALIZER_RANGE = 0.02
 MAX_POSITIONS = 8192
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,28 +133,37 @@ def _config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _weights(shape: Shape, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    def matrix(rows: int, columns: int) -> Tensor:
-        values = torch.randn(rows, columns, generator=generator) * INITIALIZER_RANGE
-        return values.to(torch.bfloat16)
-
+def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint of `shape`, by the names of the Llama family."""
     hidden, intermediate = shape.hidden_size, shape.intermediate_size
     key_value = shape.num_key_value_heads * shape.head_size
-    embedding = matrix(shape.vocab_size, hidden)
-    embedding[0] = 0
-    yield "model.embed_tokens.weight", embedding
-    yield "model.norm.weight", torch.ones(hidden, dtype=torch.bfloat16)
+    found: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (shape.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
     for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.self_attn.q_proj.weight", matrix(hidden, hidden)
-        yield f"{prefix}.self_attn.k_proj.weight", matrix(key_value, hidden)
-        yield f"{prefix}.self_attn.v_proj.weight", matrix(key_value, hidden)
-        yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, hidden)
-        yield f"{prefix}.mlp.gate_proj.weight", matrix(intermediate, hidden)
-        yield f"{prefix}.mlp.up_proj.weight", matrix(intermediate, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", matrix(hidden, intermediate)
+        attention, mlp = (f"model.layers.{layer}.{part}" for part in ("self_attn", "mlp"))
+        found[f"{attention}.q_proj.weight"] = (hidden, hidden)
+        found[f"{attention}.k_proj.weight"] = (key_value, hidden)
+        found[f"{attention}.v_proj.weight"] = (key_value, hidden)
+        found[f"{attention}.o_proj.weight"] = (hidden, hidden)
+        found[f"{mlp}.gate_proj.weight"] = (intermediate, hidden)
+        found[f"{mlp}.up_proj.weight"] = (intermediate, hidden)
+        found[f"{mlp}.down_proj.weight"] = (hidden, intermediate)
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}.{norm}.weight", torch.ones(hidden, dtype=torch.bfloat16)
+            found[f"model.layers.{layer}.{norm}.weight"] = (hidden,)
+    return found
+
+
+def _weights(shape: Shape, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    for name, sizes in tensor_shapes(shape).items():
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(sizes, dtype=torch.bfloat16)
+            continue
+        values = torch.randn(sizes, generator=generator) * INITIALIZER_RANGE
+        if name == EMBEDDING:
+            values[0] = 0
+        yield name, values.to(torch.bfloat16)
 
 
 def build_tokenizer(vocab_size: int) -> Tokenizer:

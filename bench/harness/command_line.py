@@ -60,7 +60,7 @@ def module(name: str) -> str:
 
 
 def command(name: str, arguments: Sequence[str] | None = None) -> str:
-    """The command of this run, as one types it; `arguments` are those of the process by default."""
+    """The command of this run, as one types it; by default with the process's arguments."""
     given = sys.argv[1:] if arguments is None else arguments
     return shlex.join(["python", "-m", module(name), *given])
 

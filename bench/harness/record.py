@@ -64,10 +64,19 @@ class Record:
         return partial.replace(path)
 
 
+SHORT = 100
+"""Characters of a dictionary of numbers that takes one line."""
+
+
+def _fits(value: Mapping[str, object]) -> bool:
+    is_flat = not any(isinstance(each, (dict, list, str)) for each in value.values())
+    return is_flat and len(json.dumps(value)) <= SHORT
+
+
 def formatted(value: object, *, indent: str = "") -> str:
-    """JSON in which each row of a table, a list without lists or dictionaries, takes one line."""
+    """JSON in which rows, lists without lists or dictionaries, take one line each, and short figures as well."""
     deeper = indent + " "
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and not _fits(value):
         lines = [
             f"{json.dumps(key)}: {formatted(each, indent=deeper)}" for key, each in value.items()
         ]

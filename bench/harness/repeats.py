@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 BUSY_CORES = 0.1
-"""The most CPU, in cores, that other processes may use beside an undisturbed figure."""
+"""The most CPU, in cores, that other processes may use during an undisturbed measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,16 @@ class Repeated:
         """The median of the clean samples, or of all samples without a clean one."""
         clean = [sample.value for sample in self.samples if sample.is_clean]
         return statistics.median(clean or [sample.value for sample in self.samples])
+
+    def as_json(self) -> dict[str, float | int]:
+        """Plain containers: the median, the ends of several, and the most CPU, in cores, of other processes."""
+        values = [sample.value for sample in self.samples]
+        return {
+            "median": self.median,
+            **({"least": min(values), "most": max(values)} if len(values) > 1 else {}),
+            "repeats": len(values),
+            "other_cores": max(sample.other_cores for sample in self.samples),
+        }
 
     @property
     def text(self) -> str:

@@ -19,9 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from bench.harness.freezing import Family
-from bench.harness.machine import CpuMeter, family
-from millrace.load.dialects import TGI, Dialect
+from bench.harness.machine import CpuMeter, Family, family
+from millrace.load.apis import TGI, Dialect
 from millrace.load.levels import Level, closed
 from millrace.load.load import run_level
 from millrace.load.measurement import Measurement, summarise

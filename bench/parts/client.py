@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-from aiohttp import ClientResponse as Response
-
-from millrace.load.dialects import BadStreamError
-from millrace.load.load import READ_TIMEOUT_SECONDS, stamped_events
+from bench.harness.client import FAILURES, HttpClient, check
+from millrace.load.apis import BadStreamError
+from millrace.load.load import stamped_events
 
 DETAILS = {"ignore_eos": True, "details": True, "do_sample": False}
 
@@ -61,41 +58,21 @@ class Answer:
         return self.arrivals[0] - self.due
 
 
-class Client:
-    """A connection pool to one server; use as an asynchronous context manager."""
-
-    def __init__(self, url: str) -> None:
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
-        self._session = aiohttp.ClientSession(
-            base_url=url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-        )
-
-    async def __aenter__(self) -> Client:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
+class Client(HttpClient):
+    """Sends requests to one server."""
 
     async def send(self, answer: Answer) -> None:
         """Send the request now, and add its tokens or its error to `answer`."""
         try:
             await (self._stream if answer.request.streams else self._whole)(answer)
-        except (BadStreamError, aiohttp.ClientError, TimeoutError) as error:
+        except FAILURES as error:
             answer.error = f"{type(error).__name__}: {error}"
         answer.ended = time.perf_counter()
 
-    async def text(self, path: str) -> str:
-        """The page at `path`."""
-        async with self._session.get(path) as response:
-            return await response.text()
-
-    def _post(self, path: str, request: Request) -> AbstractAsyncContextManager[Response]:
-        return self._session.post(path, json=request.body(), headers=request.headers)
-
     async def _stream(self, answer: Answer) -> None:
         request = answer.request
-        async with self._post("/generate_stream", request) as response:
-            await _check(response)
+        async with self.post("/generate_stream", request.body(), request.headers) as response:
+            await check(response)
             answer.headers = response.headers
             async for arrival, event in stamped_events(response):
                 if "error" in event:
@@ -108,16 +85,12 @@ class Client:
         _check_length(answer)
 
     async def _whole(self, answer: Answer) -> None:
-        async with self._post("/generate", answer.request) as response:
-            await _check(response)
+        request = answer.request
+        async with self.post("/generate", request.body(), request.headers) as response:
+            await check(response)
             answer.headers = response.headers
             answer.num_tokens = (await response.json())["details"]["generated_tokens"]
         _check_length(answer)
-
-
-async def _check(response: Response) -> None:
-    if response.status != 200:
-        raise BadStreamError(f"status {response.status}: {(await response.text())[:200]}")
 
 
 def _check_length(answer: Answer) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from bench.harness.command_line import say
 from bench.harness.machine import CpuMeter
 from bench.harness.quiet import Quiet, wait_until_quiet
-from bench.harness.server import RunningServer, serving
+from bench.harness.server import LAUNCHER, RunningServer, serving
 from bench.parts.texts import Texts
 
 MANY = 4096
@@ -50,11 +50,11 @@ class Fixture:
         return f"{name}/{self.repeat}"
 
     @contextmanager
-    def serving(self, *flags: str) -> Iterator[RunningServer]:
+    def serving(self, *flags: str, launcher: Sequence[str] = LAUNCHER) -> Iterator[RunningServer]:
         """Our launcher for the length of the block; raises ServerError."""
         log = self.out / "scheduling.log"
         every = ["--max-batch-size=64", f"--max-concurrent-requests={MANY}", *flags, *self.flags]
-        with serving(self.model, log=log, flags=every) as server:
+        with serving(self.model, log=log, flags=every, launcher=launcher) as server:
             if not wait_until_quiet(self.quiet):
                 say("the machine is not quiet: the following figures are marked as disturbed")
             meter = CpuMeter(server.processes)

@@ -41,15 +41,9 @@ def table_of(samples: Samples) -> Table:
 
 
 def as_json(table: Table) -> dict[str, dict[str, object]]:
-    """Plain containers: by case and title the median, and each sample with the cores that other processes used."""
+    """Plain containers: the repetitions by case and title."""
     return {
-        name: {
-            title: {
-                "median": repeated.median,
-                "samples": [[sample.value, sample.other_cores] for sample in repeated.samples],
-            }
-            for title, repeated in row.items()
-        }
+        name: {title: repeated.as_json() for title, repeated in row.items()}
         for name, row in table.items()
     }
 

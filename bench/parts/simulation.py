@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from bench.parts.client import Request
 from bench.parts.outcome import Outcome
-from millrace_router.scheduler.row import Row
-from millrace_router.simulator.config import plan_from_args
-from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.engine import Engine
-from millrace_router.simulator.simulated_request import Arrival, SimulatedRequest
+from millrace.simulate.config import plan_from_args
+from millrace.simulate.deployment import Deployment
+from millrace.simulate.engine import Engine
+from millrace.simulate.simulated_request import Arrival, SimulatedRequest
+from millrace_router.scheduler.step_plan import Row
 
 
 class SimulationFailed(Exception):  # noqa: N818
@@ -42,9 +42,11 @@ def deployment_of(url: str) -> Deployment:
     return plan_from_args([f"--server={url}", "--rate=1"]).deployment
 
 
-def simulate(deployment: Deployment, requests: Sequence[Request]) -> list[Outcome]:
+def simulate(
+    deployment: Deployment, requests: Sequence[Request], kind: type[TimedEngine] = TimedEngine
+) -> list[Outcome]:
     """The outcome of each request, in order of due times. Raises SimulationFailed or StuckError."""
-    engine = TimedEngine(deployment)
+    engine = kind(deployment)
     ordered = sorted(requests, key=lambda request: request.due)
     for request in ordered:
         limit = request.output_tokens if request.says_length else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -18,15 +17,6 @@ def poisson_seconds(rate: float, count: int, *, seed: str) -> list[float]:
         now += generator.expovariate(rate)
         moments.append(now)
     return moments
-
-
-def lognormal_lengths(
-    count: int, *, median: float, sigma: float, most: int, seed: str
-) -> list[int]:
-    """Lognormal numbers of tokens between 1 and `most`."""
-    generator = random.Random(seed)
-    drawn = (generator.lognormvariate(math.log(median), sigma) for _ in range(count))
-    return [min(most, max(1, round(length))) for length in drawn]
 
 
 def exponential_lengths(count: int, *, mean: float, most: int, seed: str) -> list[int]:
@@ -53,17 +43,6 @@ def milliseconds(seconds: Sequence[float], *shares: float) -> tuple[float, ...]:
     """Quantiles of durations."""
     ordered = sorted(seconds)
     return tuple(1000 * quantile(ordered, share) for share in shares)
-
-
-def first_tokens(answers: Sequence[Answer]) -> list[float]:
-    """Seconds to the first token of each streamed answer."""
-    return [answer.first_token_seconds for answer in answers if answer.arrivals]
-
-
-def tokens_per_second(answers: Sequence[Answer]) -> float:
-    """Output tokens from the first due time to the last token."""
-    start, end = min(a.due for a in answers), max(a.ended for a in answers)
-    return sum(answer.num_tokens for answer in answers) / (end - start)
 
 
 def saturated_rate(answers: Sequence[Answer]) -> float:

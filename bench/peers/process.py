@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import psutil
 
-from bench.harness.freezing import Family
+from bench.harness.machine import Family
 from bench.harness.paths import ROOT
 from bench.peers.worker import LOAD, RUN, Limits, Request
 from millrace.load.measurement import Timeline
@@ -70,7 +70,7 @@ class EngineProcess:
 
     def run(self, requests: Sequence[Request], concurrency: int) -> list[Timeline]:
         """Generate for all requests, at most `concurrency` in flight; raises EngineError."""
-        wanted = [(each.ids, each.new_tokens, each.adapter) for each in requests]
+        wanted = [(each.ids, each.new_tokens) for each in requests]
         answer = self._do({"do": RUN, "requests": wanted, "concurrency": concurrency})
         return [Timeline(due, arrivals) for due, arrivals in answer["moments"]]
 

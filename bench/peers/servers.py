@@ -12,7 +12,7 @@ from bench.harness.paths import PEERS_FOLDER
 from bench.harness.server import RunningServer, free_port, running, serving
 from bench.peers.engines import OURS, gguf_model, vllm_environment
 from bench.peers.worker import Limits
-from millrace.load.dialects import LLAMA, VLLM
+from millrace.load.apis import LLAMA, VLLM
 
 OUR_FLAGS = ("--prefix-caching=off",)
 """The launcher's defaults without the prefix cache, because each repetition sends the same prompts."""

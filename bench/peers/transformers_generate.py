@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +32,6 @@ class PaddedBatches:
             moments += [Moments(due, [now] * request.new_tokens) for request in batch]
         return moments
 
-    def arguments(self, batch: Sequence[Request]) -> dict[str, Any]:
-        """More arguments of `generate` for this batch, after the model was prepared for it."""
-        del batch
-        return {}
-
     def generate(self, batch: Sequence[Request]) -> Tensor:
         """Prompts and answers, (requests, padded prompt + longest answer); RuntimeError for another length."""
         ids, mask = left_padded([request.ids for request in batch])
@@ -45,10 +39,7 @@ class PaddedBatches:
         generation = GenerationConfig(
             max_new_tokens=longest, do_sample=False, eos_token_id=NO_TOKEN, pad_token_id=PAD_TOKEN
         )
-        more = self.arguments(batch)
-        output = self._model.generate(
-            ids, attention_mask=mask, generation_config=generation, **more
-        )
+        output = self._model.generate(ids, attention_mask=mask, generation_config=generation)
         assert isinstance(output, Tensor)
         if output.shape[1] != ids.shape[1] + longest:
             raise RuntimeError(f"asked for {longest} tokens, got {output.shape[1] - ids.shape[1]}")

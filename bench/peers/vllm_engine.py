@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from bench.peers.worker import Limits, Moments, Request, drive, main
@@ -20,7 +19,6 @@ class VllmEngine:
     def __init__(self, llm: LLM) -> None:
         self._engine = llm.llm_engine
         self._run = 0
-        self._adapters: dict[str, LoRARequest] = {}
 
     def run(self, requests: Sequence[Request], concurrency: int) -> list[Moments]:
         """See `Engine.run`."""
@@ -36,22 +34,13 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = TokensPrompt(prompt_token_ids=request.ids)
-        self._engine.add_request(
-            f"{self._run}/{number}", prompt, parameters, lora_request=self._adapter(request.adapter)
-        )
+        self._engine.add_request(f"{self._run}/{number}", prompt, parameters)
 
     def step(self) -> Iterator[tuple[int, int, bool]]:
         """See `Stepping.step`."""
         for output in self._engine.step():
             number = int(output.request_id.partition("/")[2].partition("-")[0])
             yield number, len(output.outputs[0].token_ids), output.finished
-
-    def _adapter(self, folder: str) -> LoRARequest | None:
-        """The adapter in `folder`, always under the same number; None for the base model."""
-        if not folder:
-            return None
-        number = len(self._adapters) + 1
-        return self._adapters.setdefault(folder, LoRARequest(folder, number, folder))
 
 
 def load(model: Path, limits: Limits) -> VllmEngine:
@@ -65,9 +54,6 @@ def load(model: Path, limits: Limits) -> VllmEngine:
         enable_prefix_caching=False,
         enforce_eager=True,
         disable_log_stats=True,
-        enable_lora=limits.max_adapters > 0,
-        max_loras=max(1, limits.max_adapters),
-        max_lora_rank=16,
     )
     return VllmEngine(llm)
 

@@ -25,8 +25,6 @@ class Request:
 
     ids: list[int]
     new_tokens: int
-    adapter: str = ""
-    """The folder of its LoRA adapter, for engines that were loaded with `max_adapters`; empty for the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +37,6 @@ class Limits:
     kv_tokens: int
     """Tokens of all sequences together."""
     threads: int
-    max_adapters: int = 0
-    """LoRA adapters, up to rank 16, that requests of a batch may have."""
 
 
 @dataclass(slots=True)

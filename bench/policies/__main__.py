@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from bench.parts import run
 from bench.parts.simulation import SimulationFailed
 from bench.policies import latency, load, variance
-from millrace_router.simulator.config import ConfigError
-from millrace_router.simulator.engine import StuckError
+from millrace.simulate.config import ConfigError
+from millrace.simulate.engine import StuckError
 
 PARTS = {
     experiment.name: experiment

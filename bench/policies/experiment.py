@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bench.harness.repeats import Sample
+from bench.harness.server import LAUNCHER
 from bench.parts.client import Answer, Client, Request, open_loop, succeeded
 from bench.parts.fixture import Fixture
 from bench.parts.part import Figures, Question, Samples, Table, table_of
 
 CONTINUOUS, STATIC, NAIVE, NONE = POLICIES = ("continuous", "static", "static-naive", "none")
-"""Values of `--batching-policy`."""
+"""The policies: at every step, batch by batch, the same with ended rows decoded on, and one request at a time."""
+STATIC_SERVER = ("-m", "bench.policies.static_server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +39,10 @@ class Experiment(Question):
 def serving(fixture: Fixture, policy: str, *, batch_size: int) -> Iterator[str]:
     """The URL of a server with this policy, for the length of the block; raises ServerError."""
     fixture.other_cores = 0.0
-    # The default needs no flag.
-    flags = () if policy == CONTINUOUS else (f"--batching-policy={policy}",)
-    with fixture.serving(f"--max-batch-size={batch_size}", *flags) as server:
+    # Requests one at a time are batches of 1.
+    size = 1 if policy == NONE else batch_size
+    launcher = (*STATIC_SERVER, policy) if policy in (STATIC, NAIVE) else LAUNCHER
+    with fixture.serving(f"--max-batch-size={size}", launcher=launcher) as server:
         yield server.url
 
 

@@ -63,13 +63,18 @@ def percentiles(outcomes: Sequence[Outcome]) -> Figures:
     return {column(percent): quantile(ordered, percent / 100) for percent in PERCENTS}
 
 
-def at_rate(fixture: Fixture, url: str, rate: float, *, name: str) -> Figures:
+def at_rate(fixture: Fixture, url: str, policy: str, rate: float, *, name: str) -> Figures:
     """Figures of one server at `rate` requests a second."""
     count = max(12, round(rate * fixture.sized(SECONDS, 1)))
     moments = poisson_seconds(rate, count, seed=fixture.seed("arrivals"))
     asked = asked_at(fixture, moments, name=name)
     compared = beside_simulation(
-        url, asked, lambda: outcomes_of(asyncio.run(send(url, asked))), percentiles, COMPARED
+        url,
+        policy,
+        asked,
+        lambda: outcomes_of(asyncio.run(send(url, asked))),
+        percentiles,
+        COMPARED,
     )
     return {OFFERED: rate, **compared}
 
@@ -87,12 +92,12 @@ def run(fixture: Fixture) -> Iterator[tuple[str, Figures]]:
             for share in SHARES:
                 name = case_name(share, policy)
                 say(f"latency: {name}, {share * capacity:.2f} requests/s")
-                found[name] = at_rate(fixture, url, share * capacity, name=f"{share}")
+                found[name] = at_rate(fixture, url, policy, share * capacity, name=f"{share}")
         yield from found.items()
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """The median latency beside that of continuous batching, and points that are simulated badly."""
+    """The median latency against continuous batching's, and points that are simulated badly."""
     lines = []
     for share in SHARES:
         medians = {

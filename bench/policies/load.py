@@ -52,13 +52,13 @@ def figures(outcomes: Sequence[Outcome]) -> Figures:
     return {RATE: tokens_per_second(outcomes), LATENCY: median_normalised_ms(outcomes)}
 
 
-def at_rate(fixture: Fixture, url: str, rate: float, *, name: str) -> Figures:
+def at_rate(fixture: Fixture, url: str, policy: str, rate: float, *, name: str) -> Figures:
     """Figures of one server at `rate` requests a second."""
     count = max(fixture.sized(LEAST_REQUESTS, 6), round(rate * fixture.sized(SECONDS, 0)))
     moments = poisson_seconds(rate, count, seed=fixture.seed("arrivals"))
     asked = asked_at(fixture, moments, name=name)
     compared = beside_simulation(
-        url, asked, lambda: outcomes_of(asyncio.run(send(url, asked))), figures, COMPARED
+        url, policy, asked, lambda: outcomes_of(asyncio.run(send(url, asked))), figures, COMPARED
     )
     return {OFFERED: rate, **compared}
 
@@ -77,7 +77,7 @@ def run(fixture: Fixture) -> Iterator[tuple[str, Figures]]:
                     name = case_name(batch_size, share, policy)
                     say(f"load: {name}, {share * capacity:.2f} requests/s")
                     found[name] = at_rate(
-                        fixture, url, share * capacity, name=f"{batch_size}/{share}"
+                        fixture, url, policy, share * capacity, name=f"{batch_size}/{share}"
                     )
             yield from found.items()
 

@@ -8,10 +8,12 @@ from statistics import median
 from bench.parts.client import Answer, Request
 from bench.parts.outcome import Outcome
 from bench.parts.part import Figures, Table
-from bench.parts.simulation import deployment_of, simulate
+from bench.parts.simulation import TimedEngine, deployment_of, simulate
+from bench.policies.static_planner import NaiveEngine, StaticEngine
 
 TOLERANCE = 0.2
 """The allowed relative error of a simulated figure."""
+ENGINES = {"static": StaticEngine, "static-naive": NaiveEngine}
 
 
 def outcomes_of(answers: Sequence[Answer], *, since: float | None = None) -> list[Outcome]:
@@ -64,15 +66,17 @@ def side_by_side(
 
 def beside_simulation(
     url: str,
+    policy: str,
     asked: Sequence[Request],
     answered: Callable[[], Sequence[Outcome]],
     figures: Callable[[Sequence[Outcome]], Figures],
     ratios_of: Collection[str],
 ) -> Figures:
     """Figures of the answers, and of simulations with the costs that the server has learned before and after them."""
-    predicted = simulate(deployment_of(url), asked)
+    engine = ENGINES.get(policy, TimedEngine)
+    predicted = simulate(deployment_of(url), asked, engine)
     outcomes = answered()
-    hindsight = simulate(deployment_of(url), asked)
+    hindsight = simulate(deployment_of(url), asked, engine)
     return side_by_side(*map(figures, (outcomes, predicted, hindsight)), ratios_of=ratios_of)
 
 

@@ -1,4 +1,4 @@
-"""`transformers`' `generate` on padded batches, beside the server's policies."""
+"""`transformers`' `generate` on padded batches, compared with the server's policies."""
 
 from __future__ import annotations
 

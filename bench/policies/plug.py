@@ -40,6 +40,7 @@ async def send_behind_plug(fixture: Fixture, url: str, asked: Sequence[Request])
         while (await scrape(client))["tgi_queue_size"] < len(asked):
             if plug.ended:
                 others.cancel()
+                await asyncio.gather(others, return_exceptions=True)
                 raise RequestsFailed("the plug ended before all other requests waited")
             await asyncio.sleep(POLL_SECONDS)
         await running

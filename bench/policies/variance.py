@@ -89,6 +89,7 @@ def served(fixture: Fixture, policy: str) -> dict[str, Figures]:
             asked = prompts_for(fixture, drawn[:first], name)
             rates = beside_simulation(
                 url,
+                policy,
                 asked,
                 partial(answered, fixture, url, asked, policy),
                 lambda outcomes: {RATE: tokens_per_second(outcomes)},

@@ -1,5 +1,5 @@
-"""Quantised weights: `python -m bench.quantized` their speed, `python -m bench.quantized.memory` the memory of loading.
+"""Quantised weights: `python -m bench.quantized` measures their speed against the peers.
 
-`formats.py` writes one random checkpoint in each format. May import `bench.harness`, `bench.comparison`, `bench.peers`
-and `bench.charts`.
+`formats.py` writes one random checkpoint in each format. May import `bench.harness`, `bench.comparison` and
+`bench.peers`.
 """

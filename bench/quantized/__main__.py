@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.comparison.plan import Plan
-from bench.comparison.report import over, rate
+from bench.comparison.report import levels_json, over, rate
 from bench.comparison.served import run_levels
 from bench.harness.checkpoints import SHAPES, ensure_checkpoint
 from bench.harness.command_line import command, run_parser, say
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> Record:
         command=command("quantized"),
         figures={
             "file_bytes": sizes,
-            "measurements": [measurement.as_json() for measurement in measurements],
+            "measurements": levels_json(measurements),
             "notes": notes,
         },
     )

@@ -1,4 +1,4 @@
-"""`python -m bench.quantized.divergence`: what rounding of activations costs on a published model, beside llama.cpp.
+"""`python -m bench.quantized.divergence`: the cost of rounding activations on a published model, against llama.cpp.
 
 Everyone multiplies the codes of one GGUF file, such as SmolLM2-135M-Instruct in Q4_1, which `make serve MODEL=smollm2`
 fetches. The truth is float32 by plain torch. The figures are of the token after beginnings of this repository's pages.
@@ -27,8 +27,8 @@ from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.model_loader.gguf.folder import prepare_gguf
 from millrace_shard.models.load import load_model
+from millrace_shard.weights.gguf.folder import prepare_gguf
 
 LENGTH = 48
 CPU = torch.device("cpu")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
@@ -15,9 +16,74 @@ from torch import Tensor
 
 from bench.harness.checkpoints import ensure_checkpoint
 from bench.peers.engines import quantized_gguf
-from bench.quantized.encoders import ENCODERS
 from bench.quantized.gguf_writer import write_gguf
 
+GROUP = 128
+"""Inputs that share a scale in 4 bits."""
+Encoder = Callable[[str, Tensor], dict[str, Tensor]]
+"""Maps a module's name and its weight [out, in] to the tensors of the file; rounds to nearest."""
+
+
+def int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes 0 to 15 for -8 to 7 [out, in] int32, and scales [out, groups] float16."""
+    groups = weight.float().reshape(len(weight), -1, GROUP)
+    scales = (groups.abs().amax(2) / 7.5).to(torch.float16)
+    codes = (groups / scales.float().unsqueeze(2)).round().clamp(-8, 7) + 8
+    return codes.flatten(1).to(torch.int32), scales
+
+
+def words(codes: Tensor) -> Tensor:
+    """Eight codes of the last axis in each int32, the first in its lowest bits."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int64)
+    packed = (codes.long().reshape(len(codes), -1, 8) << shifts).sum(-1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+def compressed_int4(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """`pack-quantized` of compressed-tensors."""
+    codes, scales = int4(weight)
+    return {
+        f"{name}.weight_packed": words(codes),
+        f"{name}.weight_scale": scales,
+        f"{name}.weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def compressed_int8(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """`int-quantized` of compressed-tensors, with a scale for each output."""
+    wide = weight.float()
+    scales = (wide.abs().amax(1, keepdim=True) / 127.5).to(torch.bfloat16)
+    codes = (wide / scales.float()).round().clamp(-128, 127)
+    return {f"{name}.weight": codes.to(torch.int8), f"{name}.weight_scale": scales}
+
+
+def _compressed(bits: int, method: str) -> dict[str, Any]:
+    """`quantization_config` of compressed-tensors."""
+    by_group = {"strategy": "group", "group_size": GROUP}
+    by_output = {"strategy": "channel", "group_size": None}
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "dynamic": False,
+        "observer": "minmax",
+        **(by_group if bits == 4 else by_output),
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": method,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "output_activations": None}},
+        "ignore": ["lm_head"],
+    }
+
+
+ENCODERS: Mapping[str, tuple[Encoder, dict[str, Any]]] = {
+    "compressed-int4": (compressed_int4, _compressed(4, "pack-quantized")),
+    "compressed-int8": (compressed_int8, _compressed(8, "int-quantized")),
+}
+"""By name: the encoder of a linear and the `quantization_config` of the checkpoint."""
 GGUF_TYPES = {
     "q4_0.gguf": gguf.GGMLQuantizationType.Q4_0,
     "q8_0.gguf": gguf.GGMLQuantizationType.Q8_0,

@@ -1,4 +1,4 @@
-"""`python -m bench.quantized.offline`: weights of 4 and 8 bits without HTTP, beside OpenVINO's, in turn.
+"""`python -m bench.quantized.offline`: weights of 4 and 8 bits without HTTP, in turns with OpenVINO's.
 
 All engines start from the same random weights. Ratios are to our engine on bfloat16 weights.
 """
@@ -112,7 +112,7 @@ def main() -> int:
         bench="quantized-offline",
         title=f"Quantised weights without HTTP, {options.model}",
         command=command("quantized.offline"),
-        figures={"rows": [(row.case.name, row.engine, row.repeated.all_text()) for row in rows]},
+        figures={"rows": [(row.case.name, row.engine, row.repeated.as_json()) for row in rows]},
     )
     record.save(options.out / "quantized-offline.json")
     print(record.text(text))

@@ -19,14 +19,18 @@ from torch import Tensor
 
 from bench.kernels import HEAD_DIM, SHAPES, Shape, new_cache, weight
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Kernels, Layer, LayerCache
+from millrace_shard.kernels.base import Kernels, Layer
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.int8_linear import int8_weight
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import NormWeights
-from millrace_shard.kernels.layer.rotation import Rotation
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 DTYPE = torch.bfloat16
@@ -84,7 +88,7 @@ class Model:
     """Random weights of one kind."""
 
     def __init__(self, shape: Shape, kind: Kind) -> None:
-        self._shape = shape
+        self.shape = shape
         self.kernels: Kernels = CpuKernels(deterministic=True, integer=kind.integer)
         rotation = Rotation(table=torch.randn(LONGEST, HEAD_DIM))
         layers = [self._layer(kind, rotation) for _ in range(shape.layers)]
@@ -95,10 +99,8 @@ class Model:
         self._head = self.kernels.head_from(_stored(kind.head(self._embedding)))
 
     def _layer(self, kind: Kind, rotation: Rotation) -> Layer:
-        shape = self._shape
-        linears = {
-            name: _stored(kind.layers(weight(*size))) for name, size in shape.linears().items()
-        }
+        shape = self.shape
+        linears = {name: self.linear(kind, name, size) for name, size in shape.linears().items()}
         norm = NormWeights(weight=torch.ones(shape.hidden, dtype=DTYPE), eps=EPS)
         attention = AttentionWeights(
             norm=norm,
@@ -113,16 +115,18 @@ class Model:
         mlp = MlpWeights(norm=norm, gate_up=linears["gate_up"], down=linears["down"])
         return Layer(self.kernels.attention(attention), self.kernels.mlp(mlp))
 
-    def step(
-        self, contexts: list[int], queries: list[int], caches: list[LayerCache] | None = None
-    ) -> Callable[[], Tensor]:
-        """One forward pass, ready to call; `caches` are one for each layer, the model's own where not given."""
-        used = self._caches if caches is None else caches
+    def linear(self, kind: Kind, name: str, size: tuple[int, int]) -> LinearWeights:
+        """Weights [out, in] of the linear `name` of a layer."""
+        del name
+        return _stored(kind.layers(weight(*size)))
+
+    def step(self, contexts: list[int], queries: list[int]) -> Callable[[], Tensor]:
+        """One forward pass, ready to call."""
         batch = ragged_batch(queries, contexts, block_size=self.kernels.block_size)
 
         def forward() -> Tensor:
             residual = F.embedding(batch.ids, self._embedding)
-            x = self._layers(residual, batch, used)
+            x = self._layers(residual, batch, self._caches)
             normed = self.kernels.add_rms_norm(x, residual, self._norm, EPS)
             return self._head(normed[batch.logit_rows])
 

@@ -1,4 +1,4 @@
 """The cost of the router alone, over a shard that computes nothing: `python -m bench.router`.
 
-May import `bench.harness`, `bench.charts` and `bench.profile`.
+May import `bench.harness`.
 """

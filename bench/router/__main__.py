@@ -7,7 +7,6 @@ figures are CPU time of the router's process, which other load hardly changes.
     python -m bench.router                      # every part
     python -m bench.router --parts cost --routes generate_stream --streams 128 --tokens 256
     python -m bench.router --parts parsers traces journal kv-events     # with and without a feature, in turn
-    python -m bench.router --parts profile      # bench/out/router-128.svg; needs py-spy
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from pathlib import Path
 from statistics import median
 
 from bench.harness.paths import OUT
-from bench.profile.py_spy import record_profile, thread_seconds
 from bench.router.event_counter import count_streams
 from bench.router.kv_events import kv_events
 from bench.router.rig import ROUTES, Rig, measured, request, rig, stream
 from bench.router.variants import journal, parsers, traces
 
-PARTS = ("cost", "hidden", "memory", "profile", "journal", "parsers", "traces", "kv-events")
+PARTS = ("cost", "hidden", "memory", "journal", "parsers", "traces", "kv-events")
 FORWARD_MS = (5.0, 17.0)
 HIDDEN_STREAMS = 32
 HIDDEN_SECONDS = 3.0
@@ -107,33 +105,6 @@ def _waiting(at: Rig) -> int:
     return 0
 
 
-def profile(options: argparse.Namespace) -> None:
-    """Write the flame graph of all routes, in microseconds a token.
-
-    The CPU time of the threads is measured first, because the sampler stops them repeatedly.
-    """
-
-    def load(at: Rig) -> int:
-        for route in options.routes:
-            stream(at, route, streams=options.streams, tokens=options.tokens, rounds=options.rounds)
-        tokens: int = options.streams * options.tokens * options.rounds
-        return tokens * len(options.routes)
-
-    flags = [f"--max-batch-size={options.streams}"]
-    with rig(options, flags=flags) as at:
-        process = at.server.process
-        load(at)
-        before = thread_seconds(process)
-        tokens = load(at)
-        main, others = (
-            1e6 * (after - earlier) / tokens
-            for earlier, after in zip(before, thread_seconds(process), strict=True)
-        )
-        with record_profile(process, options.py_spy) as recorded:
-            load(at)
-    recorded.write(options.svg, main=main, others=others, routes=options.routes)
-
-
 def main() -> int:
     """Run the chosen parts."""
     parser = argparse.ArgumentParser(prog="python -m bench.router", description=__doc__)
@@ -147,15 +118,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--log", type=Path, default=OUT / "router.log")
-    parser.add_argument("--svg", type=Path, default=OUT / "router-128.svg")
     parser.add_argument("--router-prefix", default="", help="such as `chrt -f 10`")
-    parser.add_argument("--py-spy", default="py-spy", help="where that program is")
     options = parser.parse_args()
     parts = {
         "cost": cost,
         "hidden": hidden,
         "memory": memory,
-        "profile": profile,
         "journal": journal,
         "parsers": parsers,
         "traces": traces,

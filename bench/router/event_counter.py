@@ -98,7 +98,7 @@ def http_request(path: str, body: bytes) -> bytes:
 
 
 async def count_streams(port: int, requests: Sequence[bytes], *, rounds: int) -> Counted:
-    """Run each request on a connection of its own, all at once; raises StreamError."""
+    """Run each request on its own connection, all at once; raises StreamError."""
     counted, loop = Counted(), asyncio.get_running_loop()
     transports, streams = [], []
     for request in requests:

@@ -27,7 +27,7 @@ WEATHER = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A router with flags of its own, and fields that the requests have beside the usual ones."""
+    """A router's flags, and fields that the requests have besides the usual ones."""
 
     name: str
     flags: Sequence[str] = ()

@@ -1,6 +1,6 @@
 """`python -m bench.scale compare`: the routings on a trace, simulated over numbers of replicas.
 
-A copy of the trace runs for each `--replicas-per-copy` replicas, with prompts of its own, so every replica has the same
+A copy of the trace runs for each `--replicas-per-copy` replicas, with its own prompts, so every replica has the same
 load however many there are. Of more than `--sample` replicas some whole cells are simulated. The replica is an 8B model
 on a GPU with 80 GB: its costs are estimates from the GPU's data sheet, not measurements.
 """
@@ -16,15 +16,15 @@ from bench.harness.command_line import command, run_parser, say
 from bench.harness.paths import IMAGES_FOLDER
 from bench.harness.record import Record
 from bench.harness.tables import markdown
+from bench.scale.fleet import Fleet, simulate
+from bench.scale.fleet_metrics import FLEET_FIGURES, FleetMetrics
+from bench.scale.simulated_replica import Routing
+from bench.scale.traces import TraceWorkload
+from millrace.charts.lines import Panel, curves
+from millrace.charts.svg import short
+from millrace.simulate.deployment import Deployment
+from millrace.simulate.trace import TraceError
 from millrace_launcher.host.threads import usable_cores
-from millrace_router.simulator.cells.wiring import Routing
-from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.fleet import Fleet, simulate
-from millrace_router.simulator.metrics import SimulationMetrics
-from millrace_router.simulator.report import FIGURES
-from millrace_router.simulator.svg import Panel, chart, short
-from millrace_router.simulator.traces.lines import TraceError
-from millrace_router.simulator.workload import Workload
 
 COSTS = {
     "step": 0.006,
@@ -55,7 +55,7 @@ class Point:
 
     routing: Routing
     replicas: int
-    metrics: SimulationMetrics
+    metrics: FleetMetrics
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -89,7 +89,7 @@ def fleet(options: argparse.Namespace, routing: Routing, replicas: int) -> Fleet
             max_total_tokens=200_000,
             max_concurrent_requests=4096,
         ),
-        workload=Workload(
+        workload=TraceWorkload(
             trace=options.trace,
             trace_requests=options.requests,
             copies=replicas // options.replicas_per_copy,
@@ -134,13 +134,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _figures(point: Point) -> Mapping[str, object]:
-    named = {figure.name: figure.of(point.metrics) for figure in FIGURES}
+    named = {figure.name: figure.of(point.metrics) for figure in FLEET_FIGURES}
     return {"routing": point.routing, "replicas": point.replicas, **named}
 
 
 def table(points: Sequence[Point]) -> str:
     """A row for each point."""
-    shown = [figure for figure in FIGURES if figure.name in (*SHOWN, "finished", "rejected")]
+    shown = [figure for figure in FLEET_FIGURES if figure.name in (*SHOWN, "finished", "rejected")]
     rows = [
         [
             str(point.replicas),
@@ -157,13 +157,19 @@ def plot(points: Sequence[Point], title: str) -> str:
     labels = list(dict.fromkeys(str(point.replicas) for point in points))
     panels = [
         Panel(
-            figure.title,
-            {
-                routing: [figure.of(point.metrics) for point in points if point.routing == routing]
+            title=figure.title,
+            points={
+                routing: list(
+                    enumerate(
+                        figure.of(point.metrics) for point in points if point.routing == routing
+                    )
+                )
                 for routing in dict.fromkeys(point.routing for point in points)
             },
+            x_title="replicas",
+            labels=labels,
         )
-        for figure in FIGURES
+        for figure in FLEET_FIGURES
         if figure.name in SHOWN
     ]
-    return chart(title, "replicas", labels, panels)
+    return curves(title, panels, num_columns=2)

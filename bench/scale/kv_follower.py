@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from millrace_router.simulator.cells.cache_index import CacheIndex
+from bench.scale.cache_index import CacheIndex
 
 if TYPE_CHECKING:
     import zmq.asyncio

@@ -9,8 +9,8 @@ from operator import attrgetter
 from pathlib import Path
 from random import Random
 
-from millrace_router.simulator.simulated_request import Arrival
-from millrace_router.simulator.traces.reader import read_trace
+from bench.scale.traces import read_published
+from millrace.simulate.simulated_request import Arrival
 
 FIRST_ID = 320
 """Lower ids are control tokens and single bytes."""
@@ -39,7 +39,7 @@ def load(path: Path, *, skip: int, requests: int, divisor: int, speedup: float) 
         ValueError: it is too short, or its parts cannot be made shorter.
 
     """
-    taken: list[Arrival] = list(islice(read_trace(path), skip, skip + requests))
+    taken: list[Arrival] = list(islice(read_published(path), skip, skip + requests))
     if len(taken) < requests:
         raise ValueError(f"{path} has no {skip + requests} requests")
     begin = taken[0].arrived_at

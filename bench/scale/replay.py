@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from bench.scale.clients import JSON
+from bench.scale.gateway import Gateway, Ticket
 from bench.scale.load import completion, num_output_tokens
 from bench.scale.replicas import Replica
 from millrace.load.measurement import quantile
-from millrace_router.simulator.cells.gateway import Gateway
-from millrace_router.simulator.cells.ticket import Ticket
-from millrace_router.simulator.simulated_request import Arrival
+from millrace.simulate.simulated_request import Arrival
 
 
 @dataclass(frozen=True, slots=True)

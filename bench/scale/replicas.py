@@ -30,7 +30,7 @@ def vocab_size_of(model: Path) -> int:
 
 @dataclass
 class Replica:
-    """A router with a shard of its own."""
+    """A router with its own shard."""
 
     command: Sequence[str]
     port: int

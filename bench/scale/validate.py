@@ -29,21 +29,20 @@ from bench.harness.server import ServerError
 from bench.harness.tables import markdown
 from bench.parts.simulation import deployment_of
 from bench.router.blank_shard import BLOCK_SIZE
+from bench.scale.cache_index import CacheIndex
+from bench.scale.cell import Cell
+from bench.scale.gateway import HASHED_TOKENS, Gateway, KvAware
 from bench.scale.kv_follower import block_names, following
 from bench.scale.load import load, num_output_tokens, prompt_ids, shifted
 from bench.scale.replay import Figures, Replay, ReplayError
 from bench.scale.replicas import Replica, replicas, vocab_size_of
+from bench.scale.simulated_replica import CellParts, Routing
 from bench.scale.timed_shards import MAX_TOKENS
 from bench.scale.warm_up import warm_up
-from millrace_router.simulator.cells.cache_index import CacheIndex
-from millrace_router.simulator.cells.cell import Cell
-from millrace_router.simulator.cells.gateway import Gateway, KvAware
-from millrace_router.simulator.cells.sources import OpenLoop
-from millrace_router.simulator.cells.ticket import HASHED_TOKENS
-from millrace_router.simulator.cells.wiring import CellParts, Routing
-from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.simulated_request import Arrival
-from millrace_router.simulator.traces.lines import TraceError
+from millrace.simulate.deployment import Deployment
+from millrace.simulate.simulated_request import Arrival
+from millrace.simulate.trace import TraceError
+from millrace.simulate.workload import OpenLoop
 
 COSTS = {
     "step": 0.02,
@@ -126,7 +125,7 @@ async def measured(
 ) -> dict[Routing, list[Run]]:
     """Measure each load with each routing, on warm routers.
 
-    Each run has prompts of its own, so blocks that earlier runs left in the caches are never found again.
+    Each run has its own prompts, so blocks that earlier runs left in the caches are never found again.
 
     Raises:
         ReplayError: a router refused a request or broke its answer.
@@ -185,7 +184,7 @@ def _gateway(
 
 
 def learned(found: Sequence[Replica]) -> Deployment:
-    """The routers' flags, and the means of what they have learned of their own times; costs are the given ones."""
+    """The routers' flags, and the means of what they have learned about their times; costs are the given ones."""
     each = [deployment_of(replica.url) for replica in found]
     means = {name: fmean(getattr(one, name) for one in each) for name in LEARNED}
     return each[0].model_copy(update={"cost_model": COSTS, "step_ratios": (), **means})
@@ -243,7 +242,7 @@ def _compared(options: argparse.Namespace, routing: Routing, runs: Sequence[Run]
 
 
 def ratio(pair: Compared, name: str) -> float:
-    """The mean of a simulated figure over that of the measured one."""
+    """The mean of a simulated figure over the measured one's."""
     real, said = fmean(pair["measured"][name]), fmean(pair["simulated"][name])
     if real:
         return said / real

@@ -1,1 +1,1 @@
-"""The scheduler under load, on the real server: `python -m bench.scheduling`."""
+"""A long prompt among running streams, on the real server: `python -m bench.scheduling`."""

@@ -13,15 +13,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import aiohttp
-
+from bench.harness.client import FAILURES
 from bench.harness.command_line import command, run_parser, say
 from bench.harness.paths import DEMO
 from bench.harness.quiet import Quiet, wait_until_quiet
 from bench.harness.record import Record
 from bench.harness.server import ServerError
 from bench.speculative_decoding.measure import (
+    KINDS,
     LEAST_RATIO,
+    MOST_TOKENS,
+    NUM_PRECEDENTS,
     STREAMS,
     AnswersDifferError,
     Load,
@@ -31,7 +33,6 @@ from bench.speculative_decoding.measure import (
     table,
     verdict,
 )
-from bench.speculative_decoding.texts import KINDS, MOST_TOKENS, NUM_PRECEDENTS
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -65,7 +66,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    """Measure every text with every number of streams; raises ServerError, AnswersDifferError or ClientError."""
+    """Measure every text with every number of streams; raises ServerError, AnswersDifferError or one of FAILURES."""
     options.out.mkdir(parents=True, exist_ok=True)
     found: dict[Load, Row] = {}
     for start in range(options.starts):
@@ -108,7 +109,7 @@ def main() -> int:
     options = parse_arguments(sys.argv[1:])
     try:
         rows = measure(options)
-    except (ServerError, AnswersDifferError, aiohttp.ClientError) as error:
+    except (ServerError, AnswersDifferError, *FAILURES, ExceptionGroup) as error:
         say(str(error))
         return 1
     folder = options.model.resolve()

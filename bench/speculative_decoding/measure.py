@@ -1,8 +1,12 @@
-"""Two servers, with draft tokens and without, on the same requests in turn."""
+"""Two servers, with draft tokens and without, on the same requests in turn.
+
+Requests are questions for the demo model: with the answer already in the prompt, and without.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,15 +15,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-import aiohttp
+from demo.corpus import Ask, wordings
 
+from bench.harness.client import HttpClient, check
 from bench.harness.machine import CpuMeter
 from bench.harness.repeats import Repeated, Sample
-from bench.harness.scrape import grown, parse
+from bench.harness.scrape import grown, scrape
 from bench.harness.server import RunningServer, serving
 from bench.harness.tables import markdown
-from bench.speculative_decoding.texts import bodies
-from millrace.load.load import READ_TIMEOUT_SECONDS
 
 STREAMS = (1, 8, 32)
 LEAST_RATIO = 0.95
@@ -29,6 +32,34 @@ DRAFTED = "millrace_speculation_drafted_tokens_total"
 ACCEPTED = "millrace_speculation_accepted_tokens_total"
 
 T = TypeVar("T")
+
+SEED = 1
+"""Seed of the demo model's corpus."""
+MOST_TOKENS = 120
+NUM_PRECEDENTS = 3
+"""Other questions in a repetitive prompt, with their answers."""
+
+
+def bodies(text: str, *, count: int, seed: str) -> list[Mapping[str, Any]]:
+    """`count` greedy requests for `/generate` of the kind `text`, a key of `KINDS`, from a seed."""
+    generator = random.Random(seed)
+    asks = [ask for ask in wordings(SEED) if len(ask.topic.answer) > 60]
+    prompts = [KINDS[text](generator.sample(asks, NUM_PRECEDENTS + 1)) for _ in range(count)]
+    parameters = {"max_new_tokens": MOST_TOKENS, "details": True}
+    return [{"inputs": prompt, "parameters": parameters} for prompt in prompts]
+
+
+def _plain(asks: Sequence[Ask]) -> str:
+    return f"{asks[0].text}\n"
+
+
+def _repetitive(asks: Sequence[Ask]) -> str:
+    """A question that the history before it already answers."""
+    history = "".join(f"{ask.text}\n{ask.topic.answer}\n" for ask in asks)
+    return f"{history}{asks[0].text}\n"
+
+
+KINDS = {"repetitive": _repetitive, "plain": _plain}
 
 
 class AnswersDifferError(Exception):
@@ -94,15 +125,18 @@ class Row:
         return _total(self.speculative, DRAFTED) / _total(self.speculative, STEPS)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain containers, without the answers."""
-        kept = {
-            name: [
-                {"rate": each.rate, "metrics": dict(each.metrics), "other_cores": each.other_cores}
-                for each in rounds
-            ]
-            for name, rounds in (("plain", self.plain), ("speculative", self.speculative))
+        """Medians and ratios."""
+        return {
+            "load": self.load.name,
+            "rounds": len(self.plain),
+            "speedup": self.speedup,
+            "plain": median(each.rate for each in self.plain),
+            "speculative": median(each.rate for each in self.speculative),
+            "tokens_per_step": self.tokens_per_step,
+            "accepted": self.accepted,
+            "drafted": self.drafted,
+            "other_cores": max(each.other_cores for each in (*self.plain, *self.speculative)),
         }
-        return {"load": self.load.name, "speedup": self.speedup, **kept}
 
 
 def _total(rounds: Sequence[Round], series: str) -> float:
@@ -125,31 +159,25 @@ def servers(
 async def run_round(
     server: RunningServer, requests: Sequence[Mapping[str, Any]], num_streams: int
 ) -> Round:
-    """Send all requests, `num_streams` at once. Raises aiohttp.ClientError."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
+    """Send all requests, `num_streams` at once. Raises one of FAILURES."""
     answers, tokens, waiting = [""] * len(requests), [0] * len(requests), iter(enumerate(requests))
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(server.url, timeout=timeout, connector=connector) as session:
+    async with HttpClient(server.url) as client:
 
-        async def client() -> None:
+        async def ask() -> None:
             for number, body in waiting:
-                async with session.post("/generate", json=body) as response:
-                    response.raise_for_status()
-                    found = await response.json()
-                answers[number] = found["generated_text"]
-                tokens[number] = found["details"]["generated_tokens"]
+                async with client.post("/generate", body) as response:
+                    await check(response)
+                    answer = await response.json()
+                answers[number] = answer["generated_text"]
+                tokens[number] = answer["details"]["generated_tokens"]
 
-        async def scrape() -> dict[str, float]:
-            async with session.get("/metrics") as response:
-                return parse(await response.text())
-
-        before, meter = await scrape(), CpuMeter(server.processes)
+        before, meter = await scrape(client), CpuMeter(server.processes)
         began = time.perf_counter()
         async with asyncio.TaskGroup() as clients:
             for _ in range(num_streams):
-                clients.create_task(client())
+                clients.create_task(ask())
         seconds = time.perf_counter() - began
-        other_cores, after = meter.stop().other_cores, await scrape()
+        other_cores, after = meter.stop().other_cores, await scrape(client)
     metrics = {
         series: grown(before, after, series) for series in (TOKENS, STEPS, DRAFTED, ACCEPTED)
     }

@@ -1,1 +1,1 @@
-"""The cost of grammars, and the validity of what is generated under them: `python -m bench.structured_output`."""
+"""Whether answers under plain JSON schemas are whole and valid: `python -m bench.structured_output.everyday`."""

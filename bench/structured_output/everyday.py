@@ -20,11 +20,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
+from bench.harness.client import HttpClient
 from bench.harness.command_line import command, run_parser, say
 from bench.harness.record import Record
 from bench.harness.server import ServerError, serving
+from bench.harness.tables import markdown
 from bench.structured_output.schemas import problem
 
 Schema = dict[str, Any]
@@ -93,28 +93,27 @@ async def ask_all(url: str, *, num_seeds: int, max_tokens: int) -> list[Answer]:
     seeds: list[int | None] = [None, *range(num_seeds)]
     left, answers = iter(list(product(seeds, everyday()))), list[Answer]()
 
-    async def client(session: aiohttp.ClientSession) -> None:
+    async def ask(client: HttpClient) -> None:
         for seed, (prompt, schema) in left:
-            body = body_of(prompt, schema, seed, max_tokens)
-            async with session.post("/v1/chat/completions", json=body) as response:
-                said = await response.json()
-            if response.status != 200:
-                raise ServerError(f"status {response.status}: {said}")
-            choice = said["choices"][0]
+            status, answer = await client.json(
+                "/v1/chat/completions", body_of(prompt, schema, seed, max_tokens)
+            )
+            if status != 200:
+                raise ServerError(f"status {status}: {answer}")
+            choice = answer["choices"][0]
             text = choice["message"]["content"] or ""
             answers.append(
                 Answer(
                     mode="greedy" if seed is None else "sampled",
                     outcome=outcome_of(text, choice["finish_reason"], schema),
-                    num_tokens=said["usage"]["completion_tokens"],
+                    num_tokens=answer["usage"]["completion_tokens"],
                     schema=schema,
                     text=text,
                 )
             )
 
-    timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(base_url=url, timeout=timeout) as session:
-        await asyncio.gather(*(client(session) for _ in range(NUM_CLIENTS)))
+    async with HttpClient(url) as client:
+        await asyncio.gather(*(ask(client) for _ in range(NUM_CLIENTS)))
     return answers
 
 
@@ -135,16 +134,15 @@ def table(answers: Sequence[Answer]) -> Mapping[str, Mapping[str, float]]:
     return rows
 
 
-def markdown(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """The table of `rows`."""
+def shown(rows: Mapping[str, Mapping[str, float]]) -> str:
+    """`rows` as a Markdown table."""
     titles = list(next(iter(rows.values())))
-    lines = ["| | " + " | ".join(titles) + " |", "|---" * (1 + len(titles)) + "|"]
-    for mode, row in rows.items():
-        values = (
-            f"{row[title]:.0f}" if title == "answers" else f"{row[title]:.3f}" for title in titles
-        )
-        lines.append(f"| {mode} | " + " | ".join(values) + " |")
-    return "\n".join(lines)
+    formats = {title: ".0f" if title == "answers" else ".3f" for title in titles}
+    lines = [
+        (mode, *(f"{value:{formats[title]}}" for title, value in row.items()))
+        for mode, row in rows.items()
+    ]
+    return markdown(("", *titles), lines)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -182,7 +180,7 @@ def run(options: argparse.Namespace) -> Record:
         command=command(NAME),
         figures=rows,
     )
-    print(record.text(markdown(rows)))
+    print(record.text(shown(rows)))
     return record
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def app(arguments: Mapping[str, object]) -> Application:
-    """The application for Ray Serve from its arguments; docs/ray-serve.md lists them."""
+    """The application for Ray Serve from its arguments; docs/several-hosts.md lists them."""
     # Ray Serve takes a second to load, and the child of the launcher does without it.
     from millrace_ray.serving.application import build  # noqa: PLC0415
 

@@ -29,7 +29,9 @@ def main() -> None:
     try:
         import ray  # noqa: PLC0415
     except ImportError:
-        refuse("Ray is not installed; install `millrace[ray]` on this host and on the cluster's")
+        refuse(
+            "Ray is not installed: run `pip install '.[ray]'` in a checkout, here and on the cluster's hosts"
+        )
     from millrace_ray.placement import ClusterError, Placement  # noqa: PLC0415
 
     check_listening(address)
@@ -44,7 +46,7 @@ def main() -> None:
 
 
 def check_listening(address: str) -> None:
-    """Refuse an address at which nobody listens, which Ray itself tries for minutes."""
+    """Refuse an address at which no process listens, which Ray itself tries for minutes."""
     found = HOST_AND_PORT.fullmatch(address)
     if found is None:
         return

@@ -1,9 +1,26 @@
-"""A host of ranks, and whether the software of all hosts is the same."""
+"""A host of ranks: its facts, its free ports, and whether the software of all hosts is the same."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Consecutive ports that nothing listens on."""
+    while True:
+        with ExitStack() as held:
+            first = held.enter_context(socket.socket())
+            first.bind(("", 0))
+            port = int(first.getsockname()[1])
+            try:
+                for following in range(port + 1, port + count):
+                    held.enter_context(socket.socket()).bind(("", following))
+            except (OSError, OverflowError):
+                continue
+            return tuple(range(port, port + count))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Placement:
     """An actor on each host, in one placement group that ends with this process."""
 
     def __init__(self, spec: Spec, placed: Callable[[Sequence[str], Files], None]) -> None:
-        """`placed` is told the addresses of all ranks, at first and whenever they change."""
+        """`placed` receives the addresses of all ranks, at first and whenever they change."""
         self._spec = spec
         self._placed = placed
         self._authority = Authority()
@@ -133,7 +133,7 @@ class Placement:
         return found
 
     def _runs(self, place: int) -> bool:
-        """Whether the actor runs what it was told to. Raises ClusterError if its ranks gave up."""
+        """Whether the actor runs its ranks. Raises ClusterError if its ranks gave up."""
         try:
             state: State = ray.get(self._actors[place].state.remote(), timeout=ASK_SECONDS)
         except GONE:

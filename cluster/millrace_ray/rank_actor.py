@@ -16,8 +16,7 @@ import ray
 from millrace_proto.version import VERSION
 from millrace_ray.certificates import Pem
 from millrace_ray.child import bound
-from millrace_ray.host import Host
-from millrace_ray.ports import free_ports
+from millrace_ray.host import Host, free_ports
 
 STOP_SECONDS = 10.0
 

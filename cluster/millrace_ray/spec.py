@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 KEY = "cluster"
-"""Marks the lines for the launcher among those of ranks."""
+"""Marks the lines for the launcher among the ranks' output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +29,10 @@ class Spec:
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
-        """Read what `to_json` writes."""
         fields = json.loads(text)
         return cls(**{**fields, "argv": tuple(fields["argv"])})
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self))
 
     @property

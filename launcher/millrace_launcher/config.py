@@ -55,7 +55,7 @@ class LauncherConfig(BaseSettings):
     )
     cluster: Literal["ray"] | None = Field(
         default=None,
-        description="Run the shards on the hosts of this cluster, which RAY_ADDRESS names; needs `millrace[ray]`.",
+        description="Run the shards on the hosts of this cluster, which RAY_ADDRESS names; needs the extra `ray`.",
     )
     shards_per_node: int = Field(default=1, ge=1, description="Shards on each host of the cluster.")
     max_restarts: int = Field(
@@ -84,7 +84,7 @@ class LauncherConfig(BaseSettings):
             return parts
         words = [word.strip() for part in parts for word in str(part).split(",")]
         if parts and not any(words):
-            raise ValueError("it has no address")
+            raise ValueError("it must have at least one address")
         return tuple(word for word in words if word)
 
     @field_validator("log_level", mode="before")
@@ -109,7 +109,7 @@ class RankConfig(BaseSettings):
 
 
 class HostVariables(BaseSettings):
-    """Environment variables that are no flags; container runtimes and images set them. An empty one is not absent."""
+    """Environment variables that are not flags; container runtimes and images set them. An empty one is not absent."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore")
 

@@ -10,14 +10,13 @@ class LaunchError(Exception):
 
     exit_code: ClassVar[int] = 1
     sentence: ClassVar[str] = "the server could not be started"
-    """What is said where no cause is known beside what the log has."""
+    """The message for a failure whose only known cause is in the log."""
 
     def __str__(self) -> str:
         return "".join(map(str, self.args)) or self.sentence
 
     @property
     def variant(self) -> str:
-        """TGI's word for it."""
         return type(self).__name__
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -12,7 +13,39 @@ from typing import Any, TextIO
 
 from millrace_launcher.config import LauncherConfig
 from millrace_launcher.errors import LaunchError
-from millrace_launcher.progress_bar import BarHandler
+
+NUM_CELLS = 20
+START_OF_LINE = "\r\x1b[K"
+"""Moves the cursor to the start of its line, and clears the line."""
+
+
+def bar(fraction: float, text: str) -> str:
+    """A bar of `fraction`, 0 to 1, with its percentage and a text without control characters."""
+    fraction = min(1.0, max(0.0, fraction))
+    full = round(fraction * NUM_CELLS)
+    shown = "".join(character for character in text if character.isprintable())
+    return f"  [{'#' * full}{'.' * (NUM_CELLS - full)}] {fraction:4.0%} {shown}"
+
+
+class BarHandler(logging.StreamHandler[TextIO]):
+    """Writes records as lines, except those with the field `fraction`: each of them replaces the bar."""
+
+    _has_bar = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fraction = getattr(record, "fields", {}).get("fraction")
+        if isinstance(fraction, int | float):
+            # A line that wraps could not be cleared.
+            width = shutil.get_terminal_size().columns - 1
+            self.stream.write(START_OF_LINE + bar(fraction, record.getMessage())[:width])
+            self.flush()
+            self._has_bar = True
+            return
+        if self._has_bar:
+            self.stream.write(START_OF_LINE)
+            self._has_bar = False
+        super().emit(record)
+
 
 TRACE = 5
 LEVELS: Mapping[str, int] = {
@@ -55,7 +88,7 @@ def tell_end(error: LaunchError, *, json_output: bool) -> None:
 
 
 def has_bar() -> bool:
-    """Whether progress is drawn as a bar, so that it may be told often."""
+    """Whether progress is drawn as a bar, so that it may be reported often."""
     return any(isinstance(handler, BarHandler) for handler in log.handlers)
 
 
@@ -88,7 +121,6 @@ class JsonFormatter(logging.Formatter):
     """`{"timestamp", "level", "fields": {"message", …}, "target"}`, as TGI's `--json-output`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
         fields = {**getattr(record, "fields", {}), "message": record.getMessage()}
         line = {
             "timestamp": _timestamp(record),
@@ -108,7 +140,6 @@ class PlainFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
         word = WORDS.get(record.levelno, "ERROR")
         level = f"\x1b[{COLOURS[word]}m{word:>5}\x1b[0m" if self._colour else f"{word:>5}"
         fields = {k: v for k, v in getattr(record, "fields", {}).items() if k != "message"}

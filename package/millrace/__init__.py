@@ -41,7 +41,7 @@ _PLACES = {
 
 def __getattr__(name: str) -> object:
     if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute '{name}'")
     return getattr(importlib.import_module(_PLACES[name]), name)
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from millrace_launcher.settings.foreign_flags import tip_for
 from millrace_proto.version import VERSION
 
 INTERRUPTED = 130
@@ -26,12 +27,8 @@ COMMANDS: Mapping[str, Command] = {
     "chat": Command("millrace.commands.chat", "chat in the terminal, with a server or a model"),
     "bench": Command("millrace.commands.bench", "measure any OpenAI or TGI server under load"),
     "run-batch": Command("millrace.commands.run_batch", "answer a file of requests"),
-    "verify": Command(
-        "millrace_launcher.verify.__main__", "check that answers do not depend on the batch"
-    ),
-    "simulate": Command(
-        "millrace_router.simulator.__main__", "size a deployment with the scheduler alone"
-    ),
+    "verify": Command("millrace.verify.__main__", "check that answers do not depend on the batch"),
+    "simulate": Command("millrace.simulate.__main__", "size a server with only its scheduler"),
     "download": Command("millrace.commands.download", "bring the files of a model to the cache"),
     "env": Command("millrace.commands.env", "print what a bug report needs"),
 }
@@ -52,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"millrace {VERSION}\n")
         return 0
     if name not in COMMANDS:
-        sys.stderr.write(f"error: there is no command {name!r}; these are: {', '.join(COMMANDS)}\n")
+        tip = tip_for(name)
+        sys.stderr.write(
+            f"error: unknown command {name!r}; the commands are: {', '.join(COMMANDS)}\n"
+            + (f"\n  tip: {tip}\n" if tip else "")
+        )
         return 2
     try:
         status: int = importlib.import_module(COMMANDS[name].module).main(rest)
@@ -62,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """The help text."""
     lines = (f"  {name:10} {command.help}" for name, command in COMMANDS.items())
     return "\n".join(
         (

@@ -10,8 +10,7 @@ from millrace_launcher import logs
 from millrace_launcher.host.threads import plan_threads
 from millrace_launcher.processes.children import Children
 from millrace_launcher.settings.arguments import Settings
-from millrace_launcher.settings.commands import Commands
-from millrace_launcher.settings.folders import ModelFolders
+from millrace_launcher.settings.commands import Commands, ModelFolders
 from millrace_launcher.supervision.download import resolve_model
 
 

@@ -18,18 +18,17 @@ from typing import NamedTuple
 import structlog
 from aiohttp import web
 
+from millrace_router.access.keys import ApiKeys, KeyFileError
+from millrace_router.access.tls import ListenerTlsError, listener_tls
 from millrace_router.api.openapi.document import openapi_json
 from millrace_router.app import create_runner
-from millrace_router.checks import StartupError
 from millrace_router.config import ANY_ADDRESS, RouterConfig, listen_address
 from millrace_router.engine.infer import Infer
 from millrace_router.journal.replay.command import replay
 from millrace_router.process import bind, die_with_parent, return_freed_memory
 from millrace_router.server.idempotent_route import RUNS
-from millrace_router.server.key_file import KeyFileError
-from millrace_router.server.keys import ApiKeys
-from millrace_router.server.tls import ListenerTlsError, listener_tls
-from millrace_router.startup import Running, start
+from millrace_router.start.running import Running, start
+from millrace_router.start.shards import StartupError
 from millrace_router.telemetry import logs
 
 EVENT_LOOP_MODULE = "uvloop" if find_spec("uvloop") else "asyncio"
@@ -39,7 +38,7 @@ GC_THRESHOLD = 20_000
 """Net allocations of objects between collections of the youngest generation."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-# `__name__` is that of every program here.
+# `__name__` would be `__main__`, as in every program here.
 log = structlog.get_logger("millrace_router")
 
 
@@ -105,7 +104,7 @@ async def serve(config: RouterConfig) -> None:
 def _freeze_objects() -> None:
     """Collect garbage after the start, exempt the remaining objects from collection, and collect rarely from then on.
 
-    A stream makes no reference cycles; those of a request may wait until a few hundred requests have made theirs.
+    A stream makes no reference cycles; the cycles of a few hundred requests may pile up before they are collected.
     """
     gc.collect()
     gc.freeze()

@@ -11,21 +11,21 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from millrace_router.access.keys import KEY_NAME, ApiKeys
 from millrace_router.api.admin import routes as adapter_routes
 from millrace_router.api.anthropic import routes as anthropic_routes
-from millrace_router.api.anthropic.errors import is_of_messages, refusal, unauthorized
-from millrace_router.api.completions import routes as completion_routes
-from millrace_router.api.foreign_routes import foreign_route
+from millrace_router.api.anthropic.routes import is_of_messages, refusal, unauthorized
+from millrace_router.api.body.foreign_routes import foreign_route
+from millrace_router.api.chat.route import error_answer
+from millrace_router.api.openai import completion_routes
 from millrace_router.api.openai import routes as openai_routes
-from millrace_router.api.openai.answers import error_answer
 from millrace_router.api.openapi import document
-from millrace_router.api.openapi.operations import OPERATIONS
-from millrace_router.api.openapi.pooling_operations import POOLING_OPERATIONS
+from millrace_router.api.openapi.document import OPERATIONS
 from millrace_router.api.pages import routes as page_routes
-from millrace_router.api.platforms import kserve_routes, sagemaker_routes, vertex_routes
-from millrace_router.api.pooling import embedding_routes, score_routes
+from millrace_router.api.platforms import kserve, sagemaker, vertex
+from millrace_router.api.pooling import routes as pooling_routes
 from millrace_router.api.responses import routes as responses_routes
-from millrace_router.api.tgi import estimate_routes, probes, tokenizer_routes
+from millrace_router.api.tgi import estimate, probes, tokenizer
 from millrace_router.api.tgi import routes as tgi_routes
 from millrace_router.config import RouterConfig
 from millrace_router.errors import (
@@ -39,13 +39,11 @@ from millrace_router.errors import (
 from millrace_router.request.request import Task
 from millrace_router.server.access_log import access_log, add_request_id
 from millrace_router.server.bodies import error_response, plain_response
+from millrace_router.server.headers import prepare_app
 from millrace_router.server.idempotency import Runs
-from millrace_router.server.idempotent_route import RUNS, end_request, end_runs
-from millrace_router.server.ignored import prepare_app
-from millrace_router.server.keys import KEY_NAME, ApiKeys
-from millrace_router.server.request_start import counting_refusals
-from millrace_router.server.services import SERVICES, Services
-from millrace_router.sizing import batch_size
+from millrace_router.server.idempotent_route import END_OPERATION, RUNS, end_request, end_runs
+from millrace_router.server.services import SERVICES, Services, counting_refusals
+from millrace_router.start.shards import batch_size
 from millrace_router.telemetry.load_report import FORMAT_HEADER, REPORT_HEADER, LoadReport
 from millrace_router.validation.rules import check_task
 
@@ -58,7 +56,7 @@ GENERATING_PATHS = frozenset(
     for operation in OPERATIONS
     if operation.method == "post"
     and HTTPStatus.INTERNAL_SERVER_ERROR in operation.failures
-    and operation not in POOLING_OPERATIONS
+    and operation not in pooling_routes.OPERATIONS
 ) - {"/"}
 """Paths that generate text; on servers for embeddings or scores `/` is another route."""
 ALLOWED_HEADERS = (
@@ -75,7 +73,7 @@ log = structlog.get_logger(__name__)
 
 
 def create_app(services: Services) -> web.Application:
-    """Assemble the application; its state is `services` alone."""
+    """Assemble the application; its only state is `services`."""
     config = services.config
     middlewares: list[Middleware] = [access_log, answer_preflight, describe_errors]
     if services.keys.are_required:
@@ -97,16 +95,15 @@ def create_app(services: Services) -> web.Application:
     adapter_routes.register(app)
     anthropic_routes.register(app)
     responses_routes.register(app)
-    embedding_routes.register(app)
-    score_routes.register(app)
-    estimate_routes.register(app)
+    pooling_routes.register(app)
+    estimate.register(app)
     document.register(app)
     page_routes.register(app)
-    sagemaker_routes.register(app)
-    kserve_routes.register(app)
-    tokenizer_routes.register(app)
-    vertex_routes.register(app)
-    app.router.add_delete("/v1/requests/{key}", end_request)
+    sagemaker.register(app)
+    kserve.register(app)
+    tokenizer.register(app)
+    vertex.register(app)
+    app.router.add_delete(END_OPERATION.path, end_request)
     return app
 
 
@@ -143,7 +140,7 @@ async def describe_errors(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def _misdirected(request: web.Request, error: web.HTTPException) -> web.Response:
-    """Answer a request without a route: with OpenAI's error on its paths, with a tip on those of other servers.
+    """Answer a request without a route: with OpenAI's error on its paths, with a tip on paths of other servers.
 
     Else with an empty 404 or 405, as in TGI.
     """
@@ -197,14 +194,14 @@ async def answer_preflight(request: web.Request, handler: Handler) -> web.Stream
     """Answer the preflight requests of browsers; every OPTIONS counts as one."""
     if request.method != "OPTIONS":
         return await handler(request)
-    wanted = request.headers.get("access-control-request-headers", "")
-    if not (wanted.isascii() and wanted.isprintable()):
-        wanted = ""
+    requested_headers = request.headers.get("access-control-request-headers", "")
+    if not (requested_headers.isascii() and requested_headers.isprintable()):
+        requested_headers = ""
     return web.Response(
         headers={
             "access-control-allow-methods": "GET,POST",
             # Browsers do not apply `*` to `Authorization`.
-            "access-control-allow-headers": wanted or ALLOWED_HEADERS,
+            "access-control-allow-headers": requested_headers or ALLOWED_HEADERS,
         }
     )
 
@@ -230,7 +227,7 @@ def allow_origins(
 def report_load(
     load: LoadReport,
 ) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """Make the hook that adds ORCA's report to the answers of requests that ask for it."""
+    """Make the hook that adds ORCA's report to the answers of requests with its header."""
 
     async def hook(request: web.Request, response: web.StreamResponse) -> None:
         form = request.headers.get(FORMAT_HEADER)
@@ -251,7 +248,7 @@ def require_key(keys: ApiKeys, open_paths: Collection[str]) -> Middleware:
         if request.match_info.http_exception is not None or _reads(request, open_paths):
             return await handler(request)
         if request.path in ADMIN_PATHS:
-            # Their own wrapper asks for the other key.
+            # Their own wrapper checks the admin key.
             return await handler(request)
         name = keys.name_of(request.headers)
         if name is None:

@@ -1,6 +1,6 @@
 """The errors of a request, as one tree; each class has its HTTP status and its `error_type`.
 
-`api/platforms/errors.py` has the errors of the platform routes.
+`api/platforms/common.py` has the errors of the platform routes.
 
 RouterError
 ├── InternalError             500  internal
@@ -21,7 +21,7 @@ RouterError
 │   └── AdapterRemoved        404  adapter_not_found  (the operator has unloaded it)
 ├── AdapterRefused            400  InvalidUserInput   (`/v1/load_lora_adapter`, and `/v1/unload_lora_adapter`)
 ├── AdapterNotLoaded          404  NotFoundError      (the same routes)
-├── AdapterForbidden          403  adapter_forbidden  (the token has no access)
+├── AdapterForbidden          403  adapter_forbidden  (the token does not grant access)
 ├── AdapterTooLarge           413  validation         (larger than a download, or all memory, may be)
 ├── AdapterUnavailable        503  unavailable        (the hub or the disk failed)
 ├── WrongMethod               405  method_not_allowed
@@ -31,8 +31,8 @@ RouterError
 ├── TemplateError             422  template_error
 ├── ToolError                 422  tool_error
 ├── GenerationError           424  generation
-│   ├── NonFiniteOutput       424  generation         (caused by this request alone)
-│   ├── Quarantined           424  generation         (its steps fail, in a batch and alone)
+│   ├── NonFiniteOutput       424  generation         (caused only by this request)
+│   ├── Quarantined           424  generation         (its steps fail, even alone in a batch)
 │   └── DoesNotFit            424  generation         (the shards lack memory to run it even alone)
 ├── Overloaded                429  overloaded
 │   ├── QueueFull             429  overloaded         (`--max-queue-size`)
@@ -68,6 +68,8 @@ class RouterError(Exception):
     """Value of `err` in `tgi_request_failure`; None is not counted there."""
     openai_code: ClassVar[str | None] = None
     """`error.code` on OpenAI's routes."""
+    is_counted: bool = False
+    """Whether the failed request needs no further count in the metrics."""
 
     @property
     def client_text(self) -> str:
@@ -99,7 +101,7 @@ class ValidationError(RouterError):
 
 
 class SizeError(ValidationError):
-    """Prompt and answer together, or the prompt alone, are longer than this server allows."""
+    """The prompt, or prompt and answer together, are longer than this server allows."""
 
     openai_code = "context_length_exceeded"
 
@@ -119,7 +121,7 @@ class AdapterInvalid(ValidationError):
 
 
 class BodyError(ValidationError):
-    """The body cannot be read as a request; the message has no prefix."""
+    """The body cannot be read as a request; the message is not prefixed."""
 
     status = 400
 
@@ -132,13 +134,13 @@ class BodyShapeError(BodyError):
 
     status = 422
 
-    def __init__(self, sentence: str, *, place: str = "") -> None:
-        """`place` is the path of the field; empty for the body as a whole."""
-        where = f"{place}: " if place else ""
+    def __init__(self, sentence: str, *, field: str = "") -> None:
+        """`field` is the path of the field; empty for the body as a whole."""
+        where = f"{field}: " if field else ""
         super().__init__(
             f"Failed to deserialize the JSON body into the target type: {where}{sentence}"
         )
-        self._client_text = f"`{place}` {sentence}" if place else f"The body {sentence}"
+        self._client_text = f"`{field}` {sentence}" if field else f"The body {sentence}"
 
     @property
     def client_text(self) -> str:
@@ -183,7 +185,7 @@ class BodyTimeout(BodyError):
 
 
 class UnknownPath(RouterError):
-    """There is no such route."""
+    """The route does not exist."""
 
     status = 404
     error_type = "not_found"
@@ -193,7 +195,7 @@ class UnknownPath(RouterError):
 
 
 class ForeignPath(UnknownPath):
-    """The route is another server's; the message says what there is instead."""
+    """The route is another server's; the message names the route to use instead."""
 
     def __init__(self, path: str, tip: str) -> None:
         super().__init__(f"{path}. This is Millrace, a text-generation server: {tip}")
@@ -223,14 +225,14 @@ class NotStored(RouterError):
 
 
 class StoreNeeded(ValidationError):
-    """The request refers to a stored response, and there is none of this id, or no store."""
+    """The request refers to a response that is not stored, or the server does not store responses."""
 
     status = 400
     openai_code = "previous_response_not_found"
 
 
 class ThreadsUnsupported(ValidationError):
-    """The request asks Anthropic's servers to hold the conversation; its details make clients send all of it."""
+    """The request refers to a conversation on Anthropic's servers; the error's details make clients send all of it."""
 
     status = 400
     details: ClassVar[dict[str, object]] = {
@@ -338,7 +340,7 @@ class BatchSizeExceeded(RouterError):
 
 
 class WrongTask(RouterError):
-    """The request is not for what the server does with its model; the message says how to start it for that."""
+    """The server does not do this task with its model; the message gives the flag that starts it for the task."""
 
     status = 400
     error_type = "validation"
@@ -409,14 +411,14 @@ class GrammarFailed(GenerationError):
 
 
 class Quarantined(GenerationError):
-    """Steps with this request fail, in a batch and alone; other requests continue."""
+    """Steps with this request fail, even alone in a batch; other requests continue."""
 
     def __init__(self) -> None:
         super().__init__("the request breaks the model server and has been quarantined")
 
 
 class DoesNotFit(GenerationError):
-    """The shards run out of memory with this request alone; other requests continue."""
+    """The shards run out of memory even with only this request; other requests continue."""
 
     def __init__(self) -> None:
         super().__init__("out of memory, even with this request alone")
@@ -505,7 +507,7 @@ class IncompleteGenerationStream(IncompleteGeneration):
 
 
 class Unhealthy(RouterError):
-    """The health check fails; `reason` says why."""
+    """The health check fails for `reason`."""
 
     status = 503
     error_type = "healthcheck"
@@ -531,6 +533,7 @@ class ShuttingDown(RouterError):
 
     status = 503
     error_type = "unavailable"
+    is_counted = True
 
     def __init__(self) -> None:
         super().__init__("Server is shutting down")

@@ -14,10 +14,8 @@ _NO_FLOATS: Floats = np.empty(0, dtype=np.float32)
 
 
 def no_ints() -> Ints:
-    """An empty column."""
     return _NO_INTS
 
 
 def no_floats() -> Floats:
-    """An empty column."""
     return _NO_FLOATS

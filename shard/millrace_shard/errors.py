@@ -1,4 +1,4 @@
-"""Errors of the shard. The message of a ModelError tells the operator how to solve it."""
+"""Errors of the shard. The message of a ModelError names the operator's remedy."""
 
 from __future__ import annotations
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 SIGEV_THREAD = 2
 CLOCK_MONOTONIC = 1
 PARENT = os.getppid()
 """The parent process id at the start."""
+START_AGAIN = 75
+"""Exit code of a rank whose group has to meet anew: EX_TEMPFAIL."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -64,3 +68,11 @@ def end_in(seconds: float, status: int) -> None:
     times = _Times(seconds=whole, nanoseconds=int((seconds - whole) * 1e9))
     if libc.timer_settime(timer, 0, ctypes.byref(times), None) != 0:
         raise OSError(ctypes.get_errno(), "timer_settime failed")
+
+
+def end_process(status: int) -> NoReturn:
+    """Exit at once: torch's teardown takes seconds, and a normal exit would wait for blocked threads."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

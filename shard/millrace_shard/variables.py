@@ -1,4 +1,4 @@
-"""Environment variables of the shard's programs that are no flags: each is declared here once."""
+"""Environment variables of the shard's programs that are not flags: each is declared here once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class Variables(BaseSettings):
 
     @property
     def hub_cache(self) -> Path:
-        """Folder of downloaded models."""
         cache = self.hf_hub_cache or self.huggingface_hub_cache or self.hub_home / "hub"
         return cache.expanduser()
 
@@ -59,5 +58,4 @@ class Variables(BaseSettings):
 
     @property
     def is_offline(self) -> bool:
-        """Whether downloads are forbidden."""
         return self.hf_hub_offline.lower() in TRUE_WORDS

@@ -17,7 +17,7 @@ from millrace_launcher.demo import demo_folder
 from millrace_testing.cluster.hosts import Host, hosts, missing
 from millrace_testing.cluster.ray_cluster import RayCluster, Redis, redis
 from millrace_testing.cluster.serving import Served
-from millrace_testing.launcher.certificates import Certificate, certificate
+from millrace_testing.launcher.deployment import Certificate, certificate
 from millrace_testing.launcher.e2e import Server, launch
 
 NUM_STREAMS = 100

@@ -12,7 +12,7 @@ from bench.faults.streams import Answer, Clients, differences
 
 from millrace_launcher.demo import demo_folder
 from millrace_testing.cluster.hosts import Host, Program
-from millrace_testing.launcher.certificates import Certificate
+from millrace_testing.launcher.deployment import Certificate
 from millrace_testing.launcher.e2e import END_SECONDS, Server, until, wait_for
 
 pytestmark = pytest.mark.cluster

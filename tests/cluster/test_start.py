@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from millrace_ray.host import Host, difference
 from millrace_ray.spec import Spec
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 
 HIDING = "import sys; sys.modules['ray'] = None; sys.argv = ['x', sys.argv[1]];"
 ABSENT = "there is no Ray cluster at "
@@ -55,7 +56,7 @@ def test_without_an_address(spec: str, tmp_path: Path) -> None:
 
 def test_without_ray(spec: str, tmp_path: Path) -> None:
     said = refusal(MAIN, spec, tmp_path, RAY_ADDRESS="127.0.0.1:6379")
-    assert said.startswith("Ray is not installed; install `millrace[ray]`")
+    assert said.startswith("Ray is not installed: run `pip install '.[ray]'`")
 
 
 def test_where_nobody_listens(tmp_path: Path) -> None:
@@ -73,5 +74,31 @@ def test_without_ray_serve(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    said = "Ray Serve is not installed; install `millrace[ray]` on this host and on the cluster's"
+    said = "Ray Serve is not installed: run `pip install '.[ray]'` in a checkout, here and on the cluster's hosts"
     assert ended.stderr.splitlines()[-1].endswith(said)
+
+
+HOSTS = (("10.0.0.1", "2.0", "3.0+cpu"), ("10.0.0.2", "2.0", "3.0+cpu"))
+
+
+@pytest.mark.parametrize(
+    ("third", "said"),
+    [
+        (("2.0", "3.0+cpu"), ""),
+        (("2.1", "3.0+cpu"), "10.0.0.3 has Millrace 2.1, and the launcher is 2.0"),
+        (("2.0", "3.1+cpu"), "10.0.0.3 has torch 3.1+cpu, and 10.0.0.1 has 3.0+cpu"),
+    ],
+)
+def test_another_version_is_said_with_its_host(third: tuple[str, str], said: str) -> None:
+    hosts = [
+        Host(address=address, ports=(1,), millrace=millrace, torch=torch)
+        for address, millrace, torch in (*HOSTS, ("10.0.0.3", *third))
+    ]
+    assert difference(hosts, millrace="2.0") == said
+
+
+def test_a_launcher_of_another_version_is_said() -> None:
+    host = Host(address="10.0.0.1", ports=(1,), millrace="2.0", torch="3.0")
+    assert (
+        difference([host], millrace="1.9") == "10.0.0.1 has Millrace 2.0, and the launcher is 1.9"
+    )

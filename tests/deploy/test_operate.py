@@ -1,4 +1,4 @@
-"""docs/operate.md quotes the files in deploy/, which fit the programs, and its sizes are right."""
+"""docs/operate.md and docs/kubernetes.md link to the files in deploy/, which fit the programs, and sizes are right."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from millrace_router.config import RouterConfig
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 PAGE = (ROOT / "docs" / "operate.md").read_text()
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILES = sorted(
     str(path.relative_to(ROOT))
-    for room in ("nginx", "haproxy", "systemd", "kubernetes")
+    for room in ("nginx", "haproxy", "systemd", "kubernetes", "envoy")
     for path in (DEPLOY / room).iterdir()
 )
 DRAIN_SECONDS = (
@@ -63,25 +62,13 @@ MODELS = {
 """The published shapes."""
 
 
-def test_the_page_quotes_every_file() -> None:
-    quoted = {}
-    for block in BLOCK.finditer(PAGE):
-        if block[1] != "shell":
-            *_, name = re.findall(r"`(deploy/[\w./-]+)`", PAGE[: block.start()])
-            quoted[name] = block[2]
-    assert quoted == {name: (ROOT / name).read_text() for name in FILES}
-
-
-def test_the_page_of_gateways_quotes_envoys_file() -> None:
-    page = (ROOT / "docs" / "gateways.md").read_text()
-    (quoted,) = re.findall(
-        r"^`deploy/envoy/envoy.yaml`:\n\n```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE
-    )
-    assert quoted == (DEPLOY / "envoy" / "envoy.yaml").read_text()
+def test_the_pages_link_to_every_file() -> None:
+    pages = PAGE + (ROOT / "docs" / "kubernetes.md").read_text()
+    assert [name for name in FILES if f"](../{name})" not in pages] == []
 
 
 def test_gpus_are_resources_of_a_container() -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "gpu.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     (container,) = pod()["containers"]
     added = yaml.safe_load(block)
     assert added == {"resources": {"limits": {"nvidia.com/gpu": 1}}}

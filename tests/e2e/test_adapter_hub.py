@@ -118,7 +118,7 @@ def test_a_hub_that_is_down_when_the_router_starts(server: Server, hub: HubStub)
     try:
         restart_router(server)
         assert says(server, "own") == expected
-        assert "an adapter is used as it was last fetched" in server.log
+        assert "hub unreachable: serving the cached version" in server.log
         # It is private: without the hub nobody knows whether this token still has access.
         answer = ask(server, "org/butler@main", READER)
         assert refusal(answer) == (503, "unavailable")

@@ -15,8 +15,8 @@ import httpx
 import pytest
 from transformers import AutoModelForCausalLM
 
+from millrace.verify.adapter_files import linears, write_adapter
 from millrace_launcher.demo import demo_folder
-from millrace_launcher.verify.servers.adapter_files import linears, write_adapter
 from millrace_testing.adapters.peft_files import save_adapter
 from millrace_testing.launcher.e2e import Server, launch, until
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from millrace_testing.launcher.e2e import Server, launch, sse_events
-from millrace_testing.router.chat import added_up
+from millrace_testing.router.streams import added_up
 
 SCHEMA = {
     "type": "object",
@@ -113,7 +113,9 @@ def test_a_stream_says_the_same(server: Server) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False, None])
-def test_openai_s_response_format(server: Server, *, strict: bool | None) -> None:
+def test_an_answer_follows_the_schema_of_response_format(
+    server: Server, *, strict: bool | None
+) -> None:
     schema = {"name": "part", "schema": SMALL, "strict": strict}
     body = {
         "messages": MESSAGES,
@@ -125,7 +127,7 @@ def test_openai_s_response_format(server: Server, *, strict: bool | None) -> Non
     assert choice["finish_reason"] == "stop"
 
 
-def test_json_mode(server: Server) -> None:
+def test_json_mode_answers_with_an_object(server: Server) -> None:
     body = {"messages": MESSAGES, "max_tokens": 30, "response_format": {"type": "json_object"}}
     (choice,) = ask(server, "/v1/chat/completions", {**body, "temperature": 0})["choices"]
     assert choice["message"]["content"].startswith("{")
@@ -163,7 +165,7 @@ def test_a_forced_call_is_right_whatever_the_model_would_say(server: Server, see
     assert said[0] == said[1]
 
 
-def test_beside_a_response_format_the_model_calls_or_answers(server: Server) -> None:
+def test_with_a_response_format_the_model_calls_or_answers(server: Server) -> None:
     config = {"name": "weather", "schema": {**SMALL, "required": ["runs"]}}
     body = {**CALLING, "response_format": {"type": "json_schema", "json_schema": config}}
     for seed in range(4):
@@ -239,7 +241,7 @@ async def test_a_hostile_grammar_ends_no_other_stream(server: Server, name: str)
         assert (await client.get("/health")).status_code == 200
 
 
-def test_choices_and_their_seeds(server: Server) -> None:
+def test_choices_differ_and_the_first_has_the_seed_of_the_request(server: Server) -> None:
     # The demo model is sure of itself.
     body = {"messages": MESSAGES, "max_tokens": 16, "seed": 11, "temperature": 2.0}
     one = ask(server, "/v1/chat/completions", body)
@@ -289,7 +291,7 @@ def test_min_p_of_one_is_greedy(server: Server) -> None:
     assert strict == greedy
 
 
-def test_info_tells_of_guidance(server: Server) -> None:
+def test_info_reports_guidance(server: Server) -> None:
     info = httpx.get(f"{server.url}/info").json()
     assert info["grammars"] is True
     assert info["speculate"] == 0

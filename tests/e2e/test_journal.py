@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from bench.faults.streams import Answer, Clients, mixed_bodies
 
-from millrace_launcher.verify.servers.adapter_files import linears, write_adapter
+from millrace.verify.adapter_files import linears, write_adapter
 from millrace_router.journal.reader import AdapterChanged, read_events
 from millrace_router.journal.rotation import journal_files
 from millrace_testing.launcher.e2e import END_SECONDS, ROOT, Server, launch

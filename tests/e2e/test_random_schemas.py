@@ -14,12 +14,13 @@ from typing import Any
 import aiohttp
 import pytest
 from bench.structured_output.schemas import problem
-from bench.structured_output.validity import NUM_CLIENTS, bodies
 
 from millrace_testing.engines.grammars import Words, schema, walk
+from millrace_testing.engines.random_schemas import bodies
 from millrace_testing.launcher.e2e import launch
 from millrace_testing.models.tiny_models import save_with_tokenizer
 
+NUM_CLIENTS = 32
 NUM_SCHEMAS = int(os.environ.get("RANDOM_SCHEMAS", "300"))
 BYTES = Words((bytes([byte]) for byte in range(256)), size=259)
 """None of the model's tokens but its bytes: what is a beginning for these is one however it is split."""

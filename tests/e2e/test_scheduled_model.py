@@ -14,11 +14,11 @@ import torch
 from bench.peers.in_process import InProcessShard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from millrace_proto.sampling import Sampling
 from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
 from millrace_router.engine.in_flight import InFlight
 from millrace_router.engine.predictor import LatencyPredictor
-from millrace_router.engine_factory import entries_of
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
@@ -28,15 +28,16 @@ from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.entry import Entry
-from millrace_router.request.request import SamplingParameters, SchedulingParameters, ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue.tenants import TenantQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
+from millrace_router.scheduler.queue import WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets
+from millrace_router.scheduler.tenants import TenantQueue
 from millrace_router.shards.step_channel import StepChannel
+from millrace_router.start.engine import entries_of
 from millrace_router.telemetry.metrics import Metrics
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine
@@ -49,10 +50,10 @@ from millrace_testing.router.fake_router import collect, tiny_tokenizer
 VOCAB_SIZE = 97
 NUM_NEW, FEW_NEW = 40, 12
 SAMPLING = (
-    SamplingParameters(),
-    SamplingParameters(do_sample=True, seed=5, temperature=1.2, top_p=0.9),
-    SamplingParameters(repetition_penalty=1.3, frequency_penalty=0.4, openai_frequency_penalty=0.5),
-    SamplingParameters(do_sample=True, seed=2**63 + 1, top_k=20, presence_penalty=0.7),
+    Sampling(),
+    Sampling(do_sample=True, seed=5, temperature=1.2, top_p=0.9),
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.4, openai_frequency_penalty=0.5),
+    Sampling(do_sample=True, seed=2**63 + 1, top_k=20, presence_penalty=0.7),
 )
 Found = tuple[tuple[tuple[int, float], ...], tuple[float, ...]]
 """(token, logprob) of each, and the prompt's logprobs where they were asked for."""
@@ -189,12 +190,16 @@ async def _serve(model: Model, schedule: Schedule, requests: tuple[ValidRequest,
     )
     launcher, status = LauncherChannel(None), ShardStatus()
     epochs = EpochManager(channel, launcher, status, cost, metrics, oldest=in_flight.oldest)
+    recovery = RecoveryPolicy(new_planner, Quarantine())
+    waiting = TenantQueue(quantum=16) if schedule.budgets.share_slots else WaitingQueue()
     batcher = Batcher(
         in_flight,
         epochs,
-        RecoveryPolicy(new_planner, Quarantine()),
-        waiting=(TenantQueue(quantum=16) if schedule.budgets.share_slots else WaitingQueue()),
-        predictor=LatencyPredictor(cost, forecaster, metrics),
+        recovery,
+        waiting=waiting,
+        predictor=LatencyPredictor(
+            cost, forecaster, metrics, in_flight=in_flight, recovery=recovery, waiting=waiting
+        ),
         new_entry=kept_entry,
         metrics=BatchMetrics(metrics),
     )
@@ -315,11 +320,6 @@ def test_yielding_to_another_tenant_changes_no_bit(model: Model, alone: list[Fou
     assert served.num_preemptions > 0
 
 
-@pytest.mark.parametrize("reserve_all", [True, False])
-def test_whole_prompts_while_decodes_pause_change_no_bit(
-    model: Model, few_alone: list[Found], reserve_all: bool
-) -> None:
-    budgets = replace(
-        BUDGETS, prefill_chunking=False, reserve_all=reserve_all, max_waiting_tokens=3
-    )
+def test_full_reservation_changes_no_bit(model: Model, few_alone: list[Found]) -> None:
+    budgets = replace(BUDGETS, reserve_all=True)
     assert serve(model, Schedule(budgets=budgets, num_blocks=100), FEW).found == few_alone

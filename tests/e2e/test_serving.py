@@ -14,7 +14,7 @@ import psutil
 import pytest
 from bench.faults.streams import Answer, Clients
 
-from millrace_launcher.verify.__main__ import main as verify
+from millrace.verify.__main__ import main as verify
 from millrace_testing.launcher.e2e import END_SECONDS, Server, launch, until
 
 LONG = {
@@ -226,7 +226,7 @@ async def test_health_answers_while_a_huge_prompt_is_tokenized(server: Server) -
             pass
 
 
-def test_wrong_content_type(http: httpx.Client) -> None:
+def test_another_content_type_is_refused(http: httpx.Client) -> None:
     response = http.post("/generate", content=b"x=1", headers={"content-type": "text/plain"})
     assert response.status_code == 415
 

@@ -17,9 +17,8 @@ import trustme
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
-from millrace_testing.launcher.certificates import Certificate, certificate
+from millrace_testing.launcher.deployment import Certificate, certificate, kept_port
 from millrace_testing.launcher.e2e import ROOT
-from millrace_testing.launcher.ports import kept_port
 
 MODEL = ROOT / "demo" / "model"
 SECONDS = 90.0

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.faults.chaos.__main__ import main as chaos
 
-from millrace_launcher.verify.__main__ import main
-from millrace_launcher.verify.servers.deployment import LAUNCHER
+from millrace.server import LAUNCHER
+from millrace.verify.__main__ import main
 
 SUPPORT = Path(__file__).parents[1] / "support" / "millrace_testing" / "shards"
 SPLIT_SHARD = (
@@ -46,7 +47,7 @@ def by_case(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.long
 def test_the_demo_model_keeps_its_promises(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the circumstances that take a server of their own each; `make verify` has all of them."""
+    """In the circumstances that take a server of their own each; `verify_architectures.py` has all of them."""
     cases = "batched,restarted,transformers"
     code, report = verify(capsys, "--requests=6", "--cases", cases)
     rows = by_case(report)
@@ -67,3 +68,20 @@ def test_a_split_of_keys_chosen_by_the_batch_turns_it_red(
     code, report = verify(capsys, *argv, launcher=SPLIT_SHARD)
     assert (code, {row["verdict"] for row in report["rows"]}) == (1, {"broken"})
     assert all(0 < row["largest_gap"] < 1e-3 for row in report["rows"]), "its last bits alone"
+
+
+KINDS = "kill,hang,router,vanish,malformed,burst,replace,corrupt,kill-loading"
+
+
+@pytest.mark.long
+def test_a_short_campaign_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "server.log"
+    code = chaos(
+        [
+            *("--seed=11", "--requests=40", "--faults=9", f"--kinds={KINDS}"),
+            *("--pool=24", "--long=2", "--clients=8", "--step-timeout=10", f"--log={log}"),
+        ]
+    )
+    shown = capsys.readouterr().out
+    assert code == 0, f"{shown}\n{log.read_text(errors='replace')[-5000:]}"
+    assert "Audit: clean" in shown

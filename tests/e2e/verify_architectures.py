@@ -1,4 +1,4 @@
-"""millrace-verify on a tiny checkpoint of every supported architecture: `make verify` runs it, as it takes minutes."""
+"""millrace-verify on a tiny checkpoint of every supported architecture, which takes minutes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_launcher.verify.__main__ import main
+from millrace.verify.__main__ import main
 from millrace_testing.models.models import CONFIGS
 from millrace_testing.models.tiny_models import save_with_tokenizer
 

@@ -15,7 +15,7 @@ from tests.ecosystem import prepare
 from tests.ecosystem.conftest import DEMO_MODEL
 from tests.ecosystem.test_clients import SECONDS, python_or_skip
 
-from millrace_launcher.verify.servers.adapter_files import linears, write_adapter
+from millrace.verify.adapter_files import linears, write_adapter
 
 pytestmark = pytest.mark.ecosystem
 

@@ -78,14 +78,14 @@ def python_or_skip(name: str) -> str:
     environment = environment_of(name)
     python = prepare.interpreter(environment)
     if python is None:
-        pytest.skip(f"no .venvs/{environment}: make test-ecosystem makes it")
+        pytest.skip(f"no .venvs/{environment}: make test-all SUITE=ecosystem makes it")
     return str(python)
 
 
 def node_or_skip() -> str:
     node = prepare.node()
     if node is None or not (CLIENTS / "js" / "node_modules" / ".package.json").exists():
-        pytest.skip("node or its packages are missing: make test-ecosystem installs them")
+        pytest.skip("node or its packages are missing: make test-all SUITE=ecosystem installs them")
     return str(node)
 
 

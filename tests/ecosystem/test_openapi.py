@@ -24,7 +24,7 @@ def test_the_document_is_valid(tmp_path: Path) -> None:
     """Schema of OpenAPI 3.1, references, unique operation ids, parameters of paths."""
     validator = PROGRAM.with_name("openapi-spec-validator")
     if not validator.exists():
-        pytest.skip("no .venvs/schemathesis: make test-ecosystem makes it")
+        pytest.skip("no .venvs/schemathesis: make test-all SUITE=ecosystem makes it")
     document = tmp_path / "openapi.json"
     document.write_bytes(openapi_json())
     answer = subprocess.run([validator, document], capture_output=True, text=True, check=False)
@@ -42,7 +42,7 @@ def test_every_answer_is_documented(
     server: RunningServer, tmp_path: Path, mode: str, phases: str, environment: dict[str, str]
 ) -> None:
     if not PROGRAM.exists():
-        pytest.skip("no .venvs/schemathesis: make test-ecosystem makes it")
+        pytest.skip("no .venvs/schemathesis: make test-all SUITE=ecosystem makes it")
     config = str(HOOKS / "schemathesis.toml")
     command = [
         *(str(PROGRAM), "--config-file", config, "run", f"{server.url}/openapi.json"),

@@ -21,7 +21,7 @@ PYTHON = ROOT / ".venvs" / "pages" / "bin" / "python"
 def browser_python() -> Path:
     """The interpreter that drives Chromium."""
     if not PYTHON.exists() or shutil.which("chromium") is None:
-        pytest.skip("no .venvs/pages or no chromium: make test-ecosystem brings them")
+        pytest.skip("no .venvs/pages or no chromium: make test-all SUITE=ecosystem brings them")
     return PYTHON
 
 
@@ -57,7 +57,7 @@ def test_the_highlighter_is_the_published_one() -> None:
     """Each component as the package has it, in the order that the file's head names, with the licence."""
     package = CLIENTS / "js" / "node_modules" / "prismjs"
     if not (package / "package.json").exists():
-        pytest.skip("no prismjs in node_modules: make test-ecosystem brings it")
+        pytest.skip("no prismjs in node_modules: make test-all SUITE=ecosystem brings it")
     shipped = (ROOT / "router/millrace_router/api/pages/shared/prism.js").read_text()
     head, _, code = shipped.partition("*/\n")
     names = head.splitlines()[2].split()

@@ -10,12 +10,11 @@ import pytest
 from tests.ecosystem import prepare
 
 from millrace_router.reasoning.formats import reasoning_of
-from millrace_router.reasoning.reasoning_format import ReasoningFormat, ThoughtLimit
-from millrace_router.reasoning.splitter import Start
+from millrace_router.reasoning.reasoning_format import ReasoningFormat, Start, ThoughtLimit
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_shard.structured_output.grammar.grammar_source import lark_of
+from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import load_vocabulary
 from millrace_testing.engines.grammars import lark, mask_of
@@ -41,7 +40,9 @@ JSON = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
 def folder_of(name: str) -> Path:
     folder = prepare.tokenizer_folder(name)
     if folder is None:
-        pytest.skip("the published tokenizers are missing: make test-ecosystem installs them")
+        pytest.skip(
+            "the published tokenizers are missing: make test-all SUITE=ecosystem installs them"
+        )
     return folder
 
 

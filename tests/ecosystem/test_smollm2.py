@@ -16,8 +16,8 @@ from tests.ecosystem import prepare
 from tests.ecosystem.test_clients import python_or_skip, run_cases, script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from millrace_launcher.verify.__main__ import main as verify
-from millrace_shard.model_loader.published.models import PUBLISHED_MODELS
+from millrace.verify.__main__ import main as verify
+from millrace_shard.weights.published import PUBLISHED_MODELS
 
 pytestmark = pytest.mark.ecosystem
 
@@ -85,7 +85,7 @@ def file() -> Path:
     folder = f"millrace/published/{MODEL.package}-{MODEL.version}"
     path = prepare.HUB_HOME / folder / MODEL.file_name
     if not path.exists():
-        pytest.skip("smollm2 is missing: make test-ecosystem fetches it")
+        pytest.skip("smollm2 is missing: make test-all SUITE=ecosystem fetches it")
     return path
 
 

@@ -1,7 +1,7 @@
 """Tokenizers and chat templates of published models, on servers of tiny random weights, beside `transformers`.
 
-The weights are of the model's own family where Millrace serves it. Gemma 3, gpt-oss and DeepSeek V3 are not served
-yet, so that their tokenizers stand on Llama's weights; the router does not look at the family.
+The weights are tiny Qwen 3 ones for Qwen 3, and tiny Llama ones for all others: the router does not look at the family.
+DeepSeek V3 has a tokenizer and formats here, but the model itself does not start.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def served(
     name = request.param
     source = prepare.tokenizer_folder(name)
     if source is None:
-        pytest.skip("the published tokenizers are missing: make test-ecosystem installs them")
+        pytest.skip(
+            "the published tokenizers are missing: make test-all SUITE=ecosystem installs them"
+        )
     folder = tmp_path_factory.mktemp(name) / "model"
     reference = AutoTokenizer.from_pretrained(source)
     save_tiny(

@@ -75,7 +75,9 @@ def served(
     tokenizer, template = FAMILIES[request.param]
     source = prepare.tokenizer_folder(tokenizer)
     if source is None:
-        pytest.skip("the published tokenizers are missing: make test-ecosystem installs them")
+        pytest.skip(
+            "the published tokenizers are missing: make test-all SUITE=ecosystem installs them"
+        )
     folder = tmp_path_factory.mktemp(request.param) / "model"
     reference = AutoTokenizer.from_pretrained(source)
     save_tiny(

@@ -56,19 +56,19 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     run(*build, str(ROOT))
     for part in PARTS:
         run(*build, "--wheel", str(ROOT / part))
-    assert [path.name for path in folder.glob("*.tar.gz")] == [f"millrace-{VERSION}.tar.gz"]
+    assert [path.name for path in folder.glob("*.tar.gz")] == [f"millrace_server-{VERSION}.tar.gz"]
     return {path.name.partition("-")[0]: str(path) for path in folder.glob("*.whl")}
 
 
 @pytest.fixture(scope="module")
 def whole(wheels: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The programs of an environment with the wheel of the whole."""
-    with fresh(tmp_path_factory.mktemp("whole"), wheels["millrace"]) as programs:
+    with fresh(tmp_path_factory.mktemp("whole"), wheels["millrace_server"]) as programs:
         yield programs
 
 
 def test_there_is_a_wheel_of_the_whole_and_of_each_part(wheels: dict[str, str]) -> None:
-    assert set(wheels) == {"millrace", *(f"millrace_{part}" for part in PARTS)}
+    assert set(wheels) == {"millrace_server", *(f"millrace_{part}" for part in PARTS)}
     assert all(f"-{VERSION}-py3-none-any.whl" in path for path in wheels.values())
 
 
@@ -79,12 +79,12 @@ def test_the_router_alone_needs_no_torch(wheels: dict[str, str], tmp_path: Path)
         listed = json.loads(run(*PIP, "--python", str(tmp_path), "list", "--format=json"))
     names = {each["name"] for each in listed}
     assert {"millrace-proto", "millrace-router", "aiohttp"} <= names
-    assert not names & {"torch", "transformers", "millrace"}
+    assert not names & {"torch", "transformers", "millrace-server"}
 
 
 def test_the_parts_together_have_all_that_they_need(wheels: dict[str, str], tmp_path: Path) -> None:
     with fresh(tmp_path, *(wheels[f"millrace_{part}"] for part in PARTS)) as programs:
-        for name in ("millrace-launcher", "millrace-shard", "millrace-verify"):
+        for name in ("millrace-launcher", "millrace-shard"):
             assert run(str(programs / name), "--help").startswith("usage:"), name
         run(*PIP, "--python", str(tmp_path), "check")
 

@@ -1,17 +1,27 @@
-"""Children's lines keep their level, time and fields; JSON stays JSON."""
+"""Children's lines keep their level, time and fields; the banner and the progress bar."""
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import logging
+import math
+import re
+import shlex
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import pytest
 
 from millrace_launcher import logs
+from millrace_launcher.banner import closing_banner, url
 from millrace_launcher.config import LauncherConfig
+from millrace_launcher.demo import demo_folder
+from millrace_launcher.errors import ArgumentValidation
+from millrace_launcher.logs import bar
 from millrace_router.telemetry import logs as router_logs
 from millrace_shard import logs as shard_logs
 
@@ -123,3 +133,120 @@ def test_further_lines_are_indented() -> None:
     logs.setup(LauncherConfig(), stream)
     logs.log.error("complete output:\n%s", "2026 forged\x1b")
     assert stream.getvalue().endswith("complete output:\n    2026 forged\\x1b\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def progress(fraction: float, message: str = "downloaded") -> str:
+    return json.dumps({"timestamp": "T", "fields": {"message": message, "fraction": fraction}})
+
+
+def shown(stream: io.StringIO, *lines: str, json_output: bool = False) -> str:
+    logs.setup(LauncherConfig(json_output=json_output, log_colorize=False), stream)
+    for line in lines:
+        logs.relay(line, source="download")
+    return stream.getvalue()
+
+
+def on_screen(text: str) -> list[str]:
+    """The lines of a terminal that understands the start of a line and the clearing of it."""
+    return [line.rpartition("\r\x1b[K")[2] for line in text.split("\n")]
+
+
+def test_a_terminal_has_one_bar_that_moves_and_then_goes() -> None:
+    stream = Terminal()
+    assert on_screen(shown(stream, progress(0.1))) == ["  [##..................]  10% downloaded"]
+    logs.relay(progress(0.5), source="download")
+    assert on_screen(stream.getvalue()) == ["  [##########..........]  50% downloaded"]
+    logs.relay('{"timestamp": "T", "fields": {"message": "done"}}', source="download")
+    assert on_screen(stream.getvalue()) == ["T  INFO download: done", ""]
+    assert logs.has_bar()
+
+
+def test_a_file_has_lines_and_json_keeps_the_fraction() -> None:
+    assert shown(io.StringIO(), progress(0.1)) == "T  INFO download: downloaded\n"
+    assert not logs.has_bar()
+    line = json.loads(shown(Terminal(), progress(0.1), json_output=True))
+    assert line["fields"] == {"message": "downloaded", "fraction": 0.1}
+    assert not logs.has_bar()
+
+
+def test_a_bar_holds_no_control_character_and_no_impossible_share() -> None:
+    assert bar(2, "a\x1b[2J\r\n\u202eb") == f"  [{'#' * 20}] 100% a[2Jb"
+    assert bar(-1, "") == bar(math.nan, "") == f"  [{'.' * 20}]   0% "
+
+
+def test_a_bar_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert len(on_screen(shown(Terminal(), progress(0.5, "x" * 100)))[0]) == 39
+
+
+# Of the router's.
+ROUTES = {
+    "/",
+    "/docs",
+    "/generate",
+    "/generate_stream",
+    "/health",
+    "/info",
+    "/metrics",
+    "/v1/models",
+}
+
+
+@pytest.mark.parametrize(
+    ("hostname", "expected"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("::1", "http://[::1]:80"),
+        ("10.0.0.7", "http://10.0.0.7:80"),
+    ],
+)
+def test_url(hostname: str, expected: str) -> None:
+    assert url(hostname, 80) == expected
+
+
+def test_url_of_https() -> None:
+    assert url("::", 80, scheme="https") == "https://[::1]:80"
+
+
+@pytest.mark.parametrize("needs_key", [False, True])
+def test_curl_and_python_parse(needs_key: bool) -> None:
+    text = closing_banner("http://127.0.0.1:3917", model="a/b", needs_key=needs_key)
+    lines = [line.strip() for line in text.splitlines()]
+    words = shlex.split(next(line for line in lines if line.startswith("curl")))
+    assert words[1] == "http://127.0.0.1:3917/generate"
+    assert json.loads(words[words.index("-d") + 1])["parameters"] == {"max_new_tokens": 60}
+    headers = [words[i + 1] for i, word in enumerate(words) if word == "-H"]
+    assert headers[0] == "Content-Type: application/json"
+    assert headers[1:] == (["Authorization: Bearer $API_KEY"] if needs_key else [])
+    start = next(i for i, line in enumerate(lines) if line.startswith("from "))
+    tree = ast.parse("\n".join(lines[start:]))
+    assert len(tree.body) == 2
+    for page in ("docs", "metrics"):
+        assert f"http://127.0.0.1:3917/{page}" in text
+
+
+def test_every_url_is_one_the_router_answers() -> None:
+    text = closing_banner("http://127.0.0.1:3917", model="a/b", needs_key=False)
+    paths = [urlsplit(found).path or "/" for found in re.findall(r"http://[^\s\",]+", text)]
+    assert len(paths) >= 4
+    assert set(paths) <= ROUTES
+
+
+def test_installed_model_comes_before_the_checkouts(tmp_path: Path) -> None:
+    package = tmp_path / "launcher" / "millrace_launcher"
+    package.mkdir(parents=True)
+    with pytest.raises(ArgumentValidation, match="give --model-id"):
+        demo_folder(package)
+    checkout = tmp_path / "demo" / "model"
+    checkout.mkdir(parents=True)
+    (checkout / "config.json").write_text("{}")
+    assert demo_folder(package) == checkout
+    (package / "demo_model").mkdir()
+    (package / "demo_model" / "config.json").write_text("{}")
+    assert demo_folder(package) == package / "demo_model"

@@ -46,23 +46,23 @@ def lines(*, json_output: bool, level: str = "info") -> list[str]:
 
 
 def test_json_lines_have_the_shape_of_tgis() -> None:
-    found = [json.loads(line) for line in lines(json_output=True)]
-    assert [line["level"] for line in found] == ["INFO", "WARN", "ERROR", "WARN"]
-    assert found[0]["fields"] == {"message": "weights loaded in 3.1 s"}
-    assert found[0]["target"] == "millrace_shard.demo"
-    assert datetime.fromisoformat(found[0]["timestamp"]).utcoffset() is not None
-    assert found[1]["fields"]["message"] == "two\nlines"
-    assert "ValueError: boom" in found[2]["fields"]["exception"]
-    assert "careful" in found[3]["fields"]["message"]
+    result = [json.loads(line) for line in lines(json_output=True)]
+    assert [line["level"] for line in result] == ["INFO", "WARN", "ERROR", "WARN"]
+    assert result[0]["fields"] == {"message": "weights loaded in 3.1 s"}
+    assert result[0]["target"] == "millrace_shard.demo"
+    assert datetime.fromisoformat(result[0]["timestamp"]).utcoffset() is not None
+    assert result[1]["fields"]["message"] == "two\nlines"
+    assert "ValueError: boom" in result[2]["fields"]["exception"]
+    assert "careful" in result[3]["fields"]["message"]
 
 
 def test_text_lines_are_for_people() -> None:
-    found = lines(json_output=False)
-    assert found[0].endswith("  INFO millrace_shard.demo: weights loaded in 3.1 s")
-    assert any("ValueError: boom" in line for line in found)
+    result = lines(json_output=False)
+    assert result[0].endswith("  INFO millrace_shard.demo: weights loaded in 3.1 s")
+    assert any("ValueError: boom" in line for line in result)
 
 
 def test_the_level_is_the_least_that_is_logged() -> None:
     assert "hidden" in json.loads(lines(json_output=True, level="debug")[0])["fields"]["message"]
-    found = lines(json_output=True, level="error")
-    assert [json.loads(line)["level"] for line in found] == ["ERROR"]
+    result = lines(json_output=True, level="error")
+    assert [json.loads(line)["level"] for line in result] == ["ERROR"]

@@ -33,7 +33,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 async def load_and_unload(scene: Scene, fault: Fault) -> None:
-    """Load an adapter by another name, and unload it while streams use it; afterwards, nobody finds it."""
+    """Load an adapter by another name, and unload it while streams use it; afterwards the name is unknown."""
     drawing = random.Random(fault.seed)
     twin, name = drawing.choice(list(STEADY)), f"guest-{fault.seed}"
     requests = [_renamed(request, name) for request in scene.adapted[twin]]

@@ -1,4 +1,4 @@
-"""The errors that clients may see during a fault, and the longest time without a token."""
+"""The errors that clients may see during a fault."""
 
 from __future__ import annotations
 
@@ -44,27 +44,3 @@ class AllowedErrors:
             period.error is error and period.start <= end and (period.end or end) >= start
             for period in self._periods
         )
-
-
-class Silence:
-    """The longest time without a token over all streams together, since the last start."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-        self._longest = 0.0
-        self.num_tokens = 0
-
-    def start(self, now: float) -> None:
-        """Measure anew."""
-        self._last, self._longest, self.num_tokens = now, 0.0, 0
-
-    def token(self, now: float) -> None:
-        """A token arrived."""
-        self._longest = max(self._longest, now - self._last)
-        self._last = now
-        self.num_tokens += 1
-
-    @property
-    def longest(self) -> float:
-        """Seconds; a silence that has not ended does not count."""
-        return self._longest

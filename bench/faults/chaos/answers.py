@@ -1,4 +1,4 @@
-"""Answers: whether they are complete, and how they differ from those of an undisturbed run."""
+"""Whether answers are complete, and how they differ from an undisturbed run's."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ VOLATILE = frozenset({"created", "cached_tokens", "prompt_tokens_details"})
 
 
 class EventReader:
-    """Splits chunks into server-sent events; counts comments, and keeps an incomplete event in `rest`."""
+    """Splits chunks into server-sent events, `[DONE]` included; keeps an incomplete event in `rest`."""
 
     def __init__(self) -> None:
         self.rest = b""
-        self.num_comments = 0
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The data of the events that `chunk` completes."""
         *blocks, self.rest = (self.rest + chunk).split(b"\n\n")
-        self.num_comments += sum(block.startswith(b":") for block in blocks)
         return [block[5:].strip() for block in blocks if block.startswith(b"data:")]
 
 
@@ -46,6 +44,8 @@ class Answer:
     """The reason of a break before the end, or empty."""
     connected: bool = True
     """Whether the connection was established."""
+    sent: float = 0.0
+    """By the monotonic clock, in seconds."""
 
     def take(self, data: bytes) -> None:
         """Add the data of an event, or a body; raises ValueError for anything but JSON."""

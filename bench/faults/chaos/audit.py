@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import psutil
+
 from bench.faults.adapters import MAX_LORAS
-from bench.faults.memory import Reading
 
 MAX_SHOWN = 30
 IDLE_SERIES = (
@@ -27,18 +29,45 @@ MEMORY_GROWTH = 96 * 2**20
 """Bytes by which a process may grow: caches of prompts, buffers of bursts, fragmentation."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a process holds at one moment."""
+
+    resident: int
+    """Bytes."""
+    num_fds: int
+    num_threads: int
+
+
+def read(processes: Mapping[str, psutil.Process]) -> dict[str, Reading]:
+    """A reading of each process that lives, by role."""
+    found = {}
+    for role, process in processes.items():
+        try:
+            resident = process.memory_info().rss
+            num_fds, num_threads = process.num_fds(), process.num_threads()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        found[role] = Reading(resident, num_fds, num_threads)
+    return found
+
+
 @dataclass(slots=True)
 class Ledger:
-    """Outcomes of requests, and problems."""
+    """Outcomes of requests, their latencies, and problems."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     """The text of the first ones."""
     num_problems: int = 0
+    seconds: defaultdict[str, array[float]] = field(
+        default_factory=lambda: defaultdict(lambda: array("d"))
+    )
+    """Latencies by what they are of."""
 
-    def count(self, outcome: str) -> None:
-        """Count one more of this outcome."""
-        self.outcomes[outcome] += 1
+    def count(self, outcome: str, number: int = 1) -> None:
+        """Count so many more of this outcome."""
+        self.outcomes[outcome] += number
 
     def wrong(self, problem: str) -> None:
         """Add a violation."""

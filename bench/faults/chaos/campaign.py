@@ -8,76 +8,51 @@ from dataclasses import dataclass
 from enum import Enum
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What is known of a kind of fault."""
+
+    text: str
+    weight: int
+    """Its share of a campaign's faults."""
+    is_fatal: bool = False
+    """Whether it ends a process."""
+    is_idle: bool = False
+    """Whether it is injected into an idle server."""
+    needs_adapters: bool = False
+    """Whether the server has to have the adapters of `bench.faults.adapters`."""
+
+
 class Kind(Enum):
-    """A kind of fault; the value describes it."""
+    """A kind of fault."""
 
-    KILL = "kill -9 a shard"
-    SEGV = "segfault a shard"
-    HANG = "stop a shard (it hangs)"
-    KILL_AGAIN = "kill -9 a shard, and again while it restarts"
-    KILL_IDLE = "kill -9 an idle shard"
-    HANG_IDLE = "stop an idle shard"
-    ROUTER = "kill -9 the router"
-    ROLL = "rolling restart (SIGHUP)"
-    VANISH = "clients vanish mid-answer"
-    SLOW = "clients stop reading"
-    MALFORMED = "malformed requests"
-    OVERSIZED = "oversized requests"
-    BURST = "burst past the permits"
-    EXHAUST = "more KV than there is"
-    LOAD = "load an adapter, and unload it while it streams"
-    REPLACE = "replace an adapter while it streams"
-    OVERWRITE = "overwrite an adapter's files while it streams"
-    CORRUPT = "corrupt adapters"
-    KILL_FETCHING = "kill -9 the process that fetches an adapter"
-    KILL_LOADING = "kill -9 a shard that should load an adapter"
-
-    @property
-    def is_fatal(self) -> bool:
-        """Whether it ends a process."""
-        return self in _FATAL
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it is injected into an idle server."""
-        return self in {Kind.KILL_IDLE, Kind.HANG_IDLE}
+    KILL = Traits("kill -9 a shard", 18, is_fatal=True)
+    SEGV = Traits("segfault a shard", 8, is_fatal=True)
+    HANG = Traits("stop a shard (it hangs)", 7, is_fatal=True)
+    KILL_AGAIN = Traits("kill -9 a shard, and again while it restarts", 6, is_fatal=True)
+    KILL_IDLE = Traits("kill -9 an idle shard", 4, is_fatal=True, is_idle=True)
+    HANG_IDLE = Traits("stop an idle shard", 3, is_fatal=True, is_idle=True)
+    ROUTER = Traits("kill -9 the router", 7, is_fatal=True)
+    ROLL = Traits("rolling restart (SIGHUP)", 6, is_fatal=True)
+    VANISH = Traits("clients vanish mid-answer", 10)
+    SLOW = Traits("clients stop reading", 7)
+    MALFORMED = Traits("malformed requests", 6)
+    OVERSIZED = Traits("oversized requests", 6)
+    BURST = Traits("burst past the permits", 6)
+    EXHAUST = Traits("more KV than there is", 6)
+    LOAD = Traits("load an adapter, and unload it while it streams", 6, needs_adapters=True)
+    REPLACE = Traits("replace an adapter while it streams", 6, needs_adapters=True)
+    OVERWRITE = Traits("overwrite an adapter's files while it streams", 6, needs_adapters=True)
+    CORRUPT = Traits("corrupt adapters", 6, needs_adapters=True)
+    KILL_FETCHING = Traits("kill -9 the process that fetches an adapter", 6, needs_adapters=True)
+    KILL_LOADING = Traits(
+        "kill -9 a shard that should load an adapter", 6, is_fatal=True, needs_adapters=True
+    )
+    POISON = Traits("a request that breaks the steps it is in", 6)
 
 
-_FATAL = frozenset(
-    {
-        Kind.KILL,
-        Kind.SEGV,
-        Kind.HANG,
-        Kind.KILL_AGAIN,
-        Kind.KILL_IDLE,
-        Kind.HANG_IDLE,
-        Kind.ROUTER,
-        Kind.ROLL,
-        Kind.KILL_LOADING,
-    }
-)
-WEIGHTS = {
-    Kind.KILL: 18,
-    Kind.SEGV: 8,
-    Kind.HANG: 7,
-    Kind.KILL_AGAIN: 6,
-    Kind.KILL_IDLE: 4,
-    Kind.HANG_IDLE: 3,
-    Kind.ROUTER: 7,
-    Kind.ROLL: 6,
-    Kind.VANISH: 10,
-    Kind.SLOW: 7,
-    Kind.MALFORMED: 6,
-    Kind.OVERSIZED: 6,
-    Kind.BURST: 6,
-    Kind.EXHAUST: 6,
-    Kind.LOAD: 6,
-    Kind.REPLACE: 6,
-    Kind.OVERWRITE: 6,
-    Kind.CORRUPT: 6,
-    Kind.KILL_FETCHING: 6,
-    Kind.KILL_LOADING: 6,
-}
+USUAL = tuple(kind for kind in Kind if kind is not Kind.POISON)
+"""All that need no test shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +69,17 @@ class Fault:
 
 
 def campaign(
-    seed: int, *, num_faults: int, num_ranks: int, kinds: Sequence[Kind] = tuple(Kind)
+    seed: int,
+    *,
+    num_faults: int,
+    num_ranks: int,
+    kinds: Sequence[Kind] = USUAL,
+    longest_delay: float = 1.0,
 ) -> list[Fault]:
-    """The faults in order: each of `kinds` by its weight, and at least once if `num_faults` allows."""
+    """The faults in order: each of `kinds` by its weight, and at least once if `num_faults` allows.
+
+    Delays are uniform up to `longest_delay` seconds.
+    """
     drawing = random.Random(f"campaign {seed}")
     drawn = _shares(num_faults, kinds)
     drawing.shuffle(drawn)
@@ -104,7 +87,7 @@ def campaign(
         Fault(
             kind=kind,
             ranks=_ranks(drawing, num_ranks),
-            delay=drawing.uniform(0.05, 1.0),
+            delay=drawing.uniform(0.05, longest_delay),
             seed=drawing.getrandbits(32),
         )
         for kind in drawn
@@ -115,8 +98,8 @@ def _shares(num_faults: int, kinds: Sequence[Kind]) -> list[Kind]:
     """One of each kind, and the rest by the largest-remainder method."""
     drawn = list(kinds)[:num_faults]
     left = num_faults - len(drawn)
-    total = sum(WEIGHTS[kind] for kind in kinds)
-    quotas = {kind: left * WEIGHTS[kind] / total for kind in kinds}
+    total = sum(kind.value.weight for kind in kinds)
+    quotas = {kind: left * kind.value.weight / total for kind in kinds}
     for kind in kinds:
         drawn += [kind] * int(quotas[kind])
     by_remainder = sorted(kinds, key=lambda kind: int(quotas[kind]) - quotas[kind])

@@ -11,7 +11,7 @@ from itertools import count
 import aiohttp
 import orjson
 
-from bench.faults.chaos.allowed_errors import AllowedError, AllowedErrors, Silence
+from bench.faults.chaos.allowed_errors import AllowedError, AllowedErrors
 from bench.faults.chaos.answers import (
     Answer,
     EventReader,
@@ -22,6 +22,7 @@ from bench.faults.chaos.answers import (
 )
 from bench.faults.chaos.audit import Ledger, refusal_flaws
 from bench.faults.chaos.malformed import RawRequest
+from bench.faults.chaos.pauses import Arrivals
 from bench.faults.chaos.population import Request
 
 ATTEMPT_SECONDS = 180.0
@@ -43,16 +44,16 @@ class Client:
     """Many clients of one server; use as an asynchronous context manager."""
 
     def __init__(
-        self, url: str, *, ledger: Ledger, allowed: AllowedErrors, silence: Silence
+        self, url: str, *, ledger: Ledger, allowed: AllowedErrors, arrivals: Arrivals
     ) -> None:
         self.ledger = ledger
         self.allowed = allowed
-        self.silence = silence
+        self.arrivals = arrivals
         self.references: dict[str, list[Answer]] = {}
         """Answers of the undisturbed run by name of the request; one for each version of its adapter."""
         self.open: set[int] = set()
         """Numbers of the requests that have not ended."""
-        self._numbers = count()
+        self._numbers, self._streams = count(), count()
         # A kept-alive connection may be closed at the moment of its use; such a reset would not be an error.
         self._session = aiohttp.ClientSession(
             base_url=url,
@@ -170,6 +171,7 @@ class Client:
             return False
         if answer.status == 429 and self._is_allowed(AllowedError.REFUSALS, start):
             self.ledger.count("refused with 429, not sent again" if may_be_refused else REFUSED)
+            self.ledger.seconds["until a 429"].append(time.monotonic() - start)
             return await self._refused(request, answer, "overloaded", final=may_be_refused)
         if answer.status == 503 and self._is_allowed(AllowedError.FETCHES, start):
             self.ledger.count(UNAVAILABLE)
@@ -234,6 +236,7 @@ class Client:
         began: asyncio.Event | None = None,
     ) -> None:
         """Read into `answer`, to the end or up to `most_events`; raises TimeoutError."""
+        answer.sent = time.monotonic()
         try:
             async with self._session.post(request.path, json=dict(request.body)) as response:
                 answer.headers = {name.lower(): value for name, value in response.headers.items()}
@@ -257,16 +260,21 @@ class Client:
         most_events: int,
         began: asyncio.Event | None,
     ) -> None:
-        reader = EventReader()
-        async for chunk in response.content.iter_any():
-            for data in reader.feed(chunk):
-                answer.take(data)
-                self.silence.token(time.monotonic())
-                if began is not None:
-                    began.set()
-            if most_events and len(answer.events) >= most_events:
-                response.close()
-                return
+        reader, stream = EventReader(), next(self._streams)
+        try:
+            async for chunk in response.content.iter_any():
+                for data in reader.feed(chunk):
+                    answer.take(data)
+                    self.arrivals.token(stream, time.monotonic())
+                    if began is not None:
+                        began.set()
+                    if len(answer.events) == 1:
+                        self.ledger.seconds["first token"].append(time.monotonic() - answer.sent)
+                if most_events and len(answer.events) >= most_events:
+                    response.close()
+                    return
+        finally:
+            self.arrivals.end(stream)
         if reader.rest.strip():
             answer.broken = f"the stream ended inside an event: {reader.rest[:80]!r}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 
+import orjson
 import psutil
 
 from bench.faults.adapters import OVERWRITTEN, REPLACED
@@ -19,6 +21,7 @@ from bench.faults.chaos.allowed_errors import AllowedError
 from bench.faults.chaos.campaign import Fault, Kind
 from bench.faults.chaos.client import body_bytes
 from bench.faults.chaos.malformed import GARBAGE, MALFORMED, OVERSIZED, RawRequest
+from bench.faults.chaos.pauses import Pause
 from bench.faults.chaos.population import Request
 from bench.faults.chaos.scene import Scene, hit_by, send, until
 from bench.faults.deployment import Deployment
@@ -27,34 +30,39 @@ RECOVERY_SECONDS = 180.0
 NUM_VANISHING = 6
 NUM_SLOW = 3
 GARBAGE_SECONDS = 0.2
+MARK = " 90909 wqxz wqxz"
+"""The end of a poison prompt."""
+NUM_MARK_TOKENS = 6
+"""Tokens that only a poison prompt ends with."""
 
 
 class NotRecoveredError(Exception):
     """The server did not recover in time; the message says what was missing."""
 
 
-async def inject(scene: Scene, fault: Fault) -> float | None:
-    """Inject a fault; returns the longest silence over all streams for a fatal one. Raises NotRecoveredError."""
-    if not fault.kind.is_fatal:
+async def inject(scene: Scene, fault: Fault) -> Pause | None:
+    """Inject a fault; returns what a fatal one cost the clients. Raises NotRecoveredError."""
+    if not fault.kind.value.is_fatal:
         task = asyncio.create_task(CLIENT_FAULTS[fault.kind](scene, fault))
         scene.others.add(task)
-        # Some client faults continue during the next fault.
-        await asyncio.wait([task], timeout=fault.delay)
+        # Some client faults continue during the next fault, but a poison request is searched for by itself.
+        alone = fault.kind is Kind.POISON
+        await asyncio.wait([task], timeout=RECOVERY_SECONDS if alone else fault.delay)
         return None
-    if fault.kind.is_idle:
+    if fault.kind.value.is_idle:
         await _others_end(scene)
         await scene.load.pause()
-    scene.client.silence.start(time.monotonic())
+    scene.client.arrivals.start(time.monotonic())
     try:
         async with asyncio.timeout(RECOVERY_SECONDS):
             old = await FATAL_FAULTS[fault.kind](scene, fault)
             await settled(scene, old)
     except TimeoutError:
-        raise NotRecoveredError(f"{fault.kind.value}: {missing(scene.server)}") from None
+        raise NotRecoveredError(f"{fault.kind.value.text}: {missing(scene.server)}") from None
     finally:
         scene.load.resume()
         scene.client.allowed.end(AllowedError.RESETS, time.monotonic())
-    return scene.client.silence.longest
+    return scene.client.arrivals.pause()
 
 
 async def settled(scene: Scene, old: set[int]) -> None:
@@ -63,8 +71,8 @@ async def settled(scene: Scene, old: set[int]) -> None:
     scene.load.resume()
     # A request is a poison suspect until it ends: a second kill during its replay would put it into quarantine.
     await scene.load.ended(set(scene.client.open))
-    tokens = scene.client.silence.num_tokens
-    await until(lambda: scene.client.silence.num_tokens > tokens)
+    tokens = scene.client.arrivals.num_tokens
+    await until(lambda: scene.client.arrivals.num_tokens > tokens)
 
 
 async def finish_others(scene: Scene) -> None:
@@ -212,7 +220,7 @@ async def _burst(scene: Scene, fault: Fault) -> None:
     scene.client.allowed.begin(AllowedError.REFUSALS, time.monotonic())
     try:
         async with asyncio.TaskGroup() as tasks:
-            for request in drawing.choices(scene.requests, k=scene.burst_size):
+            for request in drawing.choices(scene.requests, k=3 * scene.max_concurrent):
                 tasks.create_task(scene.client.ask(request, may_be_refused=True))
     finally:
         scene.client.allowed.end(AllowedError.REFUSALS, time.monotonic())
@@ -222,6 +230,24 @@ async def _exhaust(scene: Scene, _: Fault) -> None:
     async with asyncio.TaskGroup() as tasks:
         for request in scene.long:
             tasks.create_task(scene.client.ask(request))
+
+
+async def _poison(scene: Scene, fault: Fault) -> None:
+    """Send a request that breaks each step it is in; it must be found, and blamed alone, within few restarts."""
+    prompt = f"{fault.seed}: What is a shard?{MARK}"
+    content = orjson.dumps({"inputs": prompt, "parameters": {"max_new_tokens": 20}})
+    before = scene.server.num_shard_starts()
+    poison = RawRequest(name="a poison request", content=content, statuses=frozenset({424}))
+    await scene.client.post_raw(poison, "/generate")
+    restarts = (scene.server.num_shard_starts() - before) / scene.server.num_ranks
+    scene.client.ledger.count("restarts of shards by poison", round(restarts))
+    if restarts > most_restarts(scene.max_concurrent):
+        scene.client.ledger.wrong(f"{restarts:g} restarts to find a poison request")
+
+
+def most_restarts(num_requests: int) -> float:
+    """The most failures that the search for one request among `num_requests` may take."""
+    return 2 * math.log2(num_requests) + 2
 
 
 FATAL_FAULTS: dict[Kind, Callable[[Scene, Fault], Awaitable[set[int]]]] = {
@@ -248,4 +274,5 @@ CLIENT_FAULTS: dict[Kind, Callable[[Scene, Fault], Coroutine[None, None, None]]]
     Kind.OVERWRITE: partial(adapter_faults.change, name=OVERWRITTEN),
     Kind.CORRUPT: adapter_faults.corrupt,
     Kind.KILL_FETCHING: adapter_faults.kill_fetching,
+    Kind.POISON: _poison,
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.faults.adapters import CHANGING, STEADY
+from bench.faults.streams import mixed_bodies
 
 Json = dict[str, Any]
 
@@ -65,6 +66,14 @@ def population(seed: int, *, size: int, adapters: Sequence[str] = ()) -> list[Re
         request = Request(name=f"{i} {path}", path=path, body=body)
         requests.append(_adapted(drawing, request, adapters) if adapters else request)
     return requests
+
+
+def mixed_streams(size: int, *, longest: int) -> list[Request]:
+    """`size` streams of all kinds of sampling, of `longest` tokens or less, down to half as many."""
+    return [
+        Request(name=f"{number} stream", path="/generate_stream", body=body)
+        for number, body in enumerate(mixed_bodies(size, longest=longest))
+    ]
 
 
 def greedy_streams(

@@ -11,18 +11,17 @@ from pathlib import Path
 
 from bench.faults.adapters import CHANGING, LATE, SHELVED, STEADY, WHOLE, Adapters
 from bench.faults.chaos.adapter_faults import set_version
-from bench.faults.chaos.allowed_errors import AllowedErrors, Silence
+from bench.faults.chaos.allowed_errors import AllowedError, AllowedErrors
 from bench.faults.chaos.answers import difference
-from bench.faults.chaos.audit import Ledger, leaks, not_idle
+from bench.faults.chaos.audit import Ledger, Reading, leaks, not_idle, read
 from bench.faults.chaos.campaign import Fault, campaign
 from bench.faults.chaos.client import Client
 from bench.faults.chaos.injection import NotRecoveredError, finish_others, inject, missing
 from bench.faults.chaos.load import Load
-from bench.faults.chaos.options import MAX_CONCURRENT
-from bench.faults.chaos.population import greedy_streams, population
+from bench.faults.chaos.pauses import Arrivals, Pause, parts
+from bench.faults.chaos.population import greedy_streams, mixed_streams, population
 from bench.faults.chaos.scene import Scene
 from bench.faults.deployment import Deployment
-from bench.faults.memory import Reading, read
 from bench.harness.command_line import say
 
 IDLE_SECONDS = 30.0
@@ -46,8 +45,10 @@ class Outcome:
     """The outcome of a campaign."""
 
     ledger: Ledger = field(default_factory=Ledger)
-    recovered: list[tuple[Fault, float | None]] = field(default_factory=list)
-    """Faults, with the longest silence in seconds after a fatal one."""
+    recovered: list[tuple[Fault, Pause | None]] = field(default_factory=list)
+    """Faults, with what a fatal one cost the clients."""
+    parts: list[dict[str, float]] = field(default_factory=list)
+    """Seconds by part of each pause, where all of them were logged."""
     not_recovered: list[Fault] = field(default_factory=list)
     before: dict[str, Reading] = field(default_factory=dict)
     after: dict[str, Reading] = field(default_factory=dict)
@@ -66,14 +67,16 @@ async def run(server: Deployment, options: argparse.Namespace, adapters: Adapter
         num_faults=options.faults,
         num_ranks=server.num_ranks,
         kinds=options.kinds,
+        longest_delay=options.pace,
     )
-    silence, allowed, pids = Silence(), AllowedErrors(), server.members().pids()
+    allowed, pids = AllowedErrors(), server.members().pids()
     async with Client(
-        server.url, ledger=outcome.ledger, allowed=allowed, silence=silence
+        server.url, ledger=outcome.ledger, allowed=allowed, arrivals=Arrivals()
     ) as client:
         scene = _scene(server, client, options, adapters)
         await _refer(scene)
         await _idle(server)
+        outcome.ledger.seconds.clear()
         outcome.before = _usages(server)
         await _run_load(scene, faults, outcome, options, pids)
         if not outcome.not_recovered:
@@ -84,6 +87,7 @@ async def run(server: Deployment, options: argparse.Namespace, adapters: Adapter
                 await client.ask(streams[0])
             await _audit_life(server, outcome)
         outcome.num_processes = len(pids)
+    outcome.parts = _parts(server, outcome)
     outcome.exit_code = await asyncio.to_thread(server.stop)
     _audit_end(server, outcome, pids)
     for name in adapters.partials():
@@ -95,8 +99,11 @@ def _scene(
     server: Deployment, client: Client, options: argparse.Namespace, adapters: Adapters
 ) -> Scene:
     """The requests of a campaign, and the load of its clients."""
-    seed, named = options.seed, (*STEADY, SHELVED, *CHANGING)
+    seed, named = options.seed, (*STEADY, SHELVED, *CHANGING) if options.adapters else ()
     requests = population(seed, size=options.pool, adapters=named)
+    if options.longest:
+        requests = mixed_streams(options.pool, longest=options.longest)
+    every = (*STEADY, *CHANGING, *LATE, WHOLE) if options.adapters else ()
     return Scene(
         server=server,
         client=client,
@@ -106,10 +113,9 @@ def _scene(
         long=greedy_streams(seed, count=options.long, new_tokens=200),
         unread=greedy_streams(seed, count=2, new_tokens=900, top_tokens=5, name="unread"),
         adapted={
-            name: greedy_streams(seed, count=2, new_tokens=120, adapter=name)
-            for name in (*STEADY, *CHANGING, *LATE, WHOLE)
+            name: greedy_streams(seed, count=2, new_tokens=120, adapter=name) for name in every
         },
-        burst_size=3 * MAX_CONCURRENT,
+        max_concurrent=options.max_concurrent,
     )
 
 
@@ -119,12 +125,13 @@ async def _refer(scene: Scene) -> None:
     requests = [*scene.requests, *scene.long, *chain.from_iterable(scene.adapted.values())]
     for request in requests:
         await client.refer(request)
-    for name in CHANGING:
+    changing = [name for name in CHANGING if name in scene.adapted]
+    for name in changing:
         await set_version(scene, name, 1)
     for request in requests:
-        if request.adapter in CHANGING:
+        if request.adapter in changing:
             await client.refer(request)
-    for name in CHANGING:
+    for name in changing:
         await set_version(scene, name, 0)
         former, new = client.references[scene.adapted[name][0].name]
         if difference(former, new) is None:
@@ -142,10 +149,14 @@ async def _run_load(
 ) -> None:
     """Send the load, with the faults, until both are complete or a fault was not recovered."""
     load, started = scene.load, time.monotonic()
+    if options.clients > options.max_concurrent:
+        scene.client.allowed.begin(AllowedError.REFUSALS, started)
     load.start()
     try:
         await _disturb(scene, faults, outcome, pids=pids, until=started + options.seconds)
-        while load.num_sent < options.requests and not outcome.not_recovered:
+        while not outcome.not_recovered and (
+            load.num_sent < options.requests or time.monotonic() < started + options.least_seconds
+        ):
             load.check()
             await asyncio.sleep(POLL_SECONDS)
         if not outcome.not_recovered:
@@ -153,6 +164,7 @@ async def _run_load(
             await load.stop()
     finally:
         load.cancel()
+        scene.client.allowed.end(AllowedError.REFUSALS, time.monotonic())
     outcome.seconds = time.monotonic() - started
 
 
@@ -167,17 +179,19 @@ async def _disturb(
         _count(scene.server, outcome)
         found = outcome.ledger.num_problems
         try:
-            silence = await inject(scene, fault)
+            pause = await inject(scene, fault)
         except NotRecoveredError as error:
             outcome.not_recovered.append(fault)
             outcome.ledger.wrong(str(error))
             say(f"{number}/{len(faults)} {error}")
             return
-        outcome.recovered.append((fault, silence))
+        outcome.recovered.append((fault, pause))
         pids |= scene.server.members().pids()
-        what = "" if silence is None else f", silence {silence:.2f} s"
+        what = "" if pause is None else f", silence {pause.silence:.2f} s"
         new = outcome.ledger.num_problems - found
-        say(f"{number}/{len(faults)} {fault.kind.value}{what}{f', {new} PROBLEMS' if new else ''}")
+        say(
+            f"{number}/{len(faults)} {fault.kind.value.text}{what}{f', {new} PROBLEMS' if new else ''}"
+        )
 
 
 def _count(server: Deployment, outcome: Outcome) -> None:
@@ -226,7 +240,17 @@ async def _audit_life(server: Deployment, outcome: Outcome) -> None:
 
 def _usages(server: Deployment) -> dict[str, Reading]:
     """The resources of each process, by role."""
-    return {found.role: found for found in read(server.by_role(), start=0.0)}
+    return read(server.by_role())
+
+
+def _parts(server: Deployment, outcome: Outcome) -> list[dict[str, float]]:
+    to_unix, lines = time.time() - time.monotonic(), server.lines()
+    pauses = [pause for _, pause in outcome.recovered if pause is not None]
+    each = (
+        parts(lines, since=pause.fault_at + to_unix, until=pause.resumed_at + to_unix)
+        for pause in pauses
+    )
+    return [found for found in each if found]
 
 
 def _audit_end(server: Deployment, outcome: Outcome, pids: set[int]) -> None:

@@ -37,7 +37,8 @@ class Scene:
     """Streams with large answers."""
     adapted: dict[str, list[Request]]
     """Long streams by adapter."""
-    burst_size: int
+    max_concurrent: int
+    """Requests that the server accepts at once."""
     versions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHANGING, 0))
     """The version of each changing adapter that was made current last."""
     held: list[socket.socket] = field(default_factory=list)

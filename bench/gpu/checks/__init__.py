@@ -1,4 +1,4 @@
-"""Stages that check: each module has `run(setting, emit)`, which runs in a process of its own.
+"""Stages that check: each module has `run(setting, emit)`, which runs in its own process.
 
 Entry point: `bench.gpu.stage`, which imports one stage by name.
 May import: `setting`, `figures`, `engine`, `programs`.

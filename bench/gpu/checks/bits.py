@@ -15,9 +15,8 @@ from bench.gpu.figures import check
 from bench.gpu.setting import Emit, Setting
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
-from millrace_shard.kernels.quantized.code_format import CodeFormat
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.quantized import CodeFormat, QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 NUM_KV_HEADS = 2

@@ -8,19 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench.gpu.engine.compare import largest_distance, other_tokens
 from bench.gpu.engine.kernels import RefusingCapture, few_pieces, graphs_for
-from bench.gpu.engine.opened import Opened, opened
-from bench.gpu.engine.session import Session, start
+from bench.gpu.engine.session import Opened, Session, largest_distance, opened, other_tokens, start
 from bench.gpu.figures import Figure, check
 from bench.gpu.setting import Emit, Setting
 from bench.harness.checkpoints import Shape
 from millrace_shard.batch.step import StepResult
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.interface import CausalModel, MakeLayers
 
 NUM_STEPS = 2

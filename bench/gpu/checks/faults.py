@@ -1,4 +1,4 @@
-"""Planted faults, each in a process of its own: an illegal access, memory taken away, a rank that is killed."""
+"""Planted faults, each in its own process: an illegal access, memory taken away, a rank that is killed."""
 
 from __future__ import annotations
 

@@ -1,18 +1,17 @@
-"""A full KV cache whose rows use every part of sampling: the peak of memory in service against that of the warm-up."""
+"""A full KV cache whose rows use every part of sampling: the peak of memory in service against the warm-up's."""
 
 from __future__ import annotations
 
 import torch
 
-from bench.gpu.engine.opened import opened
 from bench.gpu.engine.scale import Scale
-from bench.gpu.engine.session import Session
+from bench.gpu.engine.session import Session, opened
 from bench.gpu.figures import check
 from bench.gpu.setting import Emit, Setting
-from millrace_shard.batch.sequence import SamplingParameters
+from millrace_proto.sampling import Sampling
 from millrace_shard.device.failures import is_out_of_memory
 
-EVERYTHING = SamplingParameters(
+EVERYTHING = Sampling(
     temperature=0.9,
     top_p=0.9,
     typical_p=0.95,
@@ -29,7 +28,7 @@ GIB = 2**30
 
 
 def run(setting: Setting, emit: Emit) -> None:
-    """Emit how often memory ran out, with the peaks; on CPU there are no peaks."""
+    """Emit how often memory ran out, with the peaks; on CPU the peaks are missing."""
     scale = setting.scale
     with opened(scale.model, scale, setting.device, setting.flags) as model:
         if setting.is_cuda:

@@ -16,7 +16,7 @@ TAIL_LINES = 15
 
 
 def run(setting: Setting, emit: Emit) -> None:
-    """Emit the exit status under each tool; without the sanitizer or a GPU, that of the plain program."""
+    """Emit the exit status under each tool; without the sanitizer or a GPU, the plain program's."""
     program = [
         *(sys.executable, "-m", "bench.gpu.programs.mixed_step"),
         *(f"--device={setting.device.type}", "--", *setting.flags),

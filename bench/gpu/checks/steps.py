@@ -1,4 +1,4 @@
-"""Random steps in float32: their tokens on the device against those of a shard with plain torch on CPU."""
+"""Random steps in float32: their tokens on the device against a shard's with plain torch on CPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu.engine.compare import distance, other_tokens
 from bench.gpu.engine.kernels import graphs_for, kernels_for
 from bench.gpu.engine.random_steps import RandomSteps
 from bench.gpu.engine.scale import TINY
+from bench.gpu.engine.session import distance, other_tokens
 from bench.gpu.figures import Figure, check
 from bench.gpu.setting import Emit, Setting
 from bench.harness.checkpoints import write_checkpoint

@@ -19,13 +19,6 @@ MODES = ("on", "off")
 SHARE = {"on": 0.6, "off": 0.8}
 """The share of the time that is left, by mode; servers need the rest to end."""
 STOP_SECONDS = 10.0
-SERVER_FLAGS = (
-    "--max-total-tokens=48",
-    "--max-input-tokens=32",
-    "--max-batch-prefill-tokens=48",
-    "--max-batch-total-tokens=1024",
-)
-"""Prompts and answers of a few blocks, since the interpreter takes long for each token."""
 
 
 def run(setting: Setting, emit: Emit) -> None:
@@ -46,13 +39,10 @@ def run(setting: Setting, emit: Emit) -> None:
 
 def command(setting: Setting, model: Path, mode: str) -> list[str]:
     """The command line of `millrace-verify`."""
-    module = (
-        "millrace_launcher.verify" if setting.is_cuda else "bench.gpu.programs.interpreted_verify"
-    )
     return [
-        *(sys.executable, "-m", module, str(model), "--json", *setting.scale.verify_flags),
-        *(f"--log-dir={setting.out / f'verify-{mode}'}", "--", *setting.flags),
-        *(f"--deterministic={mode}", *(() if setting.is_cuda else SERVER_FLAGS)),
+        *(sys.executable, "-m", "millrace.verify", str(model), "--json"),
+        *(*setting.scale.verify_flags, f"--log-dir={setting.out / f'verify-{mode}'}"),
+        *("--", *setting.flags, f"--deterministic={mode}"),
     ]
 
 

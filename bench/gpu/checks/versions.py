@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from bench.gpu import goals
-from bench.gpu.engine.limits import copy_rate, matrix_rate, read_rate
+from bench.gpu.engine.clock import copy_rate, matrix_rate, read_rate
 from bench.gpu.figures import Figure
 from bench.gpu.setting import Emit, Setting
 from bench.harness.paths import ROOT

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from bench.gpu.children import SHARED_MEMORY, scratch_prefix
-from bench.gpu.engine.random_weights import fill, tensor_shapes
-from bench.harness.checkpoints import Shape, describe
+from bench.gpu.engine.random_weights import fill
+from bench.harness.checkpoints import Shape, describe, tensor_shapes
 
 BYTES = 2
 """Bytes of a bfloat16."""

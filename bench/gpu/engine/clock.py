@@ -1,4 +1,4 @@
-"""Time on the device: CUDA events in its stream, or this process's clock."""
+"""Time on the device, by CUDA events in its stream or this process's clock, and the limits measured with it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+REPEATS = 40
 WARM_UP_SECONDS = 0.5
 
 
@@ -53,3 +54,25 @@ def median_ms(work: Callable[[], object], device: torch.device, *, repeats: int)
         work()
         clock.mark()
     return statistics.median(clock.gaps_ms())
+
+
+def read_rate(device: torch.device, num_bytes: int) -> float:
+    """Bytes a second of a sum over one large buffer."""
+    values = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    return num_bytes / median_ms(values.sum, device, repeats=REPEATS) * 1e3
+
+
+def copy_rate(device: torch.device, num_bytes: int) -> float:
+    """Bytes read and written a second, of one half of a large buffer to the other."""
+    source = torch.ones(num_bytes // 8, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    moved = 2 * 4 * source.numel()
+    return moved / median_ms(lambda: target.copy_(source), device, repeats=REPEATS) * 1e3
+
+
+def matrix_rate(device: torch.device, size: int) -> float:
+    """Operations a second of a product of random square matrices."""
+    left, right = torch.randn(2, size, size, dtype=torch.float32, device=device).to(torch.bfloat16)
+    out = torch.empty_like(left)
+    milliseconds = median_ms(lambda: torch.mm(left, right, out=out), device, repeats=REPEATS)
+    return 2 * size**3 / milliseconds * 1e3

@@ -15,8 +15,7 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.model_runner import piecewise_layers
-from millrace_shard.model_runner.graph_capture import Captured, CaptureError
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import Captured, CaptureError, GraphSettings
 
 CUDA = torch.device("cuda")
 INTERPRETED_TOKEN_COUNTS = (64,)

@@ -9,37 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from bench.harness.checkpoints import INITIALIZER_RANGE, Shape, describe
+from bench.harness.checkpoints import EMBEDDING, INITIALIZER_RANGE, Shape, describe, tensor_shapes
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.device.staged_copies import copy_directly
+from millrace_shard.device.transfers import copy_directly
 from millrace_shard.errors import WeightsError
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
-from millrace_shard.model_loader.quantized.cut import Cut
-from millrace_shard.model_loader.weights import Weights
-
-EMBEDDING = "model.embed_tokens.weight"
-
-
-def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint of `shape`, by the names of the Llama family."""
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
-    key_value = shape.num_key_value_heads * shape.head_size
-    found: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (shape.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for layer in range(shape.num_layers):
-        attention, mlp = (f"model.layers.{layer}.{part}" for part in ("self_attn", "mlp"))
-        found[f"{attention}.q_proj.weight"] = (hidden, hidden)
-        found[f"{attention}.k_proj.weight"] = (key_value, hidden)
-        found[f"{attention}.v_proj.weight"] = (key_value, hidden)
-        found[f"{attention}.o_proj.weight"] = (hidden, hidden)
-        found[f"{mlp}.gate_proj.weight"] = (intermediate, hidden)
-        found[f"{mlp}.up_proj.weight"] = (intermediate, hidden)
-        found[f"{mlp}.down_proj.weight"] = (hidden, intermediate)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            found[f"model.layers.{layer}.{norm}.weight"] = (hidden,)
-    return found
+from millrace_shard.kernels.quantized import QuantizedTensor
+from millrace_shard.weights.quantized.module_tensors import Cut
+from millrace_shard.weights.weights import Weights
 
 
 def fill(out: Tensor, name: str) -> None:
@@ -80,7 +56,7 @@ class RandomWeights(Weights):
         return None
 
     def check_layers(self, count: int) -> None:
-        """Do nothing: the layers are those of the config."""
+        """Do nothing: the layers are as the config says."""
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if self._shapes.get(name) != shape:

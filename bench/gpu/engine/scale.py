@@ -53,7 +53,7 @@ class Scale:
     checked_groups: tuple[int, ...]
     """Query heads of a key-value head."""
     company: int
-    """Sequences beside the one whose bits are compared."""
+    """Sequences in the batch besides the one whose bits are compared."""
     contexts: tuple[int, ...]
     """Lengths of the sequence whose bits are compared."""
     random_steps: int

@@ -1,38 +1,46 @@
-"""The shard's engine without its queue: decoder, warm-up, graphs and step runner, driven as by the router."""
+"""The shard's engine without its queue: decoder, warm-up, graphs and step runner, driven as by the router.
+
+Entry point: `opened`, a model of random weights whose sessions are engines; `distance` compares two of them.
+"""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from bench.gpu.engine.clock import Clock
-from bench.gpu.engine.kernels import kernels_for
+from bench.gpu.engine.kernels import graphs_for, kernels_for
 from bench.gpu.engine.random_weights import RandomWeights, read_description
 from bench.gpu.engine.scale import Scale
 from bench.harness.checkpoints import Shape
-from millrace_shard.batch.sequence import SamplingParameters, Sequence
+from millrace_proto.sampling import Sampling
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits, warm_up
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.runner import StepRunner
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.layer_loader import LayerLoader
-from millrace_shard.models.rope_tables import RopeTables
+from millrace_shard.models.rope import RopeTables
 
 STEPS_IN_FLIGHT = 2
 """Steps in flight, as in the router."""
 DTYPE = torch.bfloat16
-GREEDY = SamplingParameters()
+GREEDY = Sampling()
 SEED = 0
 
 
@@ -145,7 +153,7 @@ class Session:
         length: int,
         *,
         room: int,
-        parameters: SamplingParameters = GREEDY,
+        parameters: Sampling = GREEDY,
     ) -> list[StepResult]:
         """Compute `rows` more prompts of `length` in as few steps as allowed, with room for `room` more tokens each."""
         at_once = max(1, self._max_prefill_tokens // length)
@@ -202,9 +210,7 @@ class Session:
         times.forward.append(timings.forward_ns / 1e6)
         times.sampling.append(timings.decode_ns / 1e6)
 
-    def _admission(
-        self, rows: int, length: int, room: int, parameters: SamplingParameters
-    ) -> Forward:
+    def _admission(self, rows: int, length: int, room: int, parameters: Sampling) -> Forward:
         slots = np.arange(rows) + len(self._lengths)
         vocab_size = self._runner.batch.limits.vocab_size
         # One of the tokens submitted ahead may be stored past the reserved room.
@@ -233,3 +239,49 @@ def _finished(step: LaunchedStep) -> StepResult:
     if len(result.failed_slots):
         raise BadStepError(f"sequences failed in slots {result.failed_slots.tolist()}")
     return result
+
+
+def distance(a: StepResult, b: StepResult) -> float:
+    """The largest difference of a log probability; infinite for other rows and for NaN, 0 without tokens."""
+    if a.slots.tolist() != b.slots.tolist() or len(a.ids) != len(b.ids):
+        return float("inf")
+    if not len(a.ids):
+        return 0.0
+    return float(np.nan_to_num(np.abs(a.logprobs - b.logprobs), nan=np.inf).max())
+
+
+def other_tokens(a: StepResult, b: StepResult) -> int:
+    """The number of tokens that differ or that one run lacks."""
+    if len(a.ids) != len(b.ids):
+        return max(len(a.ids), len(b.ids))
+    return int((a.ids != b.ids).sum())
+
+
+def largest_distance(ours: Items[StepResult], theirs: Items[StepResult]) -> float:
+    """The largest `distance` of any step."""
+    return max(distance(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A loaded model and its config."""
+
+    loaded: LoadedModel
+    config: ShardConfig
+    scale: Scale
+
+    def session(self, *, max_rows: int, fill: bool = False) -> Session:
+        """An engine as it serves: profiled, with the graphs of its flags. On CPU it runs without graphs."""
+        device = self.loaded.device
+        graphs = graphs_for(self.config, device) if device.type == "cuda" else None
+        return start(self.loaded, self.scale, max_rows=max_rows, graphs=graphs, fill=fill)
+
+
+@contextmanager
+def opened(shape: Shape, scale: Scale, device: torch.device, flags: Items[str]) -> Iterator[Opened]:
+    """Random weights of `shape` for the length of the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = ShardConfig.from_args([*flags, folder])
+        loaded = load(shape, config, device, scale.max_tokens)
+        print(f"weights made, {loaded.kernels.name} kernels", flush=True)
+        yield Opened(loaded, config, scale)

@@ -1,4 +1,4 @@
-"""Programs that stages start as children: servers on interpreted kernels, steps under a sanitizer, planted faults.
+"""Programs that stages start as children: steps under a sanitizer, planted faults.
 
 May import: `engine`.
 """

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-from bench.gpu.engine.opened import opened
 from bench.gpu.engine.scale import SCALES
-from bench.gpu.engine.session import Session
+from bench.gpu.engine.session import Session, opened
 from millrace_shard.device.failures import is_lost, is_out_of_memory
 
 KEPT_BYTES = 64 << 20

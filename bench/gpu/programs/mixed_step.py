@@ -1,4 +1,4 @@
-"""One step of a prompt beside decodes, and one replay, over a tiny model: the work of a sanitizer."""
+"""One step of a prompt and decodes, and one replay, over a tiny model: the work of a sanitizer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from bench.gpu.engine.opened import opened
 from bench.gpu.engine.scale import SCALES
+from bench.gpu.engine.session import opened
 
 ROWS = 2
 LENGTH = 20

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from bench.gpu import goals
 from bench.gpu.engine.measure import measure_decode, measure_load
-from bench.gpu.engine.opened import opened
 from bench.gpu.engine.profile import measure_activity
+from bench.gpu.engine.session import opened
 from bench.gpu.setting import Emit, Setting
 
 SECONDS = 6.0

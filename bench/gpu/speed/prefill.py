@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bench.gpu import goals
 from bench.gpu.engine.measure import measure_prefill
-from bench.gpu.engine.opened import opened
+from bench.gpu.engine.session import opened
 from bench.gpu.setting import Emit, Setting
 
 

@@ -40,7 +40,7 @@ def run(setting: Setting, emit: Emit) -> None:
         if setting.is_cuda:
             torch.cuda.empty_cache()
         print(f"checkpoint written to {folder}", flush=True)
-        with serving(folder, log=log, flags=flags, launcher=setting.launcher) as running:
+        with serving(folder, log=log, flags=flags) as running:
             print("the server is ready", flush=True)
             warm_up = replace(WARM_UP, prompt_tokens=load.prompt_tokens)
             measure(running, warm_up if setting.is_cuda else level)

@@ -12,7 +12,7 @@ try:
     from ray import serve
 except ImportError as error:
     raise ServingError(
-        "Ray Serve is not installed; install `millrace[ray]` on this host and on the cluster's"
+        "Ray Serve is not installed: run `pip install '.[ray]'` in a checkout, here and on the cluster's hosts"
     ) from error
 
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
@@ -42,7 +42,6 @@ def build(given: Mapping[str, object]) -> serve.Application:
 
 
 def options(arguments: Arguments) -> dict[str, Any]:
-    """Of the deployment."""
     own = arguments.own
     found: dict[str, Any] = {
         "name": NAME,

@@ -1,4 +1,4 @@
-"""The arguments of the application: some of its own, and every flag of the launcher."""
+"""The arguments of the application: its own, and every flag of the launcher."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Arguments:
 
     @property
     def num_cpus(self) -> float:
-        """CPUs that a replica reserves: one for each rank on CPU, unless told."""
+        """CPUs that a replica reserves: one for each rank on CPU by default."""
         if self.own.num_cpus is not None:
             return self.own.num_cpus
         if self.is_on_cluster:
@@ -108,7 +108,7 @@ def read(arguments: Mapping[str, object]) -> Arguments:
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known | own_names), n=1)
             tip = f"; did you mean {near[0]}?" if near else ""
-            raise ServingError(f"there is no argument {name}{tip}")
+            raise ServingError(f"unknown argument {name}{tip}")
     texts = {name: _text(value) for name, value in flags.items() if value is not None}
     for name in ("num_shard", GRACE_FLAG, DELAY_FLAG):
         if not texts.get(name, "1").isdecimal():
@@ -142,7 +142,6 @@ def flag_names() -> set[str]:
 
 
 def _text(value: object) -> str:
-    """As in an environment variable."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return value if isinstance(value, str) else json.dumps(value)

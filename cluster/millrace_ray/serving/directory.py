@@ -11,8 +11,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from millrace_ray.serving.errors import ServingError
+from millrace_ray.serving.haproxy import LEASE_TICKS, Replicas
 from millrace_ray.serving.node_proxy import NodeProxy
-from millrace_ray.serving.replicas import LEASE_TICKS, Replicas
 
 NAMESPACE = "millrace"
 TICK_SECONDS = 1.0
@@ -67,7 +67,6 @@ class Directory:
         await self._tell_proxies()
 
     async def remove(self, replica: str) -> None:
-        """A replica has ended."""
         self._replicas.remove(replica)
         await self._tell_proxies()
 

@@ -53,7 +53,6 @@ class NodeProxy:
         self._folder.cleanup()
 
     def pid(self) -> int | None:
-        """HAProxy's process."""
         return None if self._process is None else self._process.pid
 
     def _start(self) -> None:

@@ -15,7 +15,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from millrace_ray.ports import free_ports
+from millrace_ray.host import free_ports
 from millrace_ray.serving.directory import directory_of
 from millrace_ray.serving.errors import ServingError
 from millrace_ray.serving.launcher import LauncherProcess
@@ -73,7 +73,6 @@ class Replica:
         await asyncio.to_thread(self._launcher.check)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The figures of `WaitPolicy`."""
         series = await asyncio.to_thread(self._launcher.metrics)
         used = series["millrace_kv_blocks_in_use"] / max(1.0, series["millrace_kv_blocks"])
         return {WAIT: series["millrace_wait_seconds"], USED: used}

@@ -46,7 +46,7 @@ class WaitPolicy:
         used = [samples[-1].value for samples in metrics.get(USED, {}).values() if samples]
         replicas = context.current_num_replicas
         if not replicas == context.target_num_replicas == len(waits) == len(used):
-            # Replicas start or end, and the figures would be those of another number.
+            # Replicas start or end, and the figures would belong to another number.
             return context.target_num_replicas, {}
         return wanted(replicas, waits, used, self._target), {}
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from millrace_launcher.errors import ArgumentValidation
-from millrace_launcher.host.sockets import clear_socket
+from millrace_launcher.host.leftovers import clear_socket
 from millrace_launcher.logs import log
 
 
@@ -119,3 +119,16 @@ def _names(path: Path, descriptor: int) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     return False
+
+
+def refuse_busy_port(hostname: str, port: int, flag: str = "--port") -> None:
+    """Raise ArgumentValidation if a program could not listen there; `flag` chooses the place."""
+    try:
+        family, kind, *_, place = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        raise ArgumentValidation(
+            f"cannot listen on {hostname} port {port} ({error.strerror}); choose another {flag}"
+        ) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from millrace_launcher.config import HostVariables
 from millrace_proto.version import VERSION
 
-PACKAGES = ("millrace", "torch", "transformers", "tokenizers", "safetensors", "aiohttp", "grpcio")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "aiohttp", "grpcio")
 PROGRAM_SECONDS = 30
 
 
@@ -21,6 +21,7 @@ def runtime_info(variables: HostVariables) -> str:
     rows = {
         "Target": f"{platform.machine()}-{platform.system().lower()}",
         "Python version": platform.python_version(),
+        "millrace": VERSION,
         **{package: version_of(package) for package in PACKAGES},
         "Commit sha": variables.vergen_git_sha or _git_commit() or "N/A",
         "Docker label": variables.docker_label or "N/A",
@@ -35,7 +36,6 @@ def runtime_info(variables: HostVariables) -> str:
 
 
 def millrace_version() -> str:
-    """The version of Millrace."""
     return VERSION
 
 

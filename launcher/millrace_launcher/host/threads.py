@@ -32,7 +32,7 @@ def plan_threads(
     """Divide `cores` among the shards of this host and the router.
 
     The idle threads of libgomp, which PyTorch includes, spin at every barrier, so a step of two threads on two cores
-    takes ten to twenty times as long beside a busy router. With Intel's runtime and a block time of 1 ms idle threads
+    takes ten to twenty times as long next to a busy router. With Intel's runtime and a block time of 1 ms idle threads
     sleep, so the shards get all cores. Without it the router keeps one core. A requested number of threads and the
     user's variables are kept.
     """

@@ -1,6 +1,6 @@
 """Runs the program on its command line, with the kernel's order to kill it when the launcher dies.
 
-It is a program and no hook between fork and exec, because Python code is not safe there beside threads.
+It is a program rather than a hook between fork and exec, where Python code is not safe in a process with threads.
 """
 
 from __future__ import annotations

@@ -5,13 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
-from millrace_launcher.host.openmp import remove_registration
+from millrace_launcher.host.leftovers import remove_registration
 from millrace_launcher.logs import log, relay
 from millrace_launcher.processes.guard import DONE, GONE
 from millrace_launcher.processes.process import ManagedProcess
 from millrace_launcher.settings.commands import Command
+
+
+async def first(*coroutines: Coroutine[Any, Any, Any]) -> int:
+    """Run all until one ends, cancel the others, and return its index. Its exception is raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        place = next(place for place, task in enumerate(tasks) if task.done())
+        tasks[place].result()
+        return place
+    finally:
+        await cancel(tasks)
+
+
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel the tasks and wait; their exceptions are ignored."""
+    found = list(tasks)
+    for task in found:
+        task.cancel()
+    await asyncio.gather(*found, return_exceptions=True)
+
 
 GUARD_SECONDS = 12.0
 
@@ -47,7 +69,6 @@ class Children:
         return process
 
     def kill(self) -> None:
-        """Kill all children."""
         for process in self._alive:
             process.kill()
 

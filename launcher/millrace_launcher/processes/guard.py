@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from millrace_launcher.host.openmp import remove_registration
-from millrace_launcher.host.sockets import remove_dead_socket
+from millrace_launcher.host.leftovers import remove_dead_socket, remove_registration
 
 TIMEOUT_SECONDS = 10.0
 POLL_SECONDS = 0.02

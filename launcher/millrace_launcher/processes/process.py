@@ -10,9 +10,46 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from millrace_launcher.logs import log
-from millrace_launcher.processes.child_lines import ChildLines
+from millrace_launcher.logs import error_message, log, relay
 from millrace_launcher.settings.commands import Command
+
+HOLD_SECONDS = 1.0
+"""Time for a child to end after an error; a longer one is logged before it is known whether the child ends."""
+
+
+class ChildLines:
+    """Logs a child's lines. An error waits for the next line: as the last one, it is the cause of the child's end."""
+
+    def __init__(self, source: str) -> None:
+        self.cause: str | None = None
+        """The message of the last line, if that is an error."""
+        self._source = source
+        self._held: str | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, line: str) -> None:
+        """Log a line, now or with the next one; needs a running event loop."""
+        self.release()
+        self.cause = error_message(line)
+        if self.cause is None:
+            relay(line, source=self._source)
+            return
+        self._held = line
+        self._timer = asyncio.get_running_loop().call_later(HOLD_SECONDS, self.release)
+
+    def release(self) -> None:
+        """Log an error that waits."""
+        self.drop()
+        if self._held is not None:
+            held, self._held = self._held, None
+            relay(held, source=self._source)
+
+    def drop(self) -> None:
+        """Never report the waiting error: its message is reported elsewhere."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
 
 READ_BYTES = 65536
 TAIL_LINES = 50
@@ -21,10 +58,10 @@ DRAIN_SECONDS = 2.0
 
 
 class ManagedProcess:
-    """A child in its own process group, so that a terminal's Ctrl-C reaches the launcher alone.
+    """A child in its own process group, so that a terminal's Ctrl-C reaches only the launcher.
 
-    It has no session of its own, because Linux may schedule sessions as groups (`sched_autogroup`): a waking router
-    would wait for the end of a shard's time slice, and a shard for the router's.
+    It stays in the launcher's session, because Linux may schedule sessions as groups (`sched_autogroup`): a waking
+    router would wait for the end of a shard's time slice, and a shard for the router's.
     """
 
     def __init__(
@@ -92,12 +129,10 @@ class ManagedProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it runs."""
         return self.exit_code is None
 
     @property
     def ending(self) -> str:
-        """How it ended, as text."""
         code = self.exit_code
         if code is None:
             return "still running"
@@ -136,12 +171,10 @@ class ManagedProcess:
         log.info("%s terminated", self.name)
 
     def hang_up(self) -> None:
-        """Send SIGHUP."""
         if self.is_running:
             self._signal(signal.SIGHUP)
 
     def kill(self) -> None:
-        """Kill it and its descendants."""
         if self.is_running:
             _kill_group(self.pid)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import ipaddress
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +18,10 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
 from millrace_launcher.config import LauncherConfig
-from millrace_launcher.host.hostname import resolved
 from millrace_launcher.host.runtime import millrace_version
-from millrace_launcher.settings.flags import SECRETS, SHORTS, Flag, all_flags, as_text, option_name
+from millrace_launcher.settings.flags import SECRETS, SHORTS, all_flags, grouped
 from millrace_launcher.settings.foreign_flags import tip_for
-from millrace_launcher.settings.help_groups import grouped
+from millrace_proto.flags import Flag, as_text, option_name
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
 
@@ -75,7 +76,7 @@ EXAMPLES = (
 WIDEST = 200
 HELP_COLUMN = 36
 SHORT_CHOICES = 36
-"""Most characters of alternatives that stand beside a flag; a wrong value lists longer ones."""
+"""Most characters of alternatives that --help shows next to a flag; longer ones are listed for a wrong value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,6 @@ class Settings:
 
     @property
     def chosen(self) -> frozenset[str]:
-        """Fields from either."""
         return self.given | self.from_environment
 
     @property
@@ -258,3 +258,20 @@ def build(config: type[Config], given: Mapping[str, object], problems: list[str]
 
 def _owned(config: type[BaseSettings], given: Mapping[str, object]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in config.model_fields}
+
+
+def resolved(config: RouterConfig) -> RouterConfig:
+    """Return the settings with the name's address in its place; raises OSError for a name without one.
+
+    This is for a name from the command line. One from the environment means any address: containers export their own
+    name as HOSTNAME.
+    """
+    name = config.hostname
+    if name == "localhost":
+        return config
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        address = socket.gethostbyname(name)
+        return config.model_copy(update={"hostname": address})
+    return config

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Iterator, Mapping
 
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import Settings
-from millrace_launcher.settings.flags import WIRING, option_name
-from millrace_launcher.settings.remote import check_elsewhere
+from millrace_launcher.settings.flags import WIRING
+from millrace_launcher.settings.foreign_flags import OLLAMA_VARIABLES
+from millrace_proto.flags import option_name
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
 
@@ -22,13 +24,9 @@ WITHOUT_EFFECT = {
     "max_image_fetch_size": "no images are fetched; requests with one are refused",
     "max_cpu_loras": "--adapter-cache-size bounds the copies of adapters that are kept",
     "trust_remote_code": "code from a model repository is never run; a model that needs it is refused",
-}
-WITHOUT_EFFECT_WITH_CHUNKS = {
-    "waiting_served_ratio": "prompts are chunked, so running answers never wait for them",
-    "max_waiting_tokens": "prompts are chunked, so they never wait for running answers",
-}
-WITHOUT_EFFECT_WITHOUT_CHUNKS = {
-    "target_inter_token_latency": "prompts are not chunked, so a step is as long as they are",
+    "waiting_served_ratio": "prompts are computed in chunks, so running answers never wait for them",
+    "max_waiting_tokens": "prompts are computed in chunks, so they never wait for running answers",
+    "prefill_chunking": "prompts are always computed in chunks alongside running answers",
 }
 WITHOUT_EFFECT_ON_CPU = {
     "cuda_graphs": "the model runs on CPU; there is nothing to capture",
@@ -74,7 +72,7 @@ VARIABLES_WITHOUT_EFFECT = {
     "SM_NUM_GPUS": f"{_SAGEMAKER}; NUM_SHARD is read",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "the routes that load and unload adapters need ADMIN_KEY",
 }
-"""Variables of TGI, of its image for SageMaker, or of vLLM, that are no flags."""
+"""Variables of TGI, of its image for SageMaker, or of vLLM, that are not flags."""
 
 
 def check(settings: Settings) -> None:
@@ -97,16 +95,6 @@ def check(settings: Settings) -> None:
     if router.max_batch_size is not None and router.max_batch_size < 1:
         raise ArgumentValidation("`max_batch_size` must be > 0")
     prefill = router.max_batch_prefill_tokens
-    if (
-        router.prefill_chunking == "off"
-        and prefill is not None
-        and longest_input is not None
-        and prefill < longest_input
-    ):
-        raise ArgumentValidation(
-            "`max_batch_prefill_tokens` must be >= `max_input_tokens`."
-            f" Given: {prefill} and {longest_input}"
-        )
     capacity = router.max_batch_total_tokens
     if capacity is not None:
         if total is not None and total > capacity:
@@ -126,18 +114,16 @@ def check(settings: Settings) -> None:
 def notices(
     settings: Settings, *, on_cpu: bool, environ: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """A line for each flag, and for each variable of TGI or vLLM in `os.environ`, that is set but has no effect."""
+    """A line for each flag, and for each variable of another server in `os.environ`, that is set but has no effect."""
     environ = os.environ if environ is None else environ
-    chunked = settings.router.prefill_chunking == "on"
     reasons = (
         WITHOUT_EFFECT
-        | (WITHOUT_EFFECT_WITH_CHUNKS if chunked else WITHOUT_EFFECT_WITHOUT_CHUNKS)
         | (WITHOUT_EFFECT_ON_CPU if on_cpu else {})
         | (WITHOUT_EFFECT_ELSEWHERE if settings.launcher.remote_shards else {})
     )
     for name in sorted(settings.chosen & reasons.keys()):
         yield f"{option_name(name)} has no effect: {reasons[name]}"
-    for variable, reason in VARIABLES_WITHOUT_EFFECT.items():
+    for variable, reason in (VARIABLES_WITHOUT_EFFECT | OLLAMA_VARIABLES).items():
         if environ.get(variable):
             yield f"{variable} has no effect: {reason}"
 
@@ -155,4 +141,70 @@ def _refuse_unsupported(settings: Settings) -> None:
             raise ArgumentValidation("`ngrok-authtoken` must be set when using ngrok tunneling")
         if router.ngrok_edge is None:
             raise ArgumentValidation("`ngrok-edge` must be set when using ngrok tunneling")
-        raise ArgumentValidation("--ngrok is not supported; run the ngrok agent beside the server")
+        raise ArgumentValidation("--ngrok is not supported; run the ngrok agent next to the server")
+
+
+LAST_PORT = 65535
+
+
+def split_address(address: str, flag: str) -> tuple[str, int]:
+    """Host and port; raises ArgumentValidation, which names the `flag`."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal():
+        raise ArgumentValidation(f"`{flag}` {address} lacks a port; it must be HOST:PORT")
+    if not 0 < int(port) <= LAST_PORT:
+        raise ArgumentValidation(f"`{flag}` {address}: a port is 1 to {LAST_PORT}")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_elsewhere(settings: Settings) -> None:
+    """Raise ArgumentValidation for flags about shards on other hosts that contradict each other or miss some."""
+    launcher = settings.launcher
+    if launcher.cluster is None:
+        if "shards_per_node" in settings.chosen:
+            raise ArgumentValidation("`shards_per_node` is for --cluster")
+    elif launcher.remote_shards:
+        raise ArgumentValidation("`cluster` places the shards itself; leave out --remote-shards")
+    elif (launcher.num_shard or 1) % launcher.shards_per_node:
+        raise ArgumentValidation(
+            f"`num_shard`({launcher.num_shard or 1}) must be a multiple of"
+            f" `shards_per_node`({launcher.shards_per_node})"
+        )
+    _check_addresses(settings)
+
+
+def _check_addresses(settings: Settings) -> None:
+    launcher, router, shard = settings.launcher, settings.router, settings.shard
+    addresses = launcher.remote_shards
+    files = {
+        "shard_tls_cert": router.shard_tls_cert,
+        "shard_tls_key": router.shard_tls_key,
+        "shard_tls_ca": router.shard_tls_ca,
+    }
+    given = [name for name, path in files.items() if path is not None]
+    if not addresses:
+        if given:
+            raise ArgumentValidation(f"`{given[0]}` is for --remote-shards")
+        return
+    hosts = [split_address(address, "remote_shards")[0] for address in addresses]
+    doubled = sorted({address for address in addresses if addresses.count(address) > 1})
+    if doubled:
+        raise ArgumentValidation(f"`remote_shards` has {doubled[0]} twice; each rank has its own")
+    if launcher.num_shard not in {None, len(addresses)}:
+        raise ArgumentValidation(
+            f"`num_shard` is {launcher.num_shard}, and `remote_shards` has {len(addresses)} addresses"
+        )
+    exposed = [host for host in hosts if not is_loopback(host)]
+    if exposed and not given and not shard.allow_insecure_tcp:
+        raise ArgumentValidation(
+            f"prompts would go to {exposed[0]} in clear text: give --shard-tls-cert, --shard-tls-key and"
+            " --shard-tls-ca, or --allow-insecure-tcp if no one else can read that network"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +14,20 @@ from pydantic_settings import BaseSettings
 from millrace_launcher.host.claims import socket_paths
 from millrace_launcher.host.threads import ThreadPlan
 from millrace_launcher.settings.arguments import Settings
-from millrace_launcher.settings.flags import OWNERS, SECRETS, as_text, option_name
+from millrace_launcher.settings.flags import OWNERS, SECRETS
+from millrace_proto.flags import as_options
 from millrace_shard.config import ShardConfig
 
-LONGEST_ARGUMENT = 100_000
-"""Bytes; Linux allows 131 072 in one argument."""
+
+@dataclass(frozen=True, slots=True)
+class ModelFolders:
+    """Local folders that the download found."""
+
+    model: Path
+    draft: Path | None = None
+    """The folder of a draft model or of Medusa heads."""
+
+
 COMMIT = re.compile(r"[0-9a-f]{40}")
 BAR_SECONDS = 0.5
 PLACE_SECONDS = 60.0
@@ -48,7 +57,6 @@ class Placed:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Settings of the router."""
         return {
             "shard_addresses": self.addresses,
             "shard_tls_cert": self.cert,
@@ -88,7 +96,7 @@ class Commands:
     def download(self, *, has_bar: bool = False) -> Command:
         """The command that resolves model and draft model; its last line of stdout has their folders.
 
-        With `has_bar` it tells its progress as often as a bar moves.
+        With `has_bar` it reports its progress as often as a bar moves.
         """
         launcher, draft_model = self.settings.launcher, self.settings.shard.draft_model
         revision = (f"--revision={launcher.revision}",) if launcher.revision else ()
@@ -240,31 +248,7 @@ class Commands:
 
 def options(config: BaseSettings, *, leave_out: frozenset[str] | set[str]) -> list[str]:
     """The flags of a configuration: every field that differs from its default."""
-    found = []
-    for name, field in type(config).model_fields.items():
-        value = getattr(config, name)
-        if name in leave_out or value == field.default:
-            continue
-        if field.annotation is bool:
-            found.append(option_name(name))
-        elif isinstance(value, tuple) and not value:
-            found.append(f"{option_name(name)}=0")
-        elif isinstance(value, tuple):
-            found += [f"{option_name(name)}={as_text(part)}" for part in _parts(value)]
-        elif (text := as_text(value)) is not None:
-            found.append(f"{option_name(name)}={text}")
-    return found
-
-
-def _parts(values: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
-    """All of `values` in a row, if they fit in one argument; the system limits its length."""
-    part: list[object] = []
-    length = 0
-    for value in values:
-        size = len(str(value).encode()) + 1
-        if part and length + size > LONGEST_ARGUMENT:
-            yield tuple(part)
-            part, length = [], 0
-        part.append(value)
-        length += size
-    yield tuple(part)
+    fields = {
+        name: field for name, field in type(config).model_fields.items() if name not in leave_out
+    }
+    return list(as_options(fields, {name: getattr(config, name) for name in fields}))

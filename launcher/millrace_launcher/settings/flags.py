@@ -1,17 +1,13 @@
-"""The launcher's flags, collected from the declarations of launcher, router and shard."""
+"""The flags of launcher, router and shard, their groups in --help, and other servers' flags."""
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
 
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 
 from millrace_launcher.config import LauncherConfig
+from millrace_proto.flags import Flag, flags_in
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
 
@@ -63,62 +59,6 @@ SHORTS: Mapping[str, str] = {"port": "-p", "graceful_termination_timeout": "-g"}
 SECRETS = frozenset({"api_key", "admin_key", "ngrok_authtoken"})
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One flag as its owner declares it."""
-
-    owner: str
-    name: str
-    field: FieldInfo
-
-    @property
-    def option(self) -> str:
-        """The flag's name on the command line, such as `--max-input-tokens`."""
-        return option_name(self.name)
-
-    @property
-    def help(self) -> str:
-        """What it does."""
-        return self.field.description or ""
-
-    @property
-    def variable(self) -> str:
-        """The environment variable."""
-        return self.name.upper()
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether it has no value on the command line."""
-        return self.field.annotation is bool
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether it may occur several times."""
-        return get_origin(self.field.annotation) is tuple
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The allowed words, or empty if any value is allowed."""
-        for kind in _alternatives(self.field.annotation):
-            if get_origin(kind) is Literal:
-                return tuple(map(str, get_args(kind)))
-        return ()
-
-    @property
-    def type_word(self) -> str:
-        """The type for --help: INT, STR, …"""
-        kinds = [kind for kind in _alternatives(self.field.annotation) if kind is not type(None)]
-        kind = get_args(kinds[0])[0] if get_origin(kinds[0]) is tuple else kinds[0]
-        words = {"ByteSize": "BYTES", "bool": "true|false"}
-        name = str(kind.__name__)
-        return words.get(name, name.upper())
-
-    @property
-    def default_text(self) -> str | None:
-        """The default as it is written on the command line, or None."""
-        return as_text(self.field.default)
-
-
 def all_flags() -> Iterator[Flag]:
     """All flags of the launcher, as `flags_of`."""
     return flags_of(OWNERS, WIRING)
@@ -130,29 +70,54 @@ def flags_of(
     """The fields of all owners but the `hidden` ones, in the order of declaration; a shared flag appears once."""
     seen: set[str] = set()
     for owner, config in owners.items():
-        for name, field in config.model_fields.items():
-            if name not in hidden[owner] and name not in seen:
-                seen.add(name)
-                yield Flag(owner, name, field)
+        for flag in flags_in(owner, config.model_fields):
+            if flag.name not in hidden[owner] and flag.name not in seen:
+                seen.add(flag.name)
+                yield flag
 
 
-def option_name(name: str) -> str:
-    """The flag's name on the command line."""
-    return "--" + name.replace("_", "-")
+NO_EFFECT = ("No effect", "Refused:", "Old name of")
+"""Beginnings of the descriptions of flags that are accepted for TGI's sake."""
+LAST = "Accepted for TGI, without effect"
+OTHERS = "Others"
+NAMES: dict[str, str] = {
+    "Model": "model_id task revision tokenizer_name tokenizer_config_path quantize quantize_activations dtype"
+    " kv_cache_dtype"
+    " draft_model speculate rope_scaling rope_factor allow_unlisted_model huggingface_hub_cache"
+    " weights_cache_override",
+    "Devices and memory": "num_shard sharded device cpu_threads kv_memory cuda_memory_fraction cuda_graphs"
+    " one_shot_all_reduce deterministic disable_custom_kernels shard_uds_path master_addr master_port"
+    " remote_shards cluster shards_per_node",
+    "Limits": "max_input_tokens max_total_tokens default_max_new_tokens max_new_tokens_limit max_concurrent_requests"
+    " max_queue_size max_queue_wait max_best_of max_n max_stop_sequences max_top_n_tokens max_client_batch_size"
+    " payload_limit grammar_timeout max_grammar_bytes",
+    "Scheduling": "max_batch_size max_batch_prefill_tokens max_batch_total_tokens prefill_order"
+    " prefix_caching kv_events kv_events_replay kv_events_topic"
+    " kv_events_any_host kv_reservation target_inter_token_latency fairness priority_ageing steps_in_flight"
+    " late_planning",
+    "API": "hostname port root_path served_model_name tool_call_parser reasoning_parser generation_config strict_fields"
+    " strict_tgi disable_grammar_support enable_prefill_logprobs watermark_gamma watermark_delta responses_store"
+    " responses_store_seconds cors_allow_origin"
+    " aip_predict_route aip_health_route validation_workers",
+    "LoRA adapters": "enable_lora lora_adapters lora_modules lora_paths adapter_id adapter_source preloaded_adapter_ids"
+    " adapter_root adapter_allow adapter_cache adapter_cache_size adapter_memory adapter_memory_fraction max_loras"
+    " max_loras_per_batch max_active_adapters max_lora_rank adapter_cycle_time_s unknown_model",
+    "Security": "api_key api_key_file admin_key ssl_certfile ssl_keyfile ssl_ca_certs shard_tls_cert"
+    " shard_tls_key shard_tls_ca allow_insecure_tcp",
+    "Failures and replay": "step_timeout recovery_grace resume_grace max_restarts drain_delay"
+    " graceful_termination_timeout journal"
+    " journal_tokens journal_max_bytes",
+    "Logs, metrics and traces": "log_level json_output log_colorize log_requests log_requests_max_bytes otlp_endpoint"
+    " otlp_protocol otlp_service_name",
+}
 
 
-def as_text(value: Any) -> str | None:  # noqa: ANN401
-    """A field's value in the form of command line and environment."""
-    if value is None or value is PydanticUndefined:
-        return None
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value)
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:  # noqa: ANN401
-    if get_origin(annotation) in (Union, types.UnionType):
-        return get_args(annotation)
-    return (annotation,)
+def grouped(flags: Sequence[Flag]) -> Iterator[tuple[str, list[Flag]]]:
+    """Yield each group's title with its flags, in the order in which they are shown."""
+    left = {flag.name: flag for flag in flags}
+    last = [left.pop(flag.name) for flag in flags if flag.help.startswith(NO_EFFECT)]
+    for title, names in NAMES.items():
+        yield title, [left.pop(name) for name in names.split() if name in left]
+    if left:
+        yield OTHERS, list(left.values())
+    yield LAST, last

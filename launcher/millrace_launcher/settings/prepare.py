@@ -119,7 +119,7 @@ def plan_for(settings: Settings, variables: HostVariables, *, num_shard: int | N
 
 
 def model_name(model_id: str | None) -> str:
-    """The name to report: that of the demo model, of a GGUF file without its suffix, or `model_id`."""
+    """The name to report: the demo model's, a GGUF file's without its suffix, or `model_id`."""
     if model_id is None:
         return DEMO_NAME
     return Path(model_id).stem if model_id.endswith(GGUF) else model_id

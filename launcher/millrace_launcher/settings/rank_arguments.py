@@ -19,10 +19,10 @@ from millrace_launcher.settings.arguments import (
     Settings,
     build,
 )
+from millrace_launcher.settings.checks import LAST_PORT, is_loopback, split_address
 from millrace_launcher.settings.commands import Commands, Programs
 from millrace_launcher.settings.flags import WIRING, flags_of
 from millrace_launcher.settings.prepare import model_name, plan_for
-from millrace_launcher.settings.remote import LAST_PORT, is_loopback, split_address
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
 

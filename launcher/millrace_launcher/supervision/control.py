@@ -41,7 +41,6 @@ class Control:
         self._write({"event": "gave_up", "reason": reason[:LONGEST_REASON]})
 
     def close(self) -> None:
-        """Close both ends."""
         self.theirs.close()
         if self._ours.fileno() != -1:
             asyncio.get_running_loop().remove_reader(self._ours)

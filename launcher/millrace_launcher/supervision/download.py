@@ -8,8 +8,7 @@ from pathlib import Path
 from millrace_launcher.errors import DownloadError
 from millrace_launcher.logs import has_bar, log
 from millrace_launcher.processes.children import Children, explain
-from millrace_launcher.settings.commands import Commands
-from millrace_launcher.settings.folders import ModelFolders
+from millrace_launcher.settings.commands import Commands, ModelFolders
 
 GRACE_SECONDS = 10.0
 

@@ -10,16 +10,14 @@ import sys
 
 from millrace_launcher.banner import closing_banner
 from millrace_launcher.errors import ShardCrashLoop
-from millrace_launcher.host.sockets import refuse_busy_port
+from millrace_launcher.host.claims import refuse_busy_port
 from millrace_launcher.logs import log
-from millrace_launcher.processes.children import Children
-from millrace_launcher.processes.tasks import cancel, first
+from millrace_launcher.processes.children import Children, cancel, first
 from millrace_launcher.settings.commands import Commands
-from millrace_launcher.supervision.cluster_shards import ClusterShards
 from millrace_launcher.supervision.download import resolve_model
-from millrace_launcher.supervision.remote_shards import RemoteShards
+from millrace_launcher.supervision.elsewhere import ClusterShards, RemoteShards
+from millrace_launcher.supervision.restarts import Stop
 from millrace_launcher.supervision.shards import Shards
-from millrace_launcher.supervision.stop import Stop
 from millrace_launcher.supervision.webserver import Webserver
 from millrace_router.config import listen_address
 

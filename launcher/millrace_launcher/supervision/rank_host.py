@@ -6,22 +6,19 @@ import asyncio
 import time
 
 from millrace_launcher.errors import ShardCannotStart, ShardCrashLoop
-from millrace_launcher.host.sockets import refuse_busy_port
+from millrace_launcher.host.claims import refuse_busy_port
 from millrace_launcher.logs import log
-from millrace_launcher.processes.children import Children, explain
+from millrace_launcher.processes.children import Children, cancel, explain, first
 from millrace_launcher.processes.process import ManagedProcess
-from millrace_launcher.processes.tasks import cancel, first
-from millrace_launcher.settings.commands import Commands
-from millrace_launcher.settings.folders import ModelFolders
-from millrace_launcher.settings.remote import split_address
-from millrace_launcher.supervision.breaker import Breaker, is_steady
+from millrace_launcher.settings.checks import split_address
+from millrace_launcher.settings.commands import Commands, ModelFolders
 from millrace_launcher.supervision.download import resolve_model
 from millrace_launcher.supervision.readiness import address_ready
+from millrace_launcher.supervision.restarts import Breaker, Stop, is_steady
 from millrace_launcher.supervision.shard_group import ORDERLY_FAILURES
-from millrace_launcher.supervision.stop import Stop
 
 START_AGAIN = 75
-"""Exit code of a shard whose group has to meet anew: no failure of its own."""
+"""Exit code of a shard whose group has to meet anew: the shard itself has not failed."""
 AGAIN_SECONDS = 1.0
 """Pause before a rank meets the others anew, if it was not ready."""
 STEADY_SECONDS = 60.0

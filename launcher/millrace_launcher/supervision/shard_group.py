@@ -6,13 +6,11 @@ import asyncio
 import time
 from pathlib import Path
 
-from millrace_launcher.host.sockets import clear_socket
+from millrace_launcher.host.leftovers import clear_socket
 from millrace_launcher.logs import log
-from millrace_launcher.processes.children import Children, explain
+from millrace_launcher.processes.children import Children, explain, first
 from millrace_launcher.processes.process import ManagedProcess
-from millrace_launcher.processes.tasks import first
-from millrace_launcher.settings.commands import Commands
-from millrace_launcher.settings.folders import ModelFolders
+from millrace_launcher.settings.commands import Commands, ModelFolders
 from millrace_launcher.supervision.readiness import shard_ready
 
 # Exit codes of Python and argparse: settings, model or memory are not sufficient.
@@ -30,7 +28,6 @@ class ShardGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank runs."""
         return len(self._ranks) == self._commands.num_shard and not self._dead()
 
     @property

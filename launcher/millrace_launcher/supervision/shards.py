@@ -10,11 +10,9 @@ from typing import Protocol
 
 from millrace_launcher.errors import ShardCannotStart, ShardCrashLoop
 from millrace_launcher.logs import log
-from millrace_launcher.processes.children import Children
-from millrace_launcher.processes.tasks import first
-from millrace_launcher.settings.commands import Commands
-from millrace_launcher.settings.folders import ModelFolders
-from millrace_launcher.supervision.breaker import Breaker, is_steady
+from millrace_launcher.processes.children import Children, first
+from millrace_launcher.settings.commands import Commands, ModelFolders
+from millrace_launcher.supervision.restarts import Breaker, is_steady
 from millrace_launcher.supervision.shard_group import ShardGroup
 
 # Shards that served for this time before they died are no crash loop, even without requests.

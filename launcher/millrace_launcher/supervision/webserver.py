@@ -11,15 +11,13 @@ from typing import Any
 from millrace_launcher.banner import url
 from millrace_launcher.errors import WebserverCannotStart, WebserverFailed
 from millrace_launcher.logs import log
-from millrace_launcher.processes.children import Children, explain
+from millrace_launcher.processes.children import Children, explain, first
 from millrace_launcher.processes.process import ManagedProcess
-from millrace_launcher.processes.tasks import first
 from millrace_launcher.settings.commands import Commands, Placed
-from millrace_launcher.supervision.breaker import Breaker, is_steady
-from millrace_launcher.supervision.cluster_shards import ClusterShards
 from millrace_launcher.supervision.control import Control
+from millrace_launcher.supervision.elsewhere import ClusterShards, RemoteShards
 from millrace_launcher.supervision.readiness import router_ready
-from millrace_launcher.supervision.remote_shards import RemoteShards
+from millrace_launcher.supervision.restarts import Breaker, is_steady
 from millrace_launcher.supervision.shard_group import ORDERLY_FAILURES
 from millrace_launcher.supervision.shards import Shards
 from millrace_router.config import listen_address

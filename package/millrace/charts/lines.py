@@ -1,4 +1,4 @@
-"""Line charts as SVG text: one panel under the other, one line per series, and a dashed one for its prediction."""
+"""Line charts as SVG text: panels in columns, one line per series, and a dashed one for its prediction."""
 
 from __future__ import annotations
 
@@ -40,17 +40,27 @@ class Panel:
     """Whether x is on a logarithmic axis; all x are then above zero."""
     rounds: bool = False
     """Whether round numbers are marked on the x axis, and not the x of the points."""
+    labels: Sequence[str] = ()
+    """The names of x = 0, 1, 2 and so on, where x is not a number."""
     simulated: Points = field(default_factory=dict)
     """Predicted points of the same series, drawn as dashed lines with hollow marks."""
 
 
-def curves(title: str, panels: Sequence[Panel]) -> str:
-    """An SVG document."""
+def curves(title: str, panels: Sequence[Panel], *, num_columns: int = 1) -> str:
+    """An SVG document; the panels fill its rows from left to right."""
     series = list(dict.fromkeys(name for p in panels for name in (*p.points, *p.simulated)))
     parts = legend(series)
-    for row, panel in enumerate(panels):
-        parts += _panel(panel, series, top=MARGIN_TOP + row * PANEL_HEIGHT)
-    return document(title, parts, height=MARGIN_TOP + PANEL_HEIGHT * len(panels))
+    width = WIDTH // num_columns
+    for number, panel in enumerate(panels):
+        row, column = divmod(number, num_columns)
+        x, y = column * width, MARGIN_TOP + row * PANEL_HEIGHT
+        parts += [
+            f"<g transform='translate({x} {y})'>",
+            *_panel(panel, series, width=width),
+            "</g>",
+        ]
+    num_rows = math.ceil(len(panels) / num_columns)
+    return document(title, parts, height=MARGIN_TOP + PANEL_HEIGHT * num_rows)
 
 
 def round_numbers(low: float, high: float, *, doubles: bool) -> list[float]:
@@ -65,36 +75,40 @@ def round_numbers(low: float, high: float, *, doubles: bool) -> list[float]:
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _panel(panel: Panel, series: Sequence[str], *, top: int) -> list[str]:
+def _panel(panel: Panel, series: Sequence[str], *, width: int) -> list[str]:
+    """The panel from its own corner on; it is `width` wide."""
     drawn = [*panel.points.values(), *panel.simulated.values()]
     every = [point for points in drawn for point in points]
-    parts = [text(20, top + 16, panel.title)]
+    parts = [text(20, 16, panel.title)]
     if not every:
         return parts
     place = math.log2 if panel.doubles else float
     xs = sorted({x for x, _ in every})
     low, high = place(xs[0]), place(xs[-1])
-    width = WIDTH - MARGIN_LEFT - MARGIN_RIGHT
-    floor = top + 30 + AREA
+    right = width - MARGIN_RIGHT
+    floor = 30 + AREA
     most = max(y for _, y in every) or 1.0
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
         share = (place(point[0]) - low) / (high - low) if high > low else 0.5
-        return MARGIN_LEFT + share * width, floor - point[1] / most * AREA
+        return MARGIN_LEFT + share * (right - MARGIN_LEFT), floor - point[1] / most * AREA
 
     for step in range(NUM_GRID_LINES + 1):
         value = most * step / NUM_GRID_LINES
         _, y = at((xs[0], value))
-        parts.append(line(MARGIN_LEFT, y, WIDTH - MARGIN_RIGHT, y, FAINT))
+        parts.append(line(MARGIN_LEFT, y, right, y, FAINT))
         parts.append(text(MARGIN_LEFT - 6, y + 4, short(value), anchor="end"))
     if panel.rounds:
         marked = round_numbers(xs[0], xs[-1], doubles=panel.doubles)
     else:
-        marked = xs if len(xs) <= 16 else xs[:: len(xs) // 8]
-    parts += [text(at((x, 0))[0], floor + 18, short(x), anchor="middle") for x in marked]
-    parts.append(text(MARGIN_LEFT + width / 2, floor + 36, panel.x_title, anchor="middle"))
+        most = 16 * width // WIDTH
+        marked = xs if len(xs) <= most else xs[:: 2 * len(xs) // most]
+    for x in marked:
+        label = panel.labels[int(x)] if panel.labels else short(x)
+        parts.append(text(at((x, 0))[0], floor + 18, label, anchor="middle"))
+    parts.append(text((MARGIN_LEFT + right) / 2, floor + 36, panel.x_title, anchor="middle"))
     if panel.simulated:
-        parts.append(text(WIDTH - MARGIN_RIGHT, top + 16, "dashed: simulated", anchor="end"))
+        parts.append(text(right, 16, "dashed: simulated", anchor="end"))
     for points, is_simulated in ((panel.points, False), (panel.simulated, True)):
         for name, line_of in points.items():
             colour = colour_of(series.index(name))

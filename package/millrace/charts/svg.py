@@ -37,14 +37,12 @@ def text(x: float, y: float, content: str, *, anchor: str = "start", weight: str
 
 
 def rectangle(x: float, y: float, width: float, height: float, colour: str) -> str:
-    """A filled rectangle."""
     return (
         f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{colour}'/>"
     )
 
 
 def line(x: float, y: float, x2: float, y2: float, colour: str = LINE) -> str:
-    """A thin line."""
     return f"<line x1='{x:.1f}' y1='{y:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{colour}'/>"
 
 
@@ -63,5 +61,4 @@ def colour_of(position: int) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

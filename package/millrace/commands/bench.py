@@ -14,7 +14,7 @@ from millrace.http.client import Client, is_url
 from millrace.load.apis import APIS, dialect_of, find_api
 from millrace.load.levels import Level
 from millrace.load.live import LiveLine, header, line_of
-from millrace.load.load import Outcome, run_level
+from millrace.load.load import RequestOutcome, run_level
 from millrace.load.measurement import Measurement, summarise
 from millrace.load.report import SUFFIXES, Report
 from millrace.load.texts import prompts_of, random_prompts
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(argv)
     if not is_url(given.url):
-        parser.error(f"{given.url} is no http:// or https:// address")
+        parser.error(f"{given.url} must be an http:// or https:// address")
     try:
         prompts = None if given.prompts is None else prompts_of(given.prompts)
     except (OSError, ValueError) as error:
@@ -86,7 +86,7 @@ async def _measure(given: argparse.Namespace, level: Level, api: str, model: str
     """Run one level. Raises ValueError where every request failed."""
     dialect = dialect_of(api, model, ignore_eos=given.ignore_eos)
     headers = {} if given.api_key is None else {"Authorization": f"Bearer {given.api_key}"}
-    outcome = Outcome()
+    outcome = RequestOutcome()
     async with LiveLine(sys.stdout, level.name, level.num_requests, outcome):
         await run_level(given.url, level, dialect=dialect, outcome=outcome, headers=headers)
     return summarise(model, level, outcome.timelines, failures=outcome.failures)

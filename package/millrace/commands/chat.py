@@ -1,4 +1,4 @@
-"""`millrace chat [URL | MODEL]`: a chat in the terminal with a running server, or with a model of its own."""
+"""`millrace chat [URL | MODEL]`: a chat in the terminal with a running server, or with a model that it loads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from millrace.chat.conversation import Conversation
-from millrace.chat.screen import Screen
-from millrace.chat.session import Session
+from millrace.chat import Conversation, Screen, Session
 from millrace.commands.parser import Parser, positive, split
 from millrace.errors import MillraceError
 from millrace.http.client import Client, is_url
@@ -20,7 +18,7 @@ PROGRAM = "millrace chat"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Chat until the user's end; 1 where there is no server, or a line from a pipe got no answer."""
+    """Chat until the user ends it. Returns 1 without a server, or if a line from a pipe got no answer."""
     words, flags = split(argv)
     parser = _parser()
     given = parser.parse_args(words)

@@ -9,7 +9,7 @@ from millrace.commands.parser import Parser
 from millrace.download import download
 from millrace_launcher.errors import LaunchError
 from millrace_launcher.settings.arguments import read_settings
-from millrace_launcher.settings.flags import option_name
+from millrace_proto.flags import option_name
 
 PROGRAM = "millrace download"
 FORWARDED = ("revision", "draft_model", "tokenizer_name", "huggingface_hub_cache")

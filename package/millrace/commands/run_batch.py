@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from millrace.batch.lines import count_lines
-from millrace.batch.output import Output
-from millrace.batch.run import Counts, run_batch
+from millrace.batch import Counts, Output, count_lines, run_batch
 from millrace.commands.parser import Parser, positive, split
 from millrace.errors import MillraceError, OutputError
 from millrace.http.client import Client, is_url
 from millrace.server import serving
-from millrace_launcher.progress_bar import START_OF_LINE, bar
+from millrace_launcher.logs import START_OF_LINE, bar
 
 PROGRAM = "millrace run-batch"
 BAR_SECONDS = 0.2
@@ -60,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if given.url is not None and flags:
         parser.error("flags after -- are for a server of this command's own, not for a URL")
     if given.url is not None and not is_url(given.url):
-        parser.error(f"{given.url} is no http:// or https:// address")
+        parser.error(f"{given.url} must be an http:// or https:// address")
     try:
         total = count_lines(given.source)
         output = Output(given.output)

@@ -10,7 +10,7 @@ PROGRAM = "millrace serve"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until a signal; the exit codes are those of `millrace-launcher`."""
+    """Serve until a signal, with `millrace-launcher`'s exit codes."""
     return launch(launcher_arguments(argv), program=PROGRAM)
 
 

@@ -49,7 +49,6 @@ class Client:
         )
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -94,13 +93,17 @@ class Client:
         try:
             async with self._opened.post(self.base + path, json=body) as response:
                 if response.status != 200:
-                    raise refusal(response.status, await response.read())
+                    error = refusal(response.status, await response.read())
+                    error.retry_after_seconds = _seconds(response.headers.get("Retry-After"))
+                    raise error
                 async for chunk in response.content.iter_any():
                     for data in reader.feed(chunk):
                         event = orjson.loads(data)
                         if not isinstance(event, dict):
                             raise RequestError(
-                                response.status, "error", f"an event is no object: {data[:80]!r}"
+                                response.status,
+                                "error",
+                                f"an event is not an object: {data[:80]!r}",
                             )
                         if event.get("error"):
                             raise refusal(response.status, data)
@@ -133,6 +136,14 @@ def refusal(status: int, body: bytes) -> RequestError:
         return RequestError(status, str(found.get("error_type") or "error"), error)
     text = body[:200].decode(errors="replace").strip()
     return RequestError(status, "error", f"status {status}: {text}")
+
+
+def _seconds(text: str | None) -> float | None:
+    """The number of seconds in `Retry-After`; None for a date or none."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
 
 
 def _checked(status: int, body: bytes) -> Any:  # noqa: ANN401

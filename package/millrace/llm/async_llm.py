@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any, Self, TypeVar
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Protocol, Self, TypeVar
 
 from millrace.http.client import is_url
-from millrace.llm.backend import Backend
 from millrace.llm.outputs import (
     ChatOutput,
     ChatPiece,
@@ -19,7 +19,79 @@ from millrace.llm.outputs import (
     chat_pieces,
 )
 from millrace.llm.params import SamplingParams
-from millrace.llm.places import Places
+
+
+class Backend(Protocol):
+    """A model that answers. A stream that is closed ends its request.
+
+    Methods raise RequestError or ConnectionFailed.
+    """
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that may be in flight."""
+
+    def complete(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Piece, None]:
+        """Stream the answers to one prompt, interleaved as they come."""
+
+    async def chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The answer to the body of a chat, as OpenAI has it."""
+
+    def chat_stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
+        """The chunks of an answer to the body of a chat, as OpenAI has them."""
+
+    async def embed(self, body: Mapping[str, Any]) -> list[list[float]]:
+        """The embeddings of the `input` of a body, as OpenAI has it."""
+
+    async def score(self, body: Mapping[str, Any]) -> list[float]:
+        """The scores of the pairs of a body, as vLLM has it."""
+
+    async def close(self) -> None:
+        """End everything that was started for it."""
+
+
+class RequestSlots:
+    """Gives places in the order in which they are asked for."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free = count
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+
+    @asynccontextmanager
+    async def taken(self, wanted: int) -> AsyncGenerator[None, None]:
+        """Hold `wanted` places at once, or all there are if that is less."""
+        wanted = max(1, min(wanted, self._count))
+        await self._take(wanted)
+        try:
+            yield
+        finally:
+            self._give(wanted)
+
+    async def _take(self, wanted: int) -> None:
+        if not self._waiting and self._free >= wanted:
+            self._free -= wanted
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append((place, wanted))
+        try:
+            await place
+        except asyncio.CancelledError:
+            # The places may have been given at the same moment, and others may fit where this one waited.
+            self._give(0 if place.cancelled() else wanted)
+            raise
+
+    def _give(self, count: int) -> None:
+        self._free += count
+        while self._waiting:
+            place, wanted = self._waiting[0]
+            if not place.cancelled():
+                if wanted > self._free:
+                    return
+                self._free -= wanted
+                place.set_result(None)
+            self._waiting.popleft()
+
 
 Message = Mapping[str, Any]
 Item = TypeVar("Item")
@@ -39,7 +111,7 @@ class AsyncLLM:
     ) -> None:
         """`model` is a folder, a name on the hub, a GGUF file or a URL; the demo model when absent.
 
-        `flags` are the launcher's, such as `max_total_tokens=4096`. `api_key` is that of the server at a URL.
+        `flags` are the launcher's, such as `max_total_tokens=4096`. `api_key` is for the server at a URL.
         """
         if model is not None and is_url(model) and flags:
             raise TypeError(f"a server at a URL takes no flags, but got {', '.join(flags)}")
@@ -47,7 +119,7 @@ class AsyncLLM:
         self._api_key = api_key
         self._flags = flags
         self._backend: Backend | None = None
-        self._places = Places(1)
+        self._places = RequestSlots(1)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -59,7 +131,7 @@ class AsyncLLM:
     async def start(self) -> None:
         """Load the model, or connect. Raises StartError, ConnectionFailed or RequestError."""
         self._backend = await _open(self._model, self._api_key, self._flags)
-        self._places = Places(self._backend.max_requests)
+        self._places = RequestSlots(self._backend.max_requests)
 
     async def close(self) -> None:
         """End running requests and every process of the model. Idempotent."""
@@ -176,10 +248,10 @@ async def _open(model: str | None, api_key: str | None, flags: Mapping[str, obje
         from millrace.llm.remote import Remote  # noqa: PLC0415
 
         return await Remote.open(model, api_key)
-    from millrace.llm.deployment import Deployment  # noqa: PLC0415
+    from millrace.llm.deployment import LocalModel  # noqa: PLC0415
     from millrace.llm.local import Local  # noqa: PLC0415
 
-    return Local(await Deployment.start(model, flags))
+    return Local(await LocalModel.start(model, flags))
 
 
 def _prompts_of(prompts: Prompts) -> list[Prompt]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,25 +13,53 @@ from typing import Any
 import structlog
 
 from millrace.errors import StartError
-from millrace.llm.flags import settings_of
 from millrace_launcher.errors import LaunchError, ShardCrashLoop
 from millrace_launcher.logs import log
-from millrace_launcher.processes.children import Children
-from millrace_launcher.processes.tasks import cancel
+from millrace_launcher.processes.children import Children, cancel
+from millrace_launcher.settings.arguments import Settings, read_settings
 from millrace_launcher.settings.commands import Commands, Programs
 from millrace_launcher.settings.prepare import prepare
 from millrace_launcher.supervision.control import Control
 from millrace_launcher.supervision.download import resolve_model
 from millrace_launcher.supervision.shards import Shards
-from millrace_router.checks import StartupError
+from millrace_proto.flags import option_name
 from millrace_router.config import RouterConfig
 from millrace_router.server.services import Services
-from millrace_router.startup import Running, start
+from millrace_router.start.running import Running, start
+from millrace_router.start.shards import StartupError
+
+PROGRAM = "LLM"
+
+
+def arguments_of(model: str | None, flags: Mapping[str, object]) -> list[str]:
+    """`max_total_tokens=512` as `--max-total-tokens=512`; True is a switch, None and False are left out."""
+    words = [] if model is None else [f"--model-id={model}"]
+    for name, value in flags.items():
+        option = option_name(name)
+        if value is True:
+            words.append(option)
+        elif isinstance(value, (list, tuple)):
+            words += [f"{option}={each}" for each in value]
+        elif value is not None and value is not False:
+            words.append(f"{option}={value}")
+    return words
+
+
+def settings_of(model: str | None, flags: Mapping[str, object]) -> Settings:
+    """The launcher's settings. Raises StartError where a flag is wrong."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return read_settings(arguments_of(model, flags), program=PROGRAM)
+    except SystemExit:
+        words = said.getvalue().partition("\n\nFor more")[0]
+        raise StartError(words.removeprefix("error: ")) from None
+
 
 GRACE_SECONDS = 10.0
 
 
-class Deployment:
+class LocalModel:
     """A model that is served in this process; nothing listens on a port.
 
     Shards are processes, as under the launcher: they are restarted when they die, and end with this process.
@@ -45,7 +75,7 @@ class Deployment:
         self._running: Running | None = None
 
     @classmethod
-    async def start(cls, model: str | None, flags: Mapping[str, object]) -> Deployment:
+    async def start(cls, model: str | None, flags: Mapping[str, object]) -> LocalModel:
         """Load the model, and return when it can answer. Raises StartError; nothing is left then."""
         if not isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
             raise StartError(
@@ -68,7 +98,6 @@ class Deployment:
 
     @property
     def services(self) -> Services:
-        """The router's parts."""
         assert self._running is not None
         return self._running.services
 

@@ -1,4 +1,4 @@
-"""A model for programs without an event loop: `AsyncLLM` on a thread of its own."""
+"""A model for programs without an event loop: `AsyncLLM` on its own thread."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Result = TypeVar("Result")
 class LLM:
     """A model of this process, or a running server by its URL; `close` or `with` ends it.
 
-    Several threads may use it. Errors are those of `AsyncLLM`, and StartError where the model cannot be loaded.
+    Several threads may use it. Raises the same errors as `AsyncLLM`, and StartError where the model cannot be loaded.
     """
 
     def __init__(
         self, model: str | None = None, *, api_key: str | None = None, **flags: object
     ) -> None:
-        """Load the model; the arguments are those of `AsyncLLM`. Raises StartError."""
+        """Load the model, with the arguments of `AsyncLLM`. Raises StartError."""
         self._llm = AsyncLLM(model, api_key=api_key, **flags)
         self._loop = _Loop()
         self._finalizer = weakref.finalize(self, _close, self._llm, self._loop)
@@ -79,13 +79,11 @@ class LLM:
         return self._loop.iterate(self._llm.chat_stream(messages, params, **fields))
 
     def embed(self, texts: Prompts, **fields: object) -> list[list[float]]:
-        """See `AsyncLLM.embed`."""
         return self._loop.run(self._llm.embed(texts, **fields))
 
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], **fields: object
     ) -> list[float]:
-        """See `AsyncLLM.score`."""
         return self._loop.run(self._llm.score(text_1, text_2, **fields))
 
 
@@ -131,7 +129,6 @@ class _Loop:
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
-        """End the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

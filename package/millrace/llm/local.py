@@ -5,34 +5,28 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 from millrace.errors import RequestError
-from millrace.llm.deployment import Deployment
+from millrace.llm.deployment import LocalModel
 from millrace.llm.outputs import Piece, Prompt
 from millrace.llm.params import SamplingParams
-from millrace_router.adapters.names.sources import check_name
-from millrace_router.api.completions.request import CompletionRequest
-from millrace_router.api.openai.answers import AnswerHead
-from millrace_router.api.openai.chat_answers import ChatAnswers
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
-from millrace_router.api.openai.choice import ChoiceText
-from millrace_router.api.openai.errors import deltas_of, fingerprint, model_name
-from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
-from millrace_router.api.pooling.embedding_run import Given, embedding_run
-from millrace_router.api.pooling.requests import EmbeddingsRequest, ScoreRequest
-from millrace_router.api.pooling.score_run import score_run
-from millrace_router.api.pooling.vectors import sigmoid
-from millrace_router.api.request_fields.reading import Model, checked
+from millrace_router.adapters.names import check_name
+from millrace_router.api.body.reading import Model, checked
+from millrace_router.api.chat.choice import ChoiceText, reader
+from millrace_router.api.chat.start import ChatRun, run_chat
+from millrace_router.api.openai.render import chat_answer, chat_renderer
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
+from millrace_router.api.pooling.protocol import EmbeddingsRequest, ScoreRequest
+from millrace_router.api.pooling.run import PoolingInput, embedding_run, score_run, sigmoid
 from millrace_router.engine.generation import Generation
-from millrace_router.engine.usage import Usage
 from millrace_router.errors import RouterError, ValidationError
 from millrace_router.request.adapter import AdapterReference
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import Task
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.validation.rules import check_task
 
 WITHOUT_PLACE = ("echo", "best_of", "prompt_logprobs")
@@ -40,19 +34,17 @@ WITHOUT_PLACE = ("echo", "best_of", "prompt_logprobs")
 
 
 class Local:
-    """A `Backend` over a `Deployment` of this process."""
+    """A `Backend` over a `LocalModel` of this process."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: LocalModel) -> None:
         self._deployment = deployment
         self._services = deployment.services
 
     @property
     def max_requests(self) -> int:
-        """See `Backend.max_requests`."""
         return self._services.config.max_concurrent_requests
 
     async def complete(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Piece, None]:
-        """See `Backend.complete`."""
         services = self._services
         with _typed(), ExitStack() as cleanup:
             text = prompt if isinstance(prompt, str) else list(prompt)
@@ -65,7 +57,10 @@ class Local:
                 adapter=self._adapter(body.model),
             )
             generations = await self._started(asked, body.num_choices, cleanup)
-            texts = [ChoiceText(body.stop_sequences, shown=body.shown) for _ in generations]
+            texts = [
+                ChoiceText(body.stop_sequences, output_options=body.output_options)
+                for _ in generations
+            ]
             async for index, event in _events(generations):
                 delta = texts[index].push(event)
                 yield Piece(
@@ -77,40 +72,34 @@ class Local:
                 )
 
     async def chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Backend.chat`."""
-        with _typed(), ExitStack() as cleanup:
-            chat, answers, generations = await self._chat(body, cleanup)
-            choices, usage = [], Usage()
-            for index, generation in enumerate(generations):
-                text = chat.text()
-                pieces = await deltas_of(generation, text)
-                choices.append(answers.choice(index, pieces))
-                usage += generation.usage(pieces[-1].num_tokens, text.reasoning_tokens)
-            return cast("Mapping[str, Any]", answers.answer(choices, usage))
+        with _typed():
+            request = self._read(body, ChatCompletionRequest)
+            async with self._started_chat(request) as run:
+                answer, _ = await chat_answer(run, request)
+                return cast("Mapping[str, Any]", answer)
 
     async def chat_stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
-        """See `Backend.chat_stream`."""
-        with _typed(), ExitStack() as cleanup:
-            chat, answers, generations = await self._chat(body, cleanup)
-            texts = [chat.text() for _ in generations]
-            async for index, event in _events(generations):
-                for chunk in answers.chunks(index, texts[index].push(event)):
-                    yield cast("Mapping[str, Any]", chunk)
+        with _typed():
+            request = self._read(body, ChatCompletionRequest)
+            async with self._started_chat(request) as run:
+                renderer = chat_renderer(self._services, request)
+                texts = [reader(run.chat) for _ in run.generations]
+                async for index, event in _events(run.generations):
+                    for chunk in renderer.chunks(index, texts[index].push(event)):
+                        yield cast("Mapping[str, Any]", chunk)
 
     async def embed(self, body: Mapping[str, Any]) -> list[list[float]]:
-        """See `Backend.embed`."""
         with _typed():
             asked = self._read(body, EmbeddingsRequest)
             check_task(Task.EMBED, self._services.limits)
-            given = Given(asked.input, "input", self._adapter(asked.model))
+            source = PoolingInput(asked.input, "input", self._adapter(asked.model))
             specials = asked.add_special_tokens is not False
             run = embedding_run(
-                self._services, asked, given, lambda form: form.embedding, specials=specials
+                self._services, asked, source, lambda form: form.embedding, specials=specials
             )
             return (await run.finish()).results
 
     async def score(self, body: Mapping[str, Any]) -> list[float]:
-        """See `Backend.score`."""
         with _typed():
             asked = self._read(body, ScoreRequest)
             check_task(Task.SCORE, self._services.limits)
@@ -119,25 +108,15 @@ class Local:
             return [sigmoid(raw) for raw in (await run.finish()).results]
 
     async def close(self) -> None:
-        """See `Backend.close`."""
         await self._deployment.close()
 
-    async def _chat(
-        self, body: Mapping[str, Any], cleanup: ExitStack
-    ) -> tuple[PreparedChat, ChatAnswers, Sequence[Generation]]:
+    def _started_chat(self, request: ChatCompletionRequest) -> AbstractAsyncContextManager[ChatRun]:
         """Start a chat; raises RouterError."""
-        services = self._services
-        request = self._read(dict(body), ChatCompletionRequest)
-        chat = await prepare_chat(services, request.chat(services.limits))
-        head = AnswerHead(
-            "chat.completion",
-            "chatcmpl",
-            model=model_name(services, request.model),
-            fingerprint=fingerprint(services),
+        return run_chat(
+            self._services,
+            request.chat(self._services.limits),
+            adapter=self._adapter(request.model),
         )
-        asked = replace(chat.request, adapter=self._adapter(request.model))
-        generations = await self._started(asked, request.num_choices, cleanup)
-        return chat, ChatAnswers(head, services.dialect), generations
 
     def _read(self, given: Mapping[str, Any], model: type[Model]) -> Model:
         """Check a request as the server's routes do, and warn of names that have no effect; raises RouterError."""
@@ -203,7 +182,7 @@ async def _events(generations: Sequence[Generation]) -> AsyncIterator[tuple[int,
 
 @contextmanager
 def _typed() -> Iterator[None]:
-    """Raise the router's errors as those of this package."""
+    """Raise this package's errors in place of the router's."""
     try:
         yield
     except RouterError as error:

@@ -27,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One whole answer; the fields are those of `Piece`."""
+    """One whole answer, with the fields of `Piece`."""
 
     index: int
     text: str
@@ -92,7 +92,6 @@ class ChatOutput:
 
     @property
     def usage(self) -> Mapping[str, Any]:
-        """Counts of tokens."""
         usage: Mapping[str, Any] = self.answer["usage"]
         return usage
 

@@ -36,7 +36,6 @@ class Remote:
         return cls(client, model)
 
     async def complete(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Piece, None]:
-        """See `Backend.complete`."""
         text = prompt if isinstance(prompt, str) else list(prompt)
         body = {"model": self._model, **params.body(), "prompt": text, "stream": True}
         async with aclosing(self._client.stream("/v1/completions", body)) as events:
@@ -45,24 +44,20 @@ class Remote:
                     yield _piece(choice)
 
     async def chat(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Backend.chat`."""
         answer: Mapping[str, Any] = await self._client.post(CHATS, {"model": self._model, **body})
         return answer
 
     async def chat_stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
-        """See `Backend.chat_stream`."""
         asked = {"model": self._model, **body, "stream": True}
         async with aclosing(self._client.stream(CHATS, asked)) as events:
             async for event in events:
                 yield event
 
     async def embed(self, body: Mapping[str, Any]) -> list[list[float]]:
-        """See `Backend.embed`."""
         asked = {"model": self._model, "encoding_format": "float", **body}
         return [one["embedding"] for one in await self._data("/v1/embeddings", asked)]
 
     async def score(self, body: Mapping[str, Any]) -> list[float]:
-        """See `Backend.score`."""
         asked = {"model": self._model, **body}
         return [one["score"] for one in await self._data("/v1/score", asked)]
 
@@ -72,7 +67,6 @@ class Remote:
         return sorted(answer["data"], key=lambda one: one["index"])
 
     async def close(self) -> None:
-        """See `Backend.close`."""
         await self._client.close()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import TextIO
 
-from millrace.load.load import Outcome
+from millrace.load.load import RequestOutcome
 from millrace.load.measurement import Measurement, Quantiles
 
 EVERY_SECONDS = 0.5
@@ -48,7 +48,7 @@ def _three(quantiles: Quantiles) -> str:
     )
 
 
-def moving_line(name: str, num_requests: int, outcome: Outcome, seconds: float) -> str:
+def moving_line(name: str, num_requests: int, outcome: RequestOutcome, seconds: float) -> str:
     """The figures so far of the level that runs."""
     num_tokens = sum(len(timeline.arrivals) for timeline in outcome.started)
     done = len(outcome.timelines) + len(outcome.failures)
@@ -69,7 +69,9 @@ def moving_line(name: str, num_requests: int, outcome: Outcome, seconds: float) 
 class LiveLine:
     """Rewrites the last line of a terminal while a level runs; writes nothing to another stream."""
 
-    def __init__(self, stream: TextIO, name: str, num_requests: int, outcome: Outcome) -> None:
+    def __init__(
+        self, stream: TextIO, name: str, num_requests: int, outcome: RequestOutcome
+    ) -> None:
         self._stream = stream
         self._name = name
         self._num_requests = num_requests

@@ -17,7 +17,7 @@ import orjson
 
 from millrace.http.client import base_of
 from millrace.http.sse import EventReader
-from millrace.load.dialects import TGI, BadStreamError, Dialect
+from millrace.load.apis import TGI, BadStreamError, Dialect
 from millrace.load.levels import Level
 from millrace.load.measurement import Timeline
 
@@ -25,7 +25,7 @@ READ_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """The requests of one level: a timeline of each success, a reason for each failure."""
 
     timelines: list[Timeline] = field(default_factory=list)
@@ -42,7 +42,7 @@ class _Client:
     url: str
     level: Level
     dialect: Dialect
-    outcome: Outcome
+    outcome: RequestOutcome
 
 
 async def run_level(
@@ -50,11 +50,11 @@ async def run_level(
     level: Level,
     *,
     dialect: Dialect = TGI,
-    outcome: Outcome | None = None,
+    outcome: RequestOutcome | None = None,
     headers: Mapping[str, str] | None = None,
-) -> Outcome:
+) -> RequestOutcome:
     """Send every request of the level and wait for all of them; a given `outcome` is filled meanwhile."""
-    outcome = Outcome() if outcome is None else outcome
+    outcome = RequestOutcome() if outcome is None else outcome
     timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
     connector = aiohttp.TCPConnector(limit=0, force_close=not dialect.keeps_connections)
     async with aiohttp.ClientSession(
@@ -134,7 +134,7 @@ async def stamped_events(
         except ValueError as error:
             raise BadStreamError(f"an event is no JSON: {data[:80]!r}") from error
         if not isinstance(event, dict):
-            raise BadStreamError(f"an event is no object: {data[:80]!r}")
+            raise BadStreamError(f"an event is not an object: {data[:80]!r}")
         yield arrival, event
 
 

@@ -20,16 +20,14 @@ class Timeline:
     arrivals: list[float] = field(default_factory=list)
     """One for each token, or for each event where an event may hold several."""
     usage: tuple[int, int] | None = None
-    """Tokens of prompt and answer by the server's own count, where it tells."""
+    """Tokens of prompt and answer as the server counts them, where it reports usage."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer."""
         return len(self.arrivals) if self.usage is None else self.usage[1]
 
     @property
     def first_token_seconds(self) -> float:
-        """Time to first token."""
         return self.arrivals[0] - self.due
 
     @property

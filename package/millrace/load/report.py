@@ -83,7 +83,7 @@ class Report:
         )
 
     def as_html(self) -> str:
-        """A page without scripts or files beside it."""
+        """A self-contained page without scripts."""
         columns = ("level", "requests", "failed", "tok/s", "first token", "between", "whole")
         head = "".join(f"<th>{escape(name)}</th>" for name in columns)
         rows = "".join(f"<tr>{_cells(measurement)}</tr>" for measurement in self.measurements)

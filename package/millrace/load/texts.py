@@ -35,7 +35,7 @@ def prompts_of(path: Path) -> tuple[str, ...]:
         _prompt_of(line, number) for number, line in enumerate(lines, start=1) if line.strip()
     )
     if not found:
-        raise ValueError(f"{path} has no prompts")
+        raise ValueError(f"{path} contains no prompts")
     return found
 
 
@@ -49,4 +49,4 @@ def _prompt_of(line: str, number: int) -> str:
     for name in ("prompt", "inputs", "text"):
         if isinstance(value.get(name), str):
             return str(value[name])
-    raise ValueError(f"line {number} has no prompt, inputs or text")
+    raise ValueError(f"line {number} lacks `prompt`, `inputs` or `text`")

@@ -1,16 +1,21 @@
-"""The adapter cache on disk: how large it is, and which versions leave it."""
+"""The adapter cache on disk, `<cache>/<digest>/adapter.safetensors`: how large it is, and which versions leave it."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from millrace_router.adapters.adapter_files import ADAPTER_FILE, DIGEST, PARTIAL_PREFIX
+ADAPTER_FILE = "adapter.safetensors"
+PARTIAL_PREFIX = ".partial-"
+"""Prefix of folders that are being written; the process id of the writer and another dash follow."""
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
 
 KEPT_SECONDS = 5.0
-"""A version that was asked for so recently may be on its way into use."""
+"""A version that was requested this recently may be on its way into use."""
 
 
 class AdapterCache:
@@ -26,25 +31,24 @@ class AdapterCache:
     def open(self) -> None:
         """Find the versions of an earlier process, and remove what it did not finish; no fetch may be running."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = []
+        versions = []
         for path in self.folder.iterdir():
             if path.name.startswith(PARTIAL_PREFIX):
                 shutil.rmtree(path, ignore_errors=True)
             elif DIGEST.fullmatch(path.name) and (path / ADAPTER_FILE).is_file():
                 status = (path / ADAPTER_FILE).stat()
-                found.append((status.st_mtime, path.name, status.st_size))
-        self._sizes = OrderedDict((digest, size) for _, digest, size in sorted(found))
+                versions.append((status.st_mtime, path.name, status.st_size))
+        self._sizes = OrderedDict((digest, size) for _, digest, size in sorted(versions))
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._sizes
 
     @property
     def num_bytes(self) -> int:
-        """Size of all versions."""
         return sum(self._sizes.values())
 
     def size_of(self, digests: Collection[str]) -> int:
-        """Size of those of `digests` that are in the cache."""
+        """Size of the `digests` that are in the cache."""
         return sum(self._sizes.get(digest, 0) for digest in set(digests))
 
     def use(self, digest: str, num_bytes: int) -> None:

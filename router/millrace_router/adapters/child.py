@@ -37,7 +37,7 @@ async def run_child(
     """Give the process its request and return its answer; it is killed when this call ends first.
 
     Raises:
-        ChildError: there is no answer.
+        ChildError: the process did not answer.
 
     """
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}

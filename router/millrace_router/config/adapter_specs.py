@@ -59,14 +59,14 @@ def _json_adapter(text: str, *, prefix: str = "") -> AdapterSpec:
     """Read an object with `name`, `path` and perhaps `revision`, all after `prefix`; others are ignored.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `text` is not such an object.
 
     """
     try:
-        given = json.loads(text)
+        fields = json.loads(text)
     except json.JSONDecodeError:
-        given = {}
-    name, path, revision = (given.get(prefix + key) for key in ("name", "path", "revision"))
+        fields = {}
+    name, path, revision = (fields.get(prefix + key) for key in ("name", "path", "revision"))
     texts = all(isinstance(value, str) and value for value in (name, path))
     if not texts or not isinstance(revision, str | None):
         raise ValueError(f"Invalid LoRA adapter format: {text}")
@@ -87,8 +87,8 @@ def split_adapters(value: object) -> object:
     for item in map(str, value):
         text = item.strip()
         listed = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-        found = [part.strip() for part in _ITEM.findall(listed)]
-        # A text that does not split without a rest is no list: its own check refuses it.
+        items = [part.strip() for part in _ITEM.findall(listed)]
+        # A text that does not split without a rest is not a list; the check of adapters refuses it.
         whole = _ITEM.sub("", listed).strip(", ") == ""
-        parts.extend(part for part in (found if whole else [text]) if part)
+        parts.extend(part for part in (items if whole else [text]) if part)
     return tuple(parts)

@@ -1,4 +1,4 @@
-"""LoRA adapters: names, places, memory."""
+"""Flags of LoRA adapters: names, sources, memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AdapterFlags(BaseModel):
     )
     adapter_source: Literal["hub", "local"] = Field(
         default="hub",
-        description="Where an id of an adapter is looked up when nothing else says it: on the hub, or below"
+        description="Where an id of an adapter is looked up when nothing else decides it: on the hub, or below"
         " --adapter-root.",
     )
     preloaded_adapter_ids: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -59,7 +59,7 @@ class AdapterFlags(BaseModel):
     adapter_allow: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         description="Pattern of ids on the hub that clients may name, such as hub:org/*; repeatable. Without any,"
-        " clients may name registered adapters alone.",
+        " clients may only name registered adapters.",
     )
     adapter_cache: Path | None = Field(
         default=None,

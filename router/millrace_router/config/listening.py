@@ -1,4 +1,4 @@
-"""Where the server listens, and who may call it."""
+"""Flags of the HTTP server: where it listens, and who may call it."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class ListeningFlags(BaseModel):
     aip_predict_route: str | None = Field(
         default=None,
         pattern="^/[^{}]*$",
-        description="Path of /vertex, besides; Vertex AI sets it. A path that is served already stays what it is.",
+        description="Another path of /vertex, which Vertex AI sets. A path that is already served is not replaced.",
     )
     aip_health_route: str | None = Field(
         default=None,
         pattern="^/[^{}]*$",
-        description="Path of /health, besides; Vertex AI sets it.",
+        description="Another path of /health, which Vertex AI sets.",
     )
     ssl_certfile: Path | None = Field(
         default=None, description="PEM file with the certificate for HTTPS, and its chain."
     )
     ssl_keyfile: Path | None = Field(
-        default=None, description="PEM file with the certificate's key, which has no password."
+        default=None, description="PEM file with the certificate's key, without a password."
     )
     ssl_ca_certs: Path | None = Field(
         default=None,

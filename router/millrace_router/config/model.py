@@ -56,12 +56,12 @@ class ModelFlags(BaseModel):
         return self.served_model_name or (self.model_id,)
 
     def names_the_model(self, name: str | None) -> bool:
-        """Whether `name` is one of the model, and no adapter's."""
+        """Return whether `name` means the model and not an adapter."""
         return name in self.all_names
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """The names of the model with that of --model-id, which is always understood."""
+        """The served names and --model-id, which is always accepted."""
         return (*self.served_model_name, self.model_id)
 
     @model_validator(mode="before")

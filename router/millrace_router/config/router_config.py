@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
-import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Literal, Self
 
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -20,35 +15,186 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from millrace_proto.flags import read_arguments, refuse
 from millrace_router.config.adapters import AdapterFlags
-from millrace_router.config.limits import LimitFlags
 from millrace_router.config.listening import ListeningFlags
-from millrace_router.config.logs import LogFlags
 from millrace_router.config.model import ModelFlags
-from millrace_router.config.recovery import RecoveryFlags
 from millrace_router.config.scheduling import SchedulingFlags
 from millrace_router.config.text import TextFlags
+from millrace_router.config.traces import SERVICE_NAME, TraceTarget, trace_target
+from millrace_router.config.values import LogLevel, log_level
 
-COMMANDS = """
-other commands:
+
+class LimitFlags(BaseModel):
+    """The limits of requests and of batches."""
+
+    max_concurrent_requests: int = Field(
+        default=128, ge=1, description="Requests accepted at once; more are answered 429."
+    )
+    max_best_of: int = Field(default=2, ge=1, description="Largest `best_of`.")
+    max_n: int = Field(default=16, ge=1, description="Largest `n` on the OpenAI routes.")
+    max_stop_sequences: int = Field(
+        default=4, ge=0, description="Most stop sequences in one request."
+    )
+    max_top_n_tokens: int = Field(default=5, ge=0, description="Largest `top_n_tokens`.")
+    max_client_batch_size: int = Field(
+        default=4, ge=1, description="Most prompts in one completion call."
+    )
+    max_input_tokens: int | None = Field(
+        default=None, ge=1, description="Longest prompt in tokens; inferred when absent."
+    )
+    max_total_tokens: int | None = Field(
+        default=None, ge=2, description="Most tokens of prompt and answer; inferred when absent."
+    )
+    default_max_new_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most new tokens of a request that names no limit; what the context leaves when absent.",
+    )
+    max_new_tokens_limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most new tokens that a request may have, and the default of requests; when absent, only the"
+        " context limits them.",
+    )
+    max_batch_size: int | None = Field(
+        default=None,
+        description="Most sequences that run together; as many as --max-concurrent-requests when absent.",
+    )
+    max_batch_prefill_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most prompt tokens that one step computes; 4096, or what fits, when absent.",
+    )
+    max_batch_total_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Upper bound of the KV capacity in tokens; measured when absent.",
+    )
+
+
+class RecoveryFlags(BaseModel):
+    """The times of recovery and of resumption, and what is kept."""
+
+    step_timeout: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that a step always gets; one that takes longer, and far longer than "
+        "predicted, means that the shards hang: they are restarted.",
+    )
+    recovery_grace: float = Field(
+        default=300.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that shards may take to come back; then /health fails and requests end.",
+    )
+    resume_grace: float = Field(
+        default=10.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that a request with an Idempotency-Key outlives its connection, and can "
+        "be resumed; 0 ends it with the connection.",
+    )
+    responses_store: int = Field(
+        default=0,
+        ge=0,
+        description="MiB of memory for answers of /v1/responses, which `previous_response_id` refers "
+        "to; the oldest are forgotten first, and 0 stores none.",
+    )
+    responses_store_seconds: float = Field(
+        default=3600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds after which a stored response is forgotten.",
+    )
+    journal: Path | None = Field(
+        default=None,
+        description="Folder to record every step in, for replay; none is kept when absent.",
+    )
+    journal_tokens: bool = Field(
+        default=False,
+        description="Record token ids, log probabilities and grammars as well: all of the requests and "
+        "answered can be read from them.",
+    )
+    journal_max_bytes: int = Field(
+        default=1 << 30,
+        ge=1 << 16,
+        description="Bytes that journal files may take together; the oldest make room for new ones.",
+    )
+    supervisor_fd: int | None = Field(
+        default=None,
+        ge=0,
+        description="Socket to the launcher, inherited; for the launcher's use.",
+    )
+
+
+class LogFlags(BaseModel):
+    """What is logged and traced, and TGI's flags without effect."""
+
+    graceful_termination_timeout: int = Field(
+        default=90, ge=0, description="Seconds that running requests get after SIGTERM."
+    )
+    drain_delay: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds after SIGTERM in which new requests are still served while /readyz is 503, so that load"
+        " balancers learn of it; then the server drains.",
+    )
+    json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
+    log_level: LogLevel = Field(default="info", description="Least severity that is logged.")
+    log_requests: Path | None = Field(
+        default=None,
+        description="File for the log's line of each request, as JSON; only this user can read a file that it creates.",
+    )
+    log_requests_max_bytes: int = Field(
+        default=100 << 20,
+        ge=0,
+        description="Bytes after which that file is set aside as PATH.1 and so on; five are kept. 0: never.",
+    )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        description="Collector to export traces to over OTLP, such as http://localhost:4317;"
+        " OTEL_EXPORTER_OTLP_ENDPOINT when absent.",
+    )
+    otlp_protocol: Literal["grpc", "http/protobuf"] | None = Field(
+        default=None,
+        description="Protocol of that collector; OTEL_EXPORTER_OTLP_PROTOCOL when absent, else http/protobuf on port"
+        " 4318 and grpc on others.",
+    )
+    otlp_service_name: str = Field(
+        default=SERVICE_NAME,
+        description="Name of this service in traces; OTEL_SERVICE_NAME beats the default.",
+    )
+    usage_stats: Literal["on", "off", "no-stack"] = Field(
+        default="on", description="No effect: no usage statistics are ever sent."
+    )
+    ngrok: bool = Field(default=False, description="Refused: tunnels are not supported.")
+    ngrok_authtoken: str | None = Field(default=None, description="No effect without --ngrok.")
+    ngrok_edge: str | None = Field(default=None, description="No effect without --ngrok.")
+
+    @property
+    def trace_target(self) -> TraceTarget | None:
+        """Where traces go, by the flags and by OpenTelemetry's variables; None for nowhere."""
+        return trace_target(
+            self.otlp_endpoint, self.otlp_protocol, self.otlp_service_name, os.environ
+        )
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _narrow_log_level(cls, value: object) -> object:
+        return log_level(value)
+
+
+COMMANDS = """other commands:
   millrace-router replay JOURNAL
                         Have shards compute the steps of a journal again.
   millrace-router print-schema
                         Print the description of the API, as /openapi.json has
                         it.
 """
-
-
-@contextmanager
-def _printable_help() -> Iterator[None]:
-    """Show the other commands, and no default where it is None: the stand-in for None cannot be printed."""
-    shown = io.StringIO()
-    try:
-        with redirect_stdout(shown):
-            yield
-    finally:
-        if text := shown.getvalue():
-            sys.stdout.write(re.sub(r"\s*\(default:\s*\0\)", "", text) + COMMANDS)
+KEYS = frozenset({"api_key", "admin_key"})
 
 
 class RouterConfig(
@@ -69,13 +215,6 @@ class RouterConfig(
         frozen=True,
         extra="ignore",
         env_ignore_empty=True,
-        cli_prog_name="millrace-router",
-        cli_kebab_case=True,
-        cli_implicit_flags="toggle",
-        cli_hide_none_type=True,
-        # A stand-in for None that no user can type.
-        cli_parse_none_str="\0",
-        cli_shortcuts={"port": "p"},
     )
 
     @classmethod
@@ -95,20 +234,20 @@ class RouterConfig(
     @classmethod
     def from_args(cls, argv: Sequence[str]) -> Self:
         """Read the command line and the environment; exit 2 with a message when one of them is wrong."""
-        # Empty values count as absent everywhere else.
-        values: dict[str, Any] = {
-            name: ""
-            for name, flag in (("api_key", "--api-key"), ("admin_key", "--admin-key"))
-            if f"{flag}=" in argv or (flag, "") in pairwise(argv)
-        }
+        values = read_arguments(
+            cls.model_fields,
+            argv,
+            program="millrace-router",
+            description=cls.__doc__,
+            epilog=COMMANDS,
+            shorts={"port": "-p"},
+        )
+        # An empty value counts as absent, but an empty key must be refused.
+        chosen = {name: value for name, value in values.items() if value != "" or name in KEYS}
         try:
-            with _printable_help():
-                return cls(_cli_parse_args=list(argv), **values)  # type: ignore[call-arg]
+            return cls(**chosen)
         except ValidationError as error:
-            for problem in error.errors():
-                flag = "--" + "-".join(map(str, problem["loc"])).replace("_", "-")
-                sys.stderr.write(f"error: {flag}: {problem['msg']}\n")
-            raise SystemExit(2) from None
+            refuse(error.errors())
 
     @property
     def compute_type(self) -> str | None:
@@ -128,9 +267,13 @@ class RouterConfig(
     @property
     def hub_cache(self) -> Path:
         """The hub's local cache, by the variables that its client and TGI read."""
-        given = {name: value for name, value in os.environ.items() if value}
-        home = given.get("HF_HOME") or f"{given.get('XDG_CACHE_HOME', '~/.cache')}/huggingface"
-        cache = given.get("HF_HUB_CACHE") or given.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+        variables = {name: value for name, value in os.environ.items() if value}
+        home = (
+            variables.get("HF_HOME") or f"{variables.get('XDG_CACHE_HOME', '~/.cache')}/huggingface"
+        )
+        cache = (
+            variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+        )
         return Path(cache).expanduser()
 
     @property

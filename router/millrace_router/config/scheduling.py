@@ -1,4 +1,4 @@
-"""Which requests run in a step."""
+"""Flags of the scheduler."""
 
 from __future__ import annotations
 
@@ -15,29 +15,21 @@ class SchedulingFlags(BaseModel):
     waiting_served_ratio: float = Field(
         default=0.3,
         ge=0,
-        description="With --prefill-chunking off: prompts interrupt decodes once they are this many "
-        "for each running request.",
+        description="No effect: prompts are computed in chunks together with decodes, which never wait for them.",
     )
     max_waiting_tokens: int = Field(
         default=20,
         ge=0,
-        description="With --prefill-chunking off: prompts interrupt decodes after this many steps "
-        "at the latest.",
+        description="No effect: prompts are computed in chunks, which never wait for decodes.",
     )
     prefill_chunking: OnOff = Field(
         default="on",
-        description="Compute prompts in pieces beside decodes (on), or whole while decodes pause (off).",
+        description="No effect: prompts are always computed in chunks together with decodes.",
     )
     prefill_order: Literal["shortest", "arrival"] = Field(
         default="shortest",
-        description="With --prefill-chunking on: compute short prompts before older long ones, "
-        "which keep half of each step (shortest), or prompts one after the other (arrival).",
-    )
-    batching_policy: Literal["continuous", "static", "static-naive", "none"] = Field(
-        default="continuous",
-        description="For experiments: admit requests at every step (continuous), or only when all of "
-        "the last batch have ended (static; static-naive also decodes ended ones until then), or "
-        "one at a time (none).",
+        description="Compute short prompts before older long ones, which keep half of each step "
+        "(shortest), or prompts one after the other (arrival).",
     )
     prefix_caching: OnOff = Field(
         default="on", description="Keep computed KV blocks for requests that begin alike."
@@ -49,7 +41,7 @@ class SchedulingFlags(BaseModel):
     )
     kv_events_replay: str | None = Field(
         default=None,
-        description="Address at which subscribers ask for events that they missed, such as tcp://127.0.0.1:5558.",
+        description="Address at which subscribers request events that they missed, such as tcp://127.0.0.1:5558.",
     )
     kv_events_topic: str = Field(
         default="", description="Topic of the events; llm-d expects kv@ADDRESS@MODEL."

@@ -1,14 +1,18 @@
-"""How requests become prompts, and texts become answers."""
+"""Flags for making prompts of requests, and answers of texts."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, field_validator
 from pydantic_settings import NoDecode
 
+from millrace_proto.sampling import SamplingPresets
 from millrace_router.config.values import split_commas
+
+DEFAULTED = [field.name for field in fields(SamplingPresets)]
 
 
 class TextFlags(BaseModel):
@@ -58,8 +62,8 @@ class TextFlags(BaseModel):
         "step3p5",
     ] = Field(
         default="auto",
-        description="How the model writes tool calls, by the names of docs/tool-calling.md and of other servers; told"
-        " from its chat template when auto.",
+        description="How the model writes tool calls, by the names of docs/tool-calling.md and of other servers; auto"
+        " reads it from the chat template.",
     )
     reasoning_parser: Literal[
         "auto",
@@ -87,8 +91,8 @@ class TextFlags(BaseModel):
         "step3",
     ] = Field(
         default="auto",
-        description="How the model writes thoughts, which answers to chats give beside their text; told from its chat "
-        "template when auto. With none, thoughts stay in the text.",
+        description="How the model writes thoughts, which answers to chats separate from their text; auto reads it from"
+        " the chat template. With none, thoughts stay in the text.",
     )
     strict_tgi: bool = Field(
         default=False,
@@ -97,12 +101,12 @@ class TextFlags(BaseModel):
     generation_config: Literal["auto", "off"] = Field(
         default="auto",
         description="Whether the model's generation_config.json gives defaults for what requests to OpenAI's and"
-        " Anthropic's routes leave out: temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens.",
+        f" Anthropic's routes leave out: {', '.join(DEFAULTED)}, max_new_tokens.",
     )
     task: Annotated[tuple[Literal["auto", "generate", "embed", "score"], ...], NoDecode] = Field(
         default=("auto",),
         description="What the server does with the model: generate text, embed texts, score (rerank) pairs of texts, or"
-        " several of these, separated by commas; told from the model's files when auto.",
+        " several of these, separated by commas; auto reads it from the model's files.",
     )
     strict_fields: bool = Field(
         default=False,

@@ -27,9 +27,9 @@ def trace_target(
     """Return where traces go, by the values of the flags and, where they are absent, by OpenTelemetry's variables."""
 
     def variable(name: str) -> str:
-        """The variable of traces, or that of all signals."""
-        kinds = ("OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_")
-        return next((value for kind in kinds if (value := environ.get(kind + name))), "")
+        """Return the variable for traces, or else the one for all signals."""
+        prefixes = ("OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_")
+        return next((value for prefix in prefixes if (value := environ.get(prefix + name))), "")
 
     is_off = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     if endpoint is None and environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":

@@ -1,4 +1,4 @@
-"""Loads adapters into the shards and frees their slots, beside the steps of the batch."""
+"""Loads adapters into the shards and frees their slots while the batch goes on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Coroutine
 import structlog
 
 from millrace_router.adapters.admission import AdapterAdmission
-from millrace_router.adapters.place import Place, PlaceState
 from millrace_router.adapters.residency import MAX_LOADS
-from millrace_router.engine.no_adapters import NoAdapters
+from millrace_router.adapters.slots import AdapterSlot, SlotState
+from millrace_router.engine.adapter_hooks import AdapterHooks
 from millrace_router.errors import AdapterTooLarge, AdapterUnavailable, RouterError
 from millrace_router.request.adapter import PAGE_BYTES, AdapterVersion
 from millrace_router.request.entry import Entry, entry_of
@@ -38,10 +38,10 @@ _LOAD_RATE = 1 / 8
 log = structlog.get_logger(__name__)
 
 
-class AdapterLoading(NoAdapters):
+class AdapterLoading(AdapterHooks):
     """Calls the shards for an `AdapterAdmission`.
 
-    A failed load ends the requests for that adapter alone. A lost shard ends the epoch, and the load is repeated in the
+    A failed load ends only the requests for that adapter. A lost shard ends the epoch, and the load is repeated in the
     next one.
     """
 
@@ -51,7 +51,6 @@ class AdapterLoading(NoAdapters):
         self._metrics = metrics
         metrics.lora_requests_info.max_lora = admission.residency.max_adapters
         self._end: Callable[[Entry, RouterError], None] = lambda _, __: None
-        self._drop_ended: Callable[[], None] = lambda: None
         self._wake: Callable[[], None] = lambda: None
         self._report: Callable[[ShardError], None] = lambda _: None
         self._calls: set[asyncio.Task[None]] = set()
@@ -66,27 +65,21 @@ class AdapterLoading(NoAdapters):
         self,
         *,
         end: Callable[[Entry, RouterError], None],
-        drop_ended: Callable[[], None],
         wake: Callable[[], None],
         report: Callable[[ShardError], None],
     ) -> None:
-        """As `NoAdapters`."""
-        self._end, self._drop_ended, self._wake, self._report = end, drop_ended, wake, report
-        self.prepare = self._restore
+        self._end, self._wake, self._report = end, wake, report
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their adapter."""
         return len(self._admission.waiting)
 
     def expected_seconds(self, version: AdapterVersion) -> float:
-        """Predict how long a request that comes now waits for its adapter."""
         return self._admission.residency.expected_seconds(
             version, time.monotonic(), self.mean_load_seconds
         )
 
     def check(self, version: AdapterVersion) -> None:
-        """Raise the error of a request whose adapter does not fit, or could not be loaded just now."""
         residency, num_pages = self._admission.residency, self._admission.num_pages(version)
         if num_pages > residency.num_pages:
             raise AdapterTooLarge(
@@ -99,46 +92,37 @@ class AdapterLoading(NoAdapters):
             raise error
 
     def submit(self, entry: Entry) -> None:
-        """Queue an entry once its adapter is resident."""
-        if not self._admission.submit(entry, time.monotonic()):
+        if not self._admission.submit(entry):
             self._advance()
 
     def ended(self, entry: Entry) -> None:
-        """Forget an entry with an adapter, which has ended."""
         self._admission.ended(entry)
         self._advance()
 
     def expired(self) -> list[SchedulableRequest]:
-        """The requests that have waited for too long; the caller ends them."""
         return self._admission.waiting.expired(time.monotonic())
 
     def waiting(self) -> list[SchedulableRequest]:
-        """All requests that wait for their adapter; the caller ends them."""
         return list(self._admission.waiting)
 
     def before_plan(self, planner: Planner) -> None:
-        """Tell the planner which adapters have to make room."""
         planner.expulsion.digests = self._admission.expelled
 
     def after_plan(self, planner: Planner) -> None:
-        """Let the requests that have left the batch wait for their adapters again."""
         withdrawn = planner.expulsion.take()
         for request in withdrawn:
-            self._admission.wait_again(request, time.monotonic())
+            self._admission.wait_again(request)
         if withdrawn:
             self._advance()
 
     def sent(self, plan: StepPlan, number: int) -> None:
-        """Record the step that is sent with this number."""
         self._admission.sent(plan, number)
 
     def answered(self, number: int) -> None:
-        """Record the answer to a step."""
         if self._admission.answered(number):
             self._advance()
 
     def close_epoch(self) -> None:
-        """End all calls, since the epoch has ended."""
         self._is_open = False
         for call in self._calls:
             call.cancel()
@@ -147,8 +131,10 @@ class AdapterLoading(NoAdapters):
             self._timer.cancel()
             self._timer = None
 
-    async def _restore(self) -> None:
+    async def restore(self) -> bool:
         """Load the adapters of queued and admitted requests in a new epoch, and go on with other loads.
+
+        Returns whether entries ended because their adapter could not be loaded.
 
         Raises:
             ShardLost: the shards were lost meanwhile.
@@ -156,23 +142,23 @@ class AdapterLoading(NoAdapters):
 
         """
         self.close_epoch()
-        places = self._admission.restarted()
-        for start in range(0, len(places), MAX_LOADS):
-            some = places[start : start + MAX_LOADS]
-            results = await asyncio.gather(*map(self._try_load, some), return_exceptions=True)
+        slots, have_ended = self._admission.restarted(), False
+        for start in range(0, len(slots), MAX_LOADS):
+            batch = slots[start : start + MAX_LOADS]
+            results = await asyncio.gather(*map(self._try_load, batch), return_exceptions=True)
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
-            if not all(results):
-                self._drop_ended()
+            have_ended = have_ended or not all(results)
         self._is_open = True
-        for place in self._admission.residency:
-            if place.state is PlaceState.LEAVING:
-                self._start(self._unload(place))
+        for slot in self._admission.residency:
+            if slot.state is SlotState.LEAVING:
+                self._start(self._unload(slot))
         self._advance()
+        return have_ended
 
     def _tick(self) -> None:
-        """A cycle or a deadline is over."""
+        """Act on the end of a cycle or a deadline."""
         self._wake()
         self._advance()
 
@@ -182,11 +168,11 @@ class AdapterLoading(NoAdapters):
             return
         now, residency = time.monotonic(), self._admission.residency
         changes = self._admission.advance(now)
-        for place in changes.loads:
-            self._start(self._load(place))
-        for place in changes.unloads:
+        for slot in changes.loads:
+            self._start(self._load(slot))
+        for slot in changes.unloads:
             self._metrics.adapter_evictions.inc()
-            self._start(self._unload(place))
+            self._start(self._unload(slot))
         if changes.opened or self._admission.expelled:
             self._wake()
         if self._timer is not None:
@@ -202,10 +188,8 @@ class AdapterLoading(NoAdapters):
 
     def _show(self) -> None:
         residency = self._admission.residency
-        places = list(residency)
-        self._metrics.adapters_resident.set(
-            sum(place.state is PlaceState.RESIDENT for place in places)
-        )
+        slots = list(residency)
+        self._metrics.adapters_resident.set(sum(slot.state is SlotState.RESIDENT for slot in slots))
         self._metrics.lora_requests_info.update(
             running=self._admission.running_names,
             waiting=residency.waiting_names(),
@@ -216,55 +200,55 @@ class AdapterLoading(NoAdapters):
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
-    async def _load(self, place: Place) -> None:
+    async def _load(self, slot: AdapterSlot) -> None:
         try:
-            await self._try_load(place)
+            await self._try_load(slot)
         except ShardLost as error:
             # No step may be in flight that would notice it. The next epoch repeats the load.
             self._report(error)
             return
         except ShardHung as error:
-            self._failed(place, error)
+            self._failed(slot, error)
         self._wake()
         self._advance()
 
-    async def _try_load(self, place: Place) -> bool:
-        """Load a place; False if its requests ended with an error. Raises ShardLost or ShardHung."""
+    async def _try_load(self, slot: AdapterSlot) -> bool:
+        """Load a slot; return False if its requests ended with an error. Raises ShardLost or ShardHung."""
         began = time.monotonic()
         try:
-            await self._channel.load_adapter(place.slot, place.digest, timeout=CALL_SECONDS)
+            await self._channel.load_adapter(slot.number, slot.digest, timeout=CALL_SECONDS)
         except (ShardLost, ShardHung):
             raise
         except ShardError as error:
-            self._failed(place, error)
+            self._failed(slot, error)
             return False
         now = time.monotonic()
         self.mean_load_seconds += _LOAD_RATE * (now - began - self.mean_load_seconds)
         self._metrics.adapter_loads.inc()
         self._metrics.adapter_load_seconds.observe(now - began)
-        for request in self._admission.loaded(place, now):
+        for request in self._admission.loaded(slot, now):
             self._metrics.adapter_waiting_seconds.observe(now - request.queued_at)
         return True
 
-    def _failed(self, place: Place, error: ShardError) -> None:
-        version, now = place.version, time.monotonic()
+    def _failed(self, slot: AdapterSlot, error: ShardError) -> None:
+        version, now = slot.version, time.monotonic()
         log.error("an adapter cannot be loaded", digest=version.digest, error=str(error))
         failure = AdapterUnavailable(
             version.name, "the shards cannot load it", retry_after_seconds=REFUSED_SECONDS
         )
         self._refusals = {
-            digest: known for digest, known in self._refusals.items() if known[0] > now
+            digest: refusal for digest, refusal in self._refusals.items() if refusal[0] > now
         }
         self._refusals[version.digest] = now + REFUSED_SECONDS, failure
-        for request in self._admission.failed(place):
+        for request in self._admission.failed(slot):
             self._end(entry_of(request), failure)
         if self._is_open:
-            self._start(self._unload(place))
+            self._start(self._unload(slot))
 
-    async def _unload(self, place: Place) -> None:
+    async def _unload(self, slot: AdapterSlot) -> None:
         while True:
             try:
-                await self._channel.unload_adapter(place.slot, timeout=CALL_SECONDS)
+                await self._channel.unload_adapter(slot.number, timeout=CALL_SECONDS)
             except ShardLost as error:
                 self._report(error)
                 return
@@ -273,5 +257,5 @@ class AdapterLoading(NoAdapters):
                 await asyncio.sleep(REPEAT_SECONDS)
             else:
                 break
-        self._admission.residency.unloaded(place)
+        self._admission.residency.unloaded(slot)
         self._advance()

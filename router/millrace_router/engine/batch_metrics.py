@@ -54,7 +54,6 @@ class BatchMetrics:
         metrics.kv_blocks_cached.follow(lambda: planner().blocks.num_cached)
 
     def sent(self, plan: StepPlan) -> None:
-        """Count a step that is sent."""
         metrics = self._metrics
         if plan.has_forward:
             self._steps[plan.method].count.inc()

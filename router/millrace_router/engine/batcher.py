@@ -8,12 +8,10 @@ from collections.abc import Callable
 
 import structlog
 
+from millrace_router.engine.adapter_hooks import AdapterHooks
 from millrace_router.engine.batch_metrics import BatchMetrics
-from millrace_router.engine.forecasts import Forecasts
 from millrace_router.engine.in_flight import AnsweredStep, InFlight
-from millrace_router.engine.no_adapters import NoAdapters
 from millrace_router.engine.predictor import LatencyPredictor
-from millrace_router.engine.step_answer import deliver_prompts, learn_from
 from millrace_router.errors import (
     GenerationError,
     GrammarFailed,
@@ -23,7 +21,7 @@ from millrace_router.errors import (
     RouterError,
     ShuttingDown,
 )
-from millrace_router.prediction.estimate import Estimate
+from millrace_router.prediction.forecast import Estimate
 from millrace_router.recovery.epochs import EpochManager
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.request.entry import Entry, entry_of
@@ -31,8 +29,7 @@ from millrace_router.request.request import ValidRequest
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.queue.tenants import RequestQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import ShardError
 from millrace_router.shards.step_result import StepResult
@@ -60,9 +57,9 @@ class Batcher:
         predictor: LatencyPredictor,
         new_entry: Callable[[ValidRequest], Entry],
         metrics: BatchMetrics,
-        adapters: NoAdapters | None = None,
+        adapters: AdapterHooks | None = None,
     ) -> None:
-        """`in_flight`, `epochs` and `adapters` use the same channel; `new_entry` makes an entry with an id of its own.
+        """`in_flight`, `epochs` and `adapters` use the same channel; `new_entry` makes an entry with a new id.
 
         `adapters` is for shards that take them.
         """
@@ -75,18 +72,14 @@ class Batcher:
         self._metrics = metrics
         self._wake = asyncio.Event()
         self._stopped = False
-        self._adapters = adapters or NoAdapters()
+        self._adapters = adapters or AdapterHooks()
         self._adapters.connect(
             end=self._end,
-            drop_ended=recovery.drop_ended,
             wake=self._wake.set,
             report=epochs.interrupt.trigger,
         )
-        epochs.prepare = self._adapters.prepare
-        self._forecasts = Forecasts(
-            predictor, in_flight, recovery, waiting=waiting, adapters=self._adapters
-        )
-        metrics.show(lambda: recovery.planner, waiting, self._forecasts.wait_seconds)
+        epochs.prepare = self._restore_adapters
+        metrics.show(lambda: recovery.planner, waiting, predictor.wait_seconds)
 
     @property
     def _planner(self) -> Planner:
@@ -113,7 +106,7 @@ class Batcher:
         if request.adapter is not None:
             self._adapters.check(request.adapter)
         entry = self._new_entry(request)
-        self._forecasts.accept(entry)
+        self._predictor.accept(entry)
         entry.stream.when_closed(lambda: self._on_close(entry))
         if request.adapter is None:
             self._waiting.append(entry)
@@ -124,11 +117,11 @@ class Batcher:
 
     def estimate(self, request: ValidRequest) -> Estimate:
         """Predict the times of `request` if it arrived now. Queues nothing."""
-        return self._forecasts.estimate(self._new_entry(request))
+        return self._predictor.estimate(self._new_entry(request))
 
     def drain_seconds(self) -> float:
         """Predicted seconds until one more request fits."""
-        return self._forecasts.drain_seconds()
+        return self._predictor.drain_seconds()
 
     async def run(self) -> None:
         """Serve until cancelled. Every stream has ended when it returns."""
@@ -170,7 +163,7 @@ class Batcher:
             await self._wake.wait()
 
     async def _plan(self) -> StepPlan | None:
-        """The next step; None if there is nothing to compute, or an answer to deliver first."""
+        """Return the next step; None if there is nothing to compute, or an answer to deliver first."""
         in_flight, recovery = self._in_flight, self._recovery
         if not await in_flight.wait_to_plan():
             return None
@@ -199,14 +192,12 @@ class Batcher:
 
     def _deliver(self, step: AnsweredStep) -> None:
         """Deliver the tokens of a step to their streams, and drop the rows that ended with it."""
-        learn_from(step, self._planner, self._predictor, self._metrics)
+        self._learn_from(step)
         if step.plan.has_forward:
             self._epochs.step_computed()
         self._recovery.computed(step.plan)
         planner, result = self._planner, step.result
-        for ended in deliver_prompts(result, planner):
-            self._predictor.began(ended, step.answered_at)
-            self._end(ended)
+        self._deliver_prompts(step)
         self._drop_failed(result)
         skipped = [count - 1 for slot, count in result.counts if count and planner.row(slot)]
         for slot, token_id, logprob, top in result.tokens:
@@ -224,6 +215,37 @@ class Batcher:
         planner.answered(result.number)
         self._adapters.answered(result.number)
         self._metrics.answered(step, skipped)
+
+    def _learn_from(self, step: AnsweredStep) -> None:
+        """Record the positions that a step computed, and its duration."""
+        plan, result, planner = step.plan, step.result, self._planner
+        progress = planner.computed(
+            plan, result.failed_slots, counts=result.counts, computed=result.computed
+        )
+        if progress is not None:
+            self._metrics.speculated(progress)
+            self._predictor.yielded(progress)
+        if plan.has_forward:
+            if progress is not None:
+                planner.step_took(progress, step.seconds)
+            self._predictor.observe(plan.load if progress is None else progress.load, step.seconds)
+
+    def _deliver_prompts(self, step: AnsweredStep) -> None:
+        """Deliver what a step computed of prompts, and note closed texts; a pooled request ends with its prompt."""
+        planner, result = self._planner, step.result
+        for slot in result.closed_slots:
+            if (row := planner.row(slot)) is not None:
+                entry_of(row.entry).is_closed = True
+        for slot, logprobs in result.prompt_logprobs:
+            if (row := planner.row(slot)) is not None:
+                entry_of(row.entry).accept_prompt_logprobs(logprobs)
+        for slot, values in result.pooled:
+            if (row := planner.row(slot)) is not None:
+                entry = entry_of(row.entry)
+                entry.accept_pooled(values)
+                planner.end(row)
+                self._predictor.began(entry, step.answered_at)
+                self._end(entry)
 
     def _drop_failed(self, result: StepResult) -> None:
         for slot in result.failed_slots:
@@ -249,8 +271,15 @@ class Batcher:
     async def _recover(self, error: ShardError) -> None:
         """End the entry that caused a failure if it is known, and begin a new epoch with all others."""
         kind = self._epochs.fail(error)
-        log.error("epoch failed", kind=kind, error=str(error), in_flight=len(self._in_flight))
         plans = self._in_flight.plans
+        log.error(
+            "shards failed; replaying",
+            kind=kind,
+            error=str(error),
+            steps_in_flight=len(plans),
+            running=len(self._planner.rows),
+            waiting=len(self._waiting),
+        )
         self._metrics.failed(plans, kind)
         ending = None
         if kind == "out_of_memory" and plans:
@@ -268,6 +297,11 @@ class Batcher:
         self._adapters.close_epoch()
         self._metrics.replayed(self._recovery.next_epoch())
         await self._epochs.open(self._wait_for_shards)
+
+    async def _restore_adapters(self) -> None:
+        """Load the adapters of a new epoch; raises ShardError."""
+        if await self._adapters.restore():
+            self._recovery.drop_ended()
 
     def _wait_for_shards(self, error: RouterError | None) -> None:
         """Expire waiting entries while no epoch is open; with an error all entries fail."""
@@ -293,7 +327,7 @@ class Batcher:
             self._end(entry, error)
 
     def _on_close(self, entry: Entry) -> None:
-        """A client left: its entry leaves the queue at once, or the batch with the next step."""
+        """Take the entry of a client that has left out of the queue at once, or out of the batch with the next step."""
         self._waiting.discard(entry)
         self._end(entry)
         self._wake.set()

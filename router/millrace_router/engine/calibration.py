@@ -43,7 +43,7 @@ ROUNDS = (
 
 
 async def calibrate(batcher: Batcher, limits: Limits, *, max_batch_size: int) -> None:
-    """Run prompts of random tokens through a batcher of its own, whose cost model learns from them.
+    """Run prompts of random tokens through their own batcher, whose cost model learns from them.
 
     Returns early once a request fails: serving will meet the same failure, and report it. The batcher
     decides how long it waits for shards that are gone.

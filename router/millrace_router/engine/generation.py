@@ -1,4 +1,4 @@
-"""A running generation, and a complete one."""
+"""A running generation and a complete one: their token counts, durations and metrics."""
 
 from __future__ import annotations
 
@@ -8,14 +8,123 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from millrace_router.engine.request_record import RequestRecord, Timings
-from millrace_router.engine.usage import Usage
 from millrace_router.errors import RouterError
-from millrace_router.request.events import Finished, PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason, ValidRequest
-from millrace_router.request.token_stream import TokenSink, TokenStream, read_tokens
-from millrace_router.telemetry.progress_log import ProgressLog
+from millrace_router.request.token_stream import (
+    Finished,
+    PromptLogprobs,
+    TokenEvent,
+    TokenSink,
+    TokenStream,
+    read_tokens,
+)
+from millrace_router.telemetry.metrics import Metrics
+from millrace_router.telemetry.request_log import ProgressLog
 from millrace_router.validation.validator import Validated
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one choice, or of several added up."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that were in the prefix cache."""
+    reasoning_tokens: int | None = None
+    """Tokens of the answer that belong to thoughts; None if the model's format does not separate thoughts from text."""
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+            _sum(self.reasoning_tokens, other.reasoning_tokens),
+        )
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    return other if one is None else one if other is None else one + other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Durations of the parts of a request, in seconds."""
+
+    arrived_at: float = 0.0
+    """By `time.monotonic`."""
+    total: float
+    validation: float
+    queue: float
+    inference: float
+    per_token: float
+    predicted_queue: float | None = None
+    """Prediction of `queue`; None if nothing was known."""
+    first_token: float | None = None
+    """From arrival until the first token was passed to its sink; None without a token."""
+
+
+class RequestRecord:
+    """Counts one request: each token when it arrives, and exactly one end."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        on_failure: Callable[[RouterError], None],
+        on_token: Callable[[], None],
+    ) -> None:
+        self.arrived_at = time.monotonic()
+        self._metrics = metrics
+        self._on_failure = on_failure
+        self._on_token = on_token
+        self.first_token_at: float | None = None
+        self._last_token_at: float | None = None
+        self._ended = False
+        metrics.request_count.inc()
+
+    def sibling(self) -> RequestRecord:
+        """Return the record of another sample of the same request; it counts as a separate request."""
+        other = RequestRecord(self._metrics, self._on_failure, self._on_token)
+        other.arrived_at = self.arrived_at
+        return other
+
+    def token(self) -> None:
+        """Count a token that is passed to its sink now."""
+        now = time.monotonic()
+        if self._last_token_at is None:
+            self.first_token_at = now
+            self._metrics.time_to_first_token_seconds.observe(now - self.arrived_at)
+        else:
+            self._metrics.inter_token_latency_seconds.observe(now - self._last_token_at)
+        self._last_token_at = now
+        self._on_token()
+
+    def succeeded(self, timings: Timings, generated_tokens: int) -> None:
+        self._ended = True
+        self._on_token()
+        metrics = self._metrics
+        metrics.request_success.inc()
+        metrics.request_duration.observe(timings.total)
+        metrics.request_validation_duration.observe(timings.validation)
+        metrics.request_queue_duration.observe(timings.queue)
+        metrics.request_inference_duration.observe(timings.inference)
+        metrics.request_mean_time_per_token_duration.observe(timings.per_token)
+        metrics.request_generated_tokens.observe(generated_tokens)
+
+    def failed(self, error: RouterError) -> None:
+        error.is_counted = True
+        if self._ended:
+            return
+        self._ended = True
+        if error.failure_label is not None:
+            self._metrics.request_failure.labels(err=error.failure_label).inc()
+        self._on_failure(error)
+
+    def left(self) -> None:
+        """Count a client that disconnected before the end; without effect after the end."""
+        if not self._ended:
+            self._ended = True
+            self._metrics.request_failure.labels(err="dropped").inc()
 
 
 class Generation:
@@ -64,7 +173,7 @@ class Generation:
         return self._stream.cached_tokens or 0
 
     def usage(self, num_tokens: int, reasoning_tokens: int | None = None) -> Usage:
-        """Count the first `num_tokens` tokens; the prompt counts with its first sample alone."""
+        """Count the first `num_tokens` tokens; the prompt counts only with its first sample."""
         if self.sample:
             return Usage(0, num_tokens, 0, reasoning_tokens)
         num_prompt = len(self.valid.input_ids)
@@ -200,17 +309,15 @@ class Collected:
 
     @property
     def usage(self) -> Usage:
-        """Token counts of this sample alone."""
+        """Token counts of this sample, without the others."""
         return Usage(len(self.valid.input_ids), self.finished.generated_tokens, self.cached_tokens)
 
     @property
     def generated_tokens(self) -> int:
-        """Number of tokens."""
         return len(self.tokens)
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Reason of the end."""
         return self.finished.finish_reason
 
     @property

@@ -52,7 +52,7 @@ class Health:
         self._probed_at = 0.0
 
     def failed(self, error: RouterError) -> None:
-        """Clear the flag, unless the failure concerns one request alone."""
+        """Clear the flag, unless the failure concerns only one request."""
         if isinstance(error, GenerationError) and not isinstance(error, SINGLE_REQUEST_ERRORS):
             self._generates.clear()
 

@@ -31,7 +31,7 @@ class _Flight:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredStep:
-    """A step and its answer; times are those of `time.monotonic`."""
+    """A step and its answer; times are in seconds by `time.monotonic`."""
 
     plan: StepPlan
     result: StepResult
@@ -92,14 +92,13 @@ class InFlight:
         return self._last_answered
 
     def oldest(self) -> OldestStep | None:
-        """The oldest step in flight."""
         if not self._flights:
             return None
         flight = self._flights[0]
         return OldestStep(flight.number, flight, flight.plan.load)
 
     def seconds_in_step(self) -> float:
-        """How long the oldest step in flight has run; 0 without one."""
+        """Return how long the oldest step in flight has run; 0 without one."""
         if not self._flights:
             return 0.0
         return time.monotonic() - self._flights[0].began_at(self._answered_at)

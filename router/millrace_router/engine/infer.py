@@ -10,22 +10,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from millrace_router.adapters.service import AdapterService
-from millrace_router.engine.generation import Collected, Generation
-from millrace_router.engine.permits import Permits
-from millrace_router.engine.request_record import RequestRecord
+from millrace_router.adapters.resolver import Resolver
+from millrace_router.engine.generation import Collected, Generation, RequestRecord
 from millrace_router.errors import (
     AdapterNotFound,
     AdapterRemoved,
+    Overloaded,
     RouterError,
     ShuttingDown,
     SizeError,
 )
-from millrace_router.prediction.estimate import Appraisal, Estimate
+from millrace_router.prediction.forecast import Appraisal, Estimate
 from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.request.request import ValidRequest
-from millrace_router.request.seeds import seed_of_sample
+from millrace_router.request.request import ValidRequest, seed_of_sample
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.rules import check_best_of, check_stream
@@ -45,6 +43,39 @@ class Batcher(Protocol):
         """Predicted seconds until one more request fits; 0 while nothing is known."""
 
 
+class Permits:
+    """Counts the permits for generations; a request without one is refused at once."""
+
+    def __init__(self, total: int, drain_seconds: Callable[[], float]) -> None:
+        """`drain_seconds` predicts the seconds after which a refused client may retry."""
+        self.free = total
+        self._total = total
+        self._drain_seconds = drain_seconds
+        self._all_free = asyncio.Event()
+        self._all_free.set()
+
+    def take(self, count: int = 1) -> None:
+        """Take `count` permits, or none and raise Overloaded."""
+        if self.free < count:
+            raise Overloaded(retry_after_seconds=self._drain_seconds())
+        self.free -= count
+        self._all_free.clear()
+
+    def give(self, count: int = 1) -> None:
+        self.free += count
+        assert self.free <= self._total
+        if self.free == self._total:
+            self._all_free.set()
+
+    @property
+    def taken(self) -> int:
+        return self._total - self.free
+
+    async def all_free(self) -> None:
+        """Wait until no permit is taken."""
+        await self._all_free.wait()
+
+
 SHORTEST = ValidRequest(input_ids=(0,), max_new_tokens=1)
 """The smallest valid request."""
 
@@ -62,13 +93,13 @@ class Infer:
         validator: Validator,
         metrics: Metrics,
         *,
-        adapters: AdapterService | None = None,
+        adapters: Resolver | None = None,
         by_adapter: bool = False,
         on_failure: Callable[[RouterError], None] = noop,
         on_token: Callable[[], None] = noop,
         on_entry: Callable[[float], None] = noop,
     ) -> None:
-        """Without `adapters` there are none; with `by_adapter` each is a tenant of its own.
+        """Without `adapters` there are none; with `by_adapter` each is a tenant.
 
         `on_entry` receives the seconds from the arrival of a request until it was queued.
         """
@@ -90,7 +121,7 @@ class Infer:
         return frozenset(self._digests)
 
     def leave(self) -> None:
-        """Let the probes say from now on that the server goes away; new requests are still accepted."""
+        """Let the probes report from now on that the server goes away; new requests are still accepted."""
         self._leaving = True
 
     def drain(self) -> None:
@@ -145,10 +176,10 @@ class Infer:
         return generation
 
     async def start_samples(self, request: GenerationRequest, count: int) -> tuple[Generation, ...]:
-        """Validate once, and queue `count` generations that differ in their seeds alone, or none.
+        """Validate once, and queue `count` generations that differ only in their seeds, or none.
 
         They share the full blocks of their prompt: the first computes them, and the others wait for it in the queue.
-        The first alone has the prompt's log probabilities. Each holds a permit, and counts as a request in the metrics.
+        Only the first has the prompt's log probabilities. Each holds a permit, and counts as a request in the metrics.
 
         Raises:
             RouterError: the server drains, is overloaded, or the request is not valid.
@@ -266,16 +297,16 @@ class Infer:
 
 
 def _best_of(collected: Sequence[Collected]) -> Collected:
-    """The likeliest sample, with the others in `others`; all get the prompt's log probabilities of the first."""
+    """Return the likeliest sample, with the others in `others`; all get the prompt's log probabilities of the first."""
     scored = [replace(one, prompt=collected[0].prompt) for one in collected]
     best = max(scored, key=lambda one: one.mean_logprob)
     return replace(best, others=tuple(one for one in scored if one is not best))
 
 
 def _samples_of(validated: Validated, count: int) -> list[Validated]:
-    """Copy the request `count` times, each copy with a seed of its own.
+    """Copy the request `count` times, each copy with its own seed.
 
-    The first copy alone wants the log probabilities of the prompt: they are the same for all, and require that the
+    Only the first copy wants the log probabilities of the prompt: they are the same for all, and require that the
     whole prompt is computed.
     """
     if count == 1:

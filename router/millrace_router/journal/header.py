@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter, ValidationError
 
-from millrace_router.journal.errors import JournalUnusable
+from millrace_router.journal.frames import JournalUnusable
 from millrace_router.shards.wire import Capacity, ShardInfo
 
 FORMAT = 1
@@ -24,7 +24,7 @@ class Header:
     life: str
     """Id of the router process: the same in all files that it wrote."""
     part: int = 0
-    """Number of the file among those of the process."""
+    """Number of the file among the process's files."""
     version: str
     """Version of Millrace."""
     model_id: str
@@ -41,11 +41,11 @@ class Header:
 
 _adapter = TypeAdapter(Header)
 _OPTIONAL = ("adapter_modules", "quantization", "kv_cache_dtype", "hidden_size", "headless")
-"""Fields of the shards that are left out if they say nothing."""
+"""Fields of the shards that are left out at their default."""
 
 
 def header_to_json(header: Header) -> bytes:
-    """Write a header as JSON; without optional fields that say nothing."""
+    """Write a header as JSON; without optional fields at their default."""
     left_out = {name for name in _OPTIONAL if not getattr(header.shard, name)}
     exclude = {"shard": left_out}
     if "adapter_modules" in left_out:

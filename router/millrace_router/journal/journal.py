@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.records import Kind
-from millrace_router.journal.shard_state import ShardState
+from millrace_router.journal.frames import Kind
 from millrace_router.journal.writer import Item, JournalWriter, NewFile
 from millrace_router.telemetry.instruments import Counter
 
@@ -24,16 +24,17 @@ log = structlog.get_logger(__name__)
 class Journal:
     """Records requests, answers and failures. Its methods never raise, so that no request fails because of the journal.
 
-    A file has no gaps. After records were dropped, because the disk was slow or full, a new file begins with a
-    snapshot.
+    A file begins with an epoch and is without gaps. Once records are dropped, because the disk was slow or full or the
+    epoch too long, the rest of the epoch is dropped too.
     """
 
     def __init__(self, writer: JournalWriter, dropped: Counter) -> None:
-        """`dropped` counts lost records."""
         self._writer = writer
         self._dropped = dropped
         self._dropped.inc(0)
-        self._state = ShardState()
+        self._epoch = 0
+        self._unanswered: deque[int] = deque()
+        """Numbers of the steps in flight."""
         self._is_behind = False
         self._is_off = False
         self._num_lost = 0
@@ -59,64 +60,53 @@ class Journal:
         self._note(self._adapter_changed, {"epoch": epoch, "slot": slot, "digest": digest})
 
     async def close(self) -> None:
-        """Write the remaining records."""
         if not await asyncio.to_thread(self._writer.close):
             log.warning("the end of the journal could not be written")
         self._count_lost()
 
     def _sent(self, message: pb.StepRequest) -> None:
         if message.HasField("open"):
-            self._state.end_epoch()
-        self._prepare()
-        self._state.sent(message)
+            self._begin_epoch(message.epoch)
+        self._unanswered.append(message.number)
         self._put(Item(Kind.REQUEST, time.time_ns(), message))
 
     def _answered(self, answers: Sequence[pb.StepResponse]) -> None:
-        self._prepare()
-        self._state.answered(answers[0])
+        answer, number = answers[0], self._unanswered.popleft()
+        if (answer.epoch, answer.number) != (self._epoch, number):
+            raise ValueError(f"step {answer.number} is answered instead of {number}")
         now = time.time_ns()
-        others = (Item(Kind.ACKNOWLEDGEMENT, now, answer) for answer in answers[1:])
-        self._put(*others, Item(Kind.ANSWER, now, answers[0]))
+        others = (Item(Kind.ACKNOWLEDGEMENT, now, each) for each in answers[1:])
+        self._put(*others, Item(Kind.ANSWER, now, answer))
 
     def _failed(self, failure: Mapping[str, Any]) -> None:
-        state = self._state
-        self._prepare()
-        content = {"epoch": state.epoch, **failure, "unanswered": state.unanswered}
+        content = {"epoch": self._epoch, **failure, "unanswered": list(self._unanswered)}
         self._put(Item(Kind.FAILURE, time.time_ns(), content))
 
     def _adapter_changed(self, change: Mapping[str, Any]) -> None:
-        self._prepare()
-        self._state.adapter_changed(change["slot"], change["digest"])
         self._put(Item(Kind.ADAPTER, time.time_ns(), change))
 
-    def _prepare(self) -> None:
-        """Begin a new file if necessary, before the state changes."""
+    def _begin_epoch(self, epoch: int) -> None:
+        """Begin a new file if the last one is full or has ended, and the queue has room for it."""
+        self._epoch = epoch
+        self._unanswered.clear()
+        self._count_lost()
         writer = self._writer
-        if writer.num_lost != self._num_lost:
-            self._count_lost()
-        if writer.wants_new_file or self._is_behind:
-            self._begin_file()
+        if not (writer.wants_new_file or self._is_behind) or len(writer.inbox) > MAX_WAITING // 2:
+            return
+        writer.wants_new_file = self._is_behind = False
+        writer.inbox.append(Item(Kind.HEADER, time.time_ns(), NewFile(self._num_dropped)))
+        self._num_dropped = 0
 
     def _put(self, *items: Item) -> None:
         """Pass records to the writer, all of them or none."""
         writer = self._writer
+        if writer.num_lost != self._num_lost:
+            self._count_lost()
         if self._is_behind or len(writer.inbox) >= MAX_WAITING:
             self._fall_behind(len(items))
             return
         writer.inbox.extend(items)
         writer.wake()
-
-    def _begin_file(self) -> None:
-        """Begin a new file, if a snapshot is possible and the queue has room for it."""
-        writer, state = self._writer, self._state
-        if not state.is_restorable or len(writer.inbox) > MAX_WAITING // 2:
-            return
-        writer.wants_new_file = self._is_behind = False
-        snapshot = state.snapshot() if state.epoch else None
-        writer.inbox.append(
-            Item(Kind.SNAPSHOT, time.time_ns(), NewFile(snapshot, self._num_dropped))
-        )
-        self._num_dropped = 0
 
     def _fall_behind(self, count: int) -> None:
         if not self._is_behind:

@@ -6,16 +6,23 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.errors import JournalDamaged, JournalError, JournalUnusable
-from millrace_router.journal.frames import read_frames
+from millrace_router.journal.frames import (
+    JournalDamaged,
+    JournalError,
+    JournalUnusable,
+    Kind,
+    Record,
+    read_frames,
+    split,
+)
 from millrace_router.journal.header import Header, header_from_json
-from millrace_router.journal.records import Kind, Record, split
 from millrace_router.journal.rotation import journal_files
 
 
@@ -51,16 +58,6 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
-    """The first record, or the first one after missing ones, in the middle of an epoch."""
-
-    time_ns: int
-    snapshot: pb.StepRequest
-    """The state of the shards: see `shard_state.py`."""
-    num_dropped: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterChanged:
     """All ranks have an adapter in a slot, or have freed it."""
 
@@ -71,21 +68,18 @@ class AdapterChanged:
     """None: the slot is free."""
 
 
-Happened = Sent | Answered | Failed | AdapterChanged
-Event = Happened | Resumed
+Event = Sent | Answered | Failed | AdapterChanged
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """The record of one epoch, or of a part of it, without gaps."""
+    """The record of one epoch from its beginning, without gaps."""
 
     index: int
     """Number of the epoch in the journal, from 1."""
     header: Header
     began_ns: int
-    snapshot: pb.StepRequest | None
-    """The state of the shards at the first event; None when the record begins with the epoch."""
-    events: Iterator[Happened] = field(repr=False, compare=False)
+    events: Iterator[Event] = field(repr=False, compare=False)
     """Events in order; valid until the next epoch is read."""
 
     @property
@@ -98,27 +92,29 @@ def read_epochs(path: Path) -> Iterator[Epoch]:
     """Yield the epochs of a file or folder. Reading the next epoch skips the unread events of the last one.
 
     Raises:
-        JournalUnusable: there is no journal, or it belongs to another version.
+        JournalUnusable: no journal was found, or it belongs to another version.
         JournalDamaged: a record is damaged.
 
     """
-    events = _Events(path)
     index = 0
-    while (start := events.next_start()) is not None:
-        header = events.header
-        events.take()
-        index += 1
-        yield Epoch(
-            index,
-            header,
-            start.time_ns,
-            start.snapshot if isinstance(start, Resumed) else None,
-            chain([start] if isinstance(start, Sent) else [], events.rest()),
-        )
+
+    def index_of(item: tuple[Header, Event]) -> int:
+        nonlocal index
+        index += isinstance(item[1], Sent) and item[1].message.HasField("open")
+        return index
+
+    for number, items in groupby(read_events(path), key=index_of):
+        header, first = next(items)
+        # The same iterator goes on.
+        rest = map(itemgetter(1), items)  # noqa: B031
+        yield Epoch(number, header, first.time_ns, chain([first], rest))
 
 
 def read_events(path: Path) -> Iterator[tuple[Header, Event]]:
-    """Yield all events in order, each with the header of its file; raises as `read_epochs` does."""
+    """Yield all events in order, each with the header of its file; raises as `read_epochs` does.
+
+    An epoch whose beginning is missing is skipped.
+    """
     joiner = _Joiner()
     for file in _files(path):
         header: Header | None = None
@@ -133,47 +129,6 @@ def read_events(path: Path) -> Iterator[tuple[Header, Event]]:
         except (JournalError, DecodeError, ValueError, KeyError, TypeError) as error:
             kind = type(error) if isinstance(error, JournalError) else JournalDamaged
             raise kind(f"{file.name}: {error}") from error
-
-
-class _Events:
-    """The events of a journal, with a look-ahead of one."""
-
-    def __init__(self, path: Path) -> None:
-        self._events = read_events(path)
-        self._next = next(self._events, None)
-
-    @property
-    def header(self) -> Header:
-        assert self._next is not None
-        return self._next[0]
-
-    def peek(self) -> Event | None:
-        return None if self._next is None else self._next[1]
-
-    def take(self) -> None:
-        self._next = next(self._events, None)
-
-    def next_start(self) -> Sent | Resumed | None:
-        """The first event of the next epoch."""
-        while (event := self.peek()) is not None:
-            if isinstance(event, Sent | Resumed) and _begins(event):
-                return event
-            self.take()
-        return None
-
-    def rest(self) -> Iterator[Happened]:
-        """The events up to the next epoch."""
-        while (event := self.peek()) is not None and not isinstance(event, Resumed):
-            if _begins(event):
-                return
-            self.take()
-            yield event
-
-
-def _begins(event: Event) -> bool:
-    return isinstance(event, Resumed) or (
-        isinstance(event, Sent) and event.message.HasField("open")
-    )
 
 
 def _files(path: Path) -> list[Path]:
@@ -199,12 +154,16 @@ def _header_of(record: Record) -> Header:
 
 
 class _Joiner:
-    """Joins the records of consecutive files: skips snapshots and requests that repeat what is known."""
+    """Joins the records of consecutive files.
+
+    Files of version 0.1 may begin in mid-epoch, with a snapshot and repeated requests: these are skipped where the file
+    before has the epoch up to there.
+    """
 
     def __init__(self) -> None:
         self._header: Header | None = None
-        self._is_next = False
-        self._num_dropped = 0
+        self._is_whole = False
+        """Whether the events of this epoch are there from its beginning on."""
         self._epoch = 0
         self._last_sent = -1
         self._last_answered = -1
@@ -213,27 +172,26 @@ class _Joiner:
         """Digests by adapter slot in this epoch."""
 
     def begin_file(self, header: Header) -> None:
-        """Begin a file."""
-        before = self._header
-        self._is_next = before is not None and (before.life, before.part + 1) == (
-            header.life,
-            header.part,
-        )
-        if not self._is_next:
-            self._epoch = 0
-        self._header = header
-        self._num_dropped = 0
+        before, self._header = self._header, header
+        if before is None or (before.life, before.part + 1) != (header.life, header.part):
+            self._is_whole = False
         self._acknowledgements.clear()
 
     def events_of(self, record: Record) -> Iterator[Event]:
-        """The event of `record`, if it is new."""
+        """Return the event of `record`, if it is new."""
+        if record.kind == Kind.REQUEST:
+            yield from self._request(record)
+        elif record.kind == Kind.GAP:
+            self._is_whole = False
+        elif self._is_whole:
+            yield from self._other(record)
+
+    def _other(self, record: Record) -> Iterator[Event]:
         match record.kind:
-            case Kind.GAP:
-                self._num_dropped = json.loads(record.payload)["dropped_records"]
             case Kind.SNAPSHOT:
-                yield from self._snapshot(record)
-            case Kind.REQUEST:
-                yield from self._request(record)
+                snapshot = pb.StepRequest.FromString(record.payload)
+                numbers = snapshot.epoch, snapshot.number
+                self._is_whole = numbers == (self._epoch, self._last_answered)
             case Kind.ACKNOWLEDGEMENT:
                 self._acknowledgements.append(pb.StepResponse.FromString(record.payload))
             case Kind.ANSWER:
@@ -245,26 +203,15 @@ class _Joiner:
             case _:
                 pass
 
-    def _snapshot(self, record: Record) -> Iterator[Event]:
-        snapshot = pb.StepRequest.FromString(record.payload)
-        is_known = (
-            self._is_next
-            and not self._num_dropped
-            and (snapshot.epoch, snapshot.number) == (self._epoch, self._last_answered)
-        )
-        if not is_known:
-            self._epoch = snapshot.epoch
-            self._last_sent = self._last_answered = snapshot.number
-            self._adapters.clear()
-            yield Resumed(record.time_ns, snapshot, self._num_dropped)
-
     def _request(self, record: Record) -> Iterator[Event]:
         message = pb.StepRequest.FromString(record.payload)
         if message.HasField("open"):
+            self._is_whole = True
             self._epoch, self._last_sent, self._last_answered = message.epoch, -1, -1
             self._adapters.clear()
-        elif message.epoch == self._epoch and message.number <= self._last_sent:
-            # The file before has this request too, without an answer.
+        elif not self._is_whole or (
+            message.epoch == self._epoch and message.number <= self._last_sent
+        ):
             return
         self._check(message.epoch, message.number, self._last_sent)
         self._last_sent = message.number
@@ -273,7 +220,6 @@ class _Joiner:
     def _adapter(self, record: Record) -> Iterator[Event]:
         content = json.loads(record.payload)
         epoch, slot, digest = (content[name] for name in ("epoch", "slot", "digest"))
-        # The records after a snapshot repeat what the file before has.
         if epoch == self._epoch and self._adapters.get(slot) != digest:
             self._adapters[slot] = digest
             yield AdapterChanged(record.time_ns, epoch, slot, digest)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, MutableSequence
 from hashlib import blake2b
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.shard_state import IDS
 
 REVEALING = (
     "ids",
@@ -32,6 +31,8 @@ REVEALING = (
 )
 """Fields of an answer that reveal tokens, or may."""
 HASH_BYTES = 8
+_IDS = "I"
+"""Type code of token ids in arrays."""
 
 
 class Redaction:
@@ -79,7 +80,6 @@ class Redaction:
         return blank.SerializeToString()
 
     def answer(self, answer: pb.StepResponse) -> bytes:
-        """Serialize `answer`."""
         if self._keeps_tokens:
             return answer.SerializeToString()
         blank = pb.StepResponse()
@@ -89,7 +89,7 @@ class Redaction:
         return blank.SerializeToString()
 
     def _hash(self, sequence: pb.Sequence) -> str:
-        ids = array(IDS, sequence.input_ids).tobytes()
+        ids = array(_IDS, sequence.input_ids).tobytes()
         return blake2b(ids, digest_size=HASH_BYTES, key=self._key).hexdigest()
 
 

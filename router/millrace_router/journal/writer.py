@@ -14,18 +14,14 @@ from typing import Any, NamedTuple
 import structlog
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.frames import MAGIC, frame
+from millrace_router.journal.frames import MAGIC, Kind, frame, pack
 from millrace_router.journal.header import Header, header_to_json
-from millrace_router.journal.records import Kind, pack
 from millrace_router.journal.redaction import Redaction
 from millrace_router.journal.rotation import JournalFolder
-from millrace_router.journal.shard_state import Snapshot
 
 GATHER_SECONDS = 0.1
 """How long records are gathered before they are written; a kill loses as much."""
 FRAME_BYTES = 1 << 18
-RETRY_SECONDS = 10.0
-"""Pause before a new file after one that could not be written."""
 CLOSE_SECONDS = 10.0
 
 log = structlog.get_logger(__name__)
@@ -33,10 +29,8 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """The start of a new file."""
+    """The start of a new file, at the beginning of an epoch."""
 
-    snapshot: Snapshot | None
-    """The state of the shards; None between epochs."""
     num_dropped: int
     """Records dropped since the last file began."""
 
@@ -52,13 +46,13 @@ class Item(NamedTuple):
 class JournalWriter:
     """Writes items in the order in which the event loop appends them to `inbox`.
 
-    When a file cannot be written, all records up to the next `NewFile` are lost.
+    When a file cannot be written, or has `most_file_bytes`, all records up to the next `NewFile` are lost.
     """
 
     def __init__(self, folder: JournalFolder, header: Header) -> None:
         self.inbox: deque[Item] = deque()
         self.wants_new_file = True
-        """Whether a `NewFile` should come next; the event loop clears it when it appends one."""
+        """Whether the next epoch should begin with a `NewFile`; the event loop clears it when it appends one."""
         self.num_lost = 0
         """Records that could not be written; only the thread changes it."""
         self._folder = folder
@@ -70,13 +64,12 @@ class JournalWriter:
         self._num_buffered = 0
         self._file: int | None = None
         self._size = 0
-        self._has_asked = True
-        self._retry_at = 0.0
+        self._room = 0
+        """Bytes for which the folder has made room."""
         self._is_failing = False
         self._thread = Thread(target=self._run, name="journal", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
@@ -131,7 +124,7 @@ class JournalWriter:
 
     def _write(self, item: Item) -> None:
         if self._file is None:
-            self._lose(1)
+            self.num_lost += 1
             return
         content = item.content
         if isinstance(content, pb.StepRequest):
@@ -145,11 +138,11 @@ class JournalWriter:
         self._add(pack(item.kind, item.time_ns, payload))
 
     def _begin(self, time_ns: int, new: NewFile) -> None:
-        """Begin a file that is complete without earlier files."""
         self._flush()
         self._close_file()
         try:
             self._file, self._size = self._folder.begin(), 0
+            self._room = self._folder.file_bytes
         except OSError as error:
             self._give_up(error)
             return
@@ -158,20 +151,12 @@ class JournalWriter:
         if new.num_dropped:
             gap = json.dumps({"dropped_records": new.num_dropped}).encode()
             self._add(pack(Kind.GAP, time_ns, gap), counts=False)
-        if new.snapshot is not None:
-            state = self._redaction.request(new.snapshot.message())
-            self._add(pack(Kind.SNAPSHOT, time_ns, state), counts=False)
-            for slot, digest in new.snapshot.adapters.items():
-                content = {"epoch": new.snapshot.epoch, "slot": slot, "digest": digest}
-                self._write(Item(Kind.ADAPTER, time_ns, content))
-            for message in new.snapshot.pending:
-                self._write(Item(Kind.REQUEST, time_ns, message))
         self._flush()
-        self._has_asked = False
+        self.wants_new_file = False
 
     def _add(self, record: bytes, *, counts: bool = True) -> None:
         if self._file is None:
-            self._lose(int(counts))
+            self.num_lost += counts
             return
         self._buffer += record
         self._num_buffered += counts
@@ -185,6 +170,9 @@ class JournalWriter:
         if not self._size:
             data = MAGIC + data
         try:
+            if self._size + len(data) > self._room:
+                self._room += max(len(data), self._folder.file_bytes)
+                self._folder.make_room(self._room)
             write_all(self._file, data)
         except OSError as error:
             self._give_up(error)
@@ -195,25 +183,24 @@ class JournalWriter:
         if self._is_failing:
             self._is_failing = False
             log.info("the journal is written again")
-        if self._size >= self._folder.file_bytes and not self._has_asked:
-            self._has_asked = self.wants_new_file = True
+        if self._size >= self._folder.most_file_bytes:
+            log.warning(
+                "the epoch is too long for the journal; recording goes on with the next one"
+            )
+            self._close_file()
+        if self._size >= self._folder.file_bytes:
+            self.wants_new_file = True
 
     def _give_up(self, error: Exception) -> None:
-        """Close the incomplete file, and drop all records until a new file begins."""
+        """Close the incomplete file, and drop all records until the next epoch."""
         if not self._is_failing:
             self._is_failing = True
             log.error("the journal cannot be written; records are dropped", error=str(error))
         self._close_file()
-        self._retry_at = time.monotonic() + RETRY_SECONDS
-        self._has_asked = False
-        lost, self._num_buffered = self._num_buffered, 0
+        self.wants_new_file = True
+        self.num_lost += self._num_buffered
+        self._num_buffered = 0
         self._buffer.clear()
-        self._lose(lost)
-
-    def _lose(self, count: int) -> None:
-        self.num_lost += count
-        if not self._has_asked and time.monotonic() >= self._retry_at:
-            self._has_asked = self.wants_new_file = True
 
 
 def write_all(file: int, data: bytes) -> None:

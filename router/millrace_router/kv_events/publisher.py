@@ -45,10 +45,10 @@ class Replays:
 
 
 class EventPublisher:
-    """Publishes batches from a thread of its own, so that no subscriber and no replay delays the caller.
+    """Publishes batches from its own thread, so that no subscriber and no replay delays the caller.
 
     A message has three frames: the topic, the number of the batch (8 bytes, big-endian, from 0), and the batch as
-    msgpack. A replay is asked for by the first number that is missing, as 8 bytes; each answer has a number and a
+    msgpack. A replay is requested by the first number that is missing, as 8 bytes; each answer has a number and a
     batch, and the last one has the number -1 and no batch.
     """
 
@@ -91,10 +91,10 @@ class EventPublisher:
         self._context.destroy(linger=0)
 
     def _socket(self, kind: int, address: str, most_unsent: int) -> zmq.Socket[bytes]:
-        found: zmq.Socket[bytes] = self._context.socket(kind)
-        found.set_hwm(most_unsent)
-        found.bind(address)
-        return found
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.set_hwm(most_unsent)
+        socket.bind(address)
+        return socket
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -104,7 +104,7 @@ class EventPublisher:
         while True:
             ready = dict(poller.poll())
             if self._source in ready:
-                # All of them, so that a replay has what was published before it was asked for.
+                # All of them, so that a replay has what was published before the request.
                 while self._source.poll(0):
                     payload = self._source.recv()
                     if payload == _STOP:
@@ -123,7 +123,7 @@ class EventPublisher:
         frames = router.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != NUMBER_BYTES:
             return
-        peer, empty, wanted = frames
-        for number, payload in self._replays.since(int.from_bytes(wanted, "big")):
+        peer, empty, start = frames
+        for number, payload in self._replays.since(int.from_bytes(start, "big")):
             router.send_multipart((peer, empty, number.to_bytes(NUMBER_BYTES, "big"), payload))
         router.send_multipart((peer, empty, END, b""))

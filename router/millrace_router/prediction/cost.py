@@ -3,18 +3,80 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from millrace_router.prediction.extra_costs import (
-    ADAPTER_COEFFICIENTS,
-    AdapterCosts,
-    ExtraCosts,
-)
-from millrace_router.prediction.jitter import StepJitter
 from millrace_router.prediction.least_squares import NormalEquations, solve_nonnegative
-from millrace_router.prediction.overhead import RouterOverhead
 from millrace_router.prediction.step_load import StepLoad
+
+_RESIDUAL_RIDGE = 1e-3
+"""Share by which the costs are drawn to the assumed ones, where both counts always come together."""
+
+
+class ResidualCosts:
+    """Seconds for two counts of a step, neither negative, fitted to the time beyond the expected duration without them.
+
+    A fading ridge regression in relative errors as in `CostModel`, only of steps with such counts. So they do not
+    change the costs of other steps, a delayed step counts little, and a few steps correct a wrong assumption.
+    """
+
+    def __init__(self, costs: Sequence[float] = (0.0, 0.0), *, memory: int) -> None:
+        """`memory` is the number of steps after which an observation has faded by 1/e."""
+        self.costs = list(costs)
+        self._memory = memory
+        self._assumed = self.costs
+        self._trust = (0.0, 0.0)
+        """Weights of the assumed costs."""
+        self._gram = [[0.0, 0.0], [0.0, 0.0]]
+        self._moment = [0.0, 0.0]
+
+    def seconds(self, counts: Sequence[float]) -> float:
+        """Return the cost of a step with these counts."""
+        return self.costs[0] * counts[0] + self.costs[1] * counts[1]
+
+    def assume(self, costs: Sequence[float], trust: tuple[float, float]) -> None:
+        """Set the costs that are assumed without observations, and their weights."""
+        self._assumed, self._trust = list(costs), trust
+        self._fit()
+
+    def add(self, counts: Sequence[float], seconds: float, *, plain: float, pace: float) -> None:
+        """Learn from a step with these counts; without them `plain` seconds were expected."""
+        expected = plain + pace * self.seconds(counts)
+        weight = pace * pace / (expected * max(expected, seconds))
+        self._fade(1.0 - 1.0 / self._memory)
+        for i in range(2):
+            self._moment[i] += weight * counts[i] * (seconds - plain) / pace
+            for j in range(2):
+                self._gram[i][j] += weight * counts[i] * counts[j]
+        self._fit()
+
+    def idle(self, memory: int) -> None:
+        """Count a step without such counts, by `memory` of which the observations fade, so that no bad one lasts."""
+        if self._gram[0][0]:
+            self._fade(1.0 - 1.0 / memory)
+            self._fit()
+
+    def rescale(self, change: float) -> None:
+        """Multiply the observed durations by `change`."""
+        self.costs = [cost * change for cost in self.costs]
+        self._gram = [[value / change**2 for value in row] for row in self._gram]
+        self._moment = [value / change for value in self._moment]
+
+    def _fade(self, factor: float) -> None:
+        self._gram = [[factor * value for value in row] for row in self._gram]
+        self._moment = [factor * value for value in self._moment]
+
+    def _fit(self) -> None:
+        matrix, right = [list(row) for row in self._gram], list(self._moment)
+        for i in range(2):
+            pull = self._trust[i] + _RESIDUAL_RIDGE * self._gram[i][i]
+            matrix[i][i] += pull
+            right[i] += pull * self._assumed[i]
+        if matrix[0][0] and matrix[1][1]:
+            self.costs = solve_nonnegative(matrix, right)
+
 
 COEFFICIENTS = (
     "step",
@@ -28,6 +90,21 @@ COEFFICIENTS = (
 CUDA such a step replays no graph); each prompt token; each KV position that a prompt token attends to."""
 EXTRA_COEFFICIENTS = ("extra_step", "extra_position")
 """Seconds for: any step with decodes of several KV positions; each such position beyond a row's first."""
+ADAPTER_COEFFICIENTS = ("adapter_byte", "adapter_slice")
+"""Seconds for: each byte of the adapters in a step; each slice of 16 ranks that a position is multiplied with."""
+_ADAPTER_UNITS = (1e6, 1e3)
+_EXTRA_TRUST = 4.0
+"""Weight of the assumed costs of extra positions, in steps of `_TYPICAL_EXTRA` of them."""
+_TYPICAL_EXTRA = 4.0
+_EXTRA_MEMORY = 128
+_IDLE_MEMORY = 2048
+_ADAPTER_MEMORY = 256
+NUM_RATIOS = 256
+"""Steps whose ratios of observed to expected duration are kept."""
+_NUM_ENTRIES = 65
+"""Requests whose time until they are queued is kept."""
+_ANSWER_RATE = 1 / 64
+"""Weight of one answer in the mean of the router's own time."""
 
 _PRIOR = (1.0, 1 / 32, 1 / 32768, 0.0, 1 / 32, 1 / 32768)
 """Proportions that are assumed without observations. Reading the weights once costs as much as computing some tens of
@@ -45,12 +122,49 @@ _FIT_EVERY = 32
 """Observations between fits, which bounds the cost of fitting per step."""
 
 
+class StepJitter:
+    """The ratios of the last `NUM_RATIOS` steps to the durations that the cost model expected."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=NUM_RATIOS)
+        self.add = self._ratios.append
+
+    def ratios(self) -> list[float]:
+        """Return the ratios in their order, scaled to a mean of 1; empty before there are `NUM_RATIOS`.
+
+        The order matters: a delay on a shared machine lasts for several steps.
+        """
+        if len(self._ratios) < NUM_RATIOS:
+            return []
+        mean = sum(self._ratios) / NUM_RATIOS
+        return [ratio / mean for ratio in self._ratios]
+
+
+class RouterOverhead:
+    """Seconds that the router adds to a request and to a step."""
+
+    def __init__(self) -> None:
+        self.turn_seconds = 0.0
+        """From an answer until its tokens are delivered and the step after the next one is planned: the mean."""
+        self._entries: deque[float] = deque(maxlen=_NUM_ENTRIES)
+        self.add_entry = self._entries.append
+        """Counts a request by the seconds from its arrival until it was queued."""
+
+    @property
+    def entry_seconds(self) -> float:
+        """From the arrival of a request until it is queued: the median of the last ones; 0 before the first."""
+        return median(self._entries) if self._entries else 0.0
+
+    def add_answer(self, seconds: float) -> None:
+        """Count an answer that took the router `seconds`."""
+        self.turn_seconds += _ANSWER_RATE * (seconds - self.turn_seconds)
+
+
 @dataclass(frozen=True, slots=True)
 class _StepWithExtra:
     """A step with extra positions."""
 
-    num_positions: int
-    """Its extra positions."""
+    extra: tuple[float, float]
     seconds: float
     """Its duration."""
     plain: float
@@ -66,7 +180,7 @@ class CostModel:
     than one that took no time. So other processes on the machine move the fit little (a Huber-like M-estimator by
     reweighting: Holland and Welsch 1977). Steps with and without prompts fade separately, because the latter are many
     more. Directions that the observations leave open take the proportions of `_PRIOR`: decodes of a single row put
-    about 1/32 of their time on the row. Steps whose decodes fill several positions serve for `ExtraCosts` alone.
+    about 1/32 of their time on the row. Steps whose decodes fill several positions teach only the cost of those.
 
     The fit is slow by design. The *pace*, one factor on all coefficients, follows a machine that became slower or
     faster.
@@ -80,8 +194,8 @@ class CostModel:
         self._frozen = False
         self._decode_steps = NormalEquations(3)
         self._prefill_steps = NormalEquations(6)
-        self._extra = ExtraCosts()
-        self._adapters = AdapterCosts()
+        self._extra = ResidualCosts(memory=_EXTRA_MEMORY)
+        self._adapters = ResidualCosts(memory=_ADAPTER_MEMORY)
         self._last_with_extra: _StepWithExtra | None = None
         """The last step, if it had extra positions."""
         self._num_observed = 0
@@ -89,7 +203,7 @@ class CostModel:
 
     @classmethod
     def fixed(cls, coefficients: Mapping[str, float]) -> CostModel:
-        """A model with given coefficients, by the names of `COEFFICIENTS`, that learns nothing.
+        """Return a model with given coefficients, by the names of `COEFFICIENTS`, that learns nothing.
 
         Those of `EXTRA_COEFFICIENTS` may be absent: an extra position then costs as much as a row. Without those of
         `ADAPTER_COEFFICIENTS` adapters cost nothing.
@@ -99,22 +213,24 @@ class CostModel:
 
         """
         if set(coefficients) - {*EXTRA_COEFFICIENTS, *ADAPTER_COEFFICIENTS} != set(COEFFICIENTS):
-            raise ValueError(f"a cost model has the coefficients {', '.join(COEFFICIENTS)}")
+            raise ValueError(f"a cost model needs the coefficients {', '.join(COEFFICIENTS)}")
         if not all(0.0 <= value < math.inf for value in coefficients.values()):
-            raise ValueError(f"costs are finite and not negative: {dict(coefficients)}")
+            raise ValueError(f"costs must be finite and not negative: {dict(coefficients)}")
         model = cls()
         model._coefficients = [float(coefficients[name]) for name in COEFFICIENTS]
-        model._extra = ExtraCosts.fixed(
-            once=coefficients.get("extra_step", 0.0),
-            each=coefficients.get("extra_position", coefficients["decode_row"]),
-        )
-        model._adapters = AdapterCosts(coefficients)
+        once = coefficients.get("extra_step", 0.0)
+        each = coefficients.get("extra_position", coefficients["decode_row"])
+        model._extra.costs = [float(once), float(each)]
+        model._adapters.costs = [
+            coefficients.get(name, 0.0) * unit
+            for name, unit in zip(ADAPTER_COEFFICIENTS, _ADAPTER_UNITS, strict=True)
+        ]
         model._frozen = True
         return model
 
     @classmethod
     def from_json(cls, coefficients: Mapping[str, float]) -> CostModel:
-        """A model from the result of `to_json`: a fixed one, or one without observations.
+        """Return a model from the result of `to_json`: a fixed one, or one without observations.
 
         Raises:
             ValueError: as `fixed`.
@@ -123,16 +239,19 @@ class CostModel:
         return cls.fixed(coefficients) if coefficients else cls()
 
     def to_json(self) -> dict[str, float]:
-        """All coefficients, also those of extra positions and of adapters; empty before the first fit.
+        """Return all coefficients, also for extra positions and adapters; empty before the first fit.
 
         They describe the last hundreds of steps. The pace of the last seconds is left out: it may vary by a tenth and
         more, and does not predict the next hour.
         """
         if not self._coefficients:
             return {}
-        costs = [*self._coefficients, self._extra.once, self._extra.each]
-        named = dict(zip(COEFFICIENTS + EXTRA_COEFFICIENTS, costs, strict=True))
-        return named | self._adapters.to_json()
+        named = dict(zip(COEFFICIENTS, self._coefficients, strict=True))
+        named |= zip(EXTRA_COEFFICIENTS, self._extra.costs, strict=True)
+        if any(self._adapters.costs):
+            pairs = zip(ADAPTER_COEFFICIENTS, self._adapters.costs, _ADAPTER_UNITS, strict=True)
+            named |= {name: cost / unit for name, cost, unit in pairs}
+        return named
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from an answered step; one without a forward pass or without a duration does not count."""
@@ -146,15 +265,13 @@ class CostModel:
         if (last := self._last_with_extra) is not None:
             # Verification of draft tokens runs in the next step, which therefore is no observation of a plain step.
             after = 0.0 if load.extra_positions else seconds - plain
-            self._extra.add(
-                last.num_positions, last.seconds + after, plain=last.plain, pace=last.pace
-            )
+            self._extra.add(last.extra, last.seconds + after, plain=last.plain, pace=last.pace)
         self._last_with_extra = None
         if load.extra_positions and self._coefficients:
-            self._last_with_extra = _StepWithExtra(load.extra_positions, seconds, plain, self._pace)
+            self._last_with_extra = _StepWithExtra(_extra(load), seconds, plain, self._pace)
         if load.extra_positions or last is not None:
             return
-        self._extra.fade()
+        self._extra.idle(_IDLE_MEMORY)
         expected = sum(map(float.__mul__, self._coefficients, features)) or seconds
         if self._coefficients:
             self.jitter.add(seconds / expected)
@@ -168,22 +285,25 @@ class CostModel:
             self._fit()
 
     def seconds(self, load: StepLoad) -> float | None:
-        """The expected duration of a step; None before the first fit."""
+        """Return the expected duration of a step; None before the first fit."""
         if not self._coefficients:
             return None
         seconds = sum(map(float.__mul__, self._coefficients, _features(load)))
-        seconds += self._extra.seconds(load.extra_positions) + self._adapters.seconds(load)
+        if load.extra_positions:
+            seconds += self._extra.seconds(_extra(load))
+        if load.adapter_slices:
+            seconds += self._adapters.seconds(_adapters(load))
         return self._pace * seconds
 
     def extra_prices(self) -> tuple[float, float, float] | None:
-        """Seconds for decodes of more than one position; None before the first fit.
+        """Return seconds for decodes of more than one position; None before the first fit.
 
         For any in a step; for each position beyond a row's first; for each position that such a position attends to.
         """
         if not self._coefficients:
             return None
-        pace, extra = self._pace, self._extra
-        return pace * extra.once, pace * extra.each, pace * self._coefficients[2]
+        pace, (once, each) = self._pace, self._extra.costs
+        return pace * once, pace * each, pace * self._coefficients[2]
 
     def prefill_tokens_within(
         self,
@@ -215,7 +335,7 @@ class CostModel:
         return math.inf if beside is None else seconds - beside
 
     def prompt_tokens_within(self, seconds: float, *, start: int, most: int) -> int:
-        """The most tokens of a prompt, up to `most` from position `start` on, that take `seconds`."""
+        """Return the most tokens of a prompt, up to `most` from position `start` on, that take `seconds`."""
         if seconds <= 0.0:
             return 0
         if not self._coefficients or seconds == math.inf:
@@ -226,8 +346,13 @@ class CostModel:
         root = linear + math.sqrt(linear * linear + 4 * quadratic * rest)
         return most if 2 * rest >= most * root else math.floor(2 * rest / root)
 
-    def prompt_seconds(self, num_tokens: int, *, start: int) -> float:
-        """Seconds that so many tokens of a prompt take from position `start` on; 0 before the first fit."""
+    @property
+    def prefill_step_seconds(self) -> float:
+        """What any prompt tokens add to a step, besides the tokens themselves; 0 before the first fit."""
+        return self._pace * self._coefficients[3] if self._coefficients else 0.0
+
+    def prompt_seconds(self, num_tokens: float, *, start: float) -> float:
+        """Return seconds that `num_tokens` of a prompt take from position `start` on; 0 before the first fit."""
         if not self._coefficients:
             return 0.0
         token, pair = self._coefficients[4:]
@@ -239,10 +364,9 @@ class CostModel:
 
         Adapters and the rest are fitted in turns, each to what the other leaves.
         """
-        expected = plain + self._pace * self._adapters.seconds(load)
-        weight = self._pace * self._pace / (expected * max(expected, seconds))
-        self._adapters.add(load, (seconds - plain) / self._pace, weight=weight)
-        return max(seconds - self._pace * self._adapters.seconds(load), plain / 2)
+        counts = _adapters(load)
+        self._adapters.add(counts, seconds, plain=plain, pace=self._pace)
+        return max(seconds - self._pace * self._adapters.seconds(counts), plain / 2)
 
     def _fit(self) -> None:
         """Solve the normal equations in units of `_PRIOR`, scaled by the one number that fits the observations best."""
@@ -265,7 +389,18 @@ class CostModel:
         right = [unit * moment[i] + (_RIDGE if _PRIOR[i] else 0.0) for i in size]
         solution = solve_nonnegative(matrix, right)
         self._coefficients = [unit * _SCALE[i] * solution[i] for i in size]
-        self._extra.assume(step=self._coefficients[0] or unit, row=self._coefficients[1])
+        trust = _EXTRA_TRUST / (self._coefficients[0] or unit) ** 2
+        self._extra.assume((0.0, self._coefficients[1]), (trust, trust * _TYPICAL_EXTRA**2))
+
+
+def _extra(load: StepLoad) -> tuple[float, float]:
+    """In the order of `EXTRA_COEFFICIENTS`."""
+    return float(load.extra_positions > 0), float(load.extra_positions)
+
+
+def _adapters(load: StepLoad) -> tuple[float, float]:
+    """In the order of `ADAPTER_COEFFICIENTS`."""
+    return load.adapter_bytes / _ADAPTER_UNITS[0], load.adapter_slices / _ADAPTER_UNITS[1]
 
 
 def _features(load: StepLoad) -> tuple[float, float, float, float, float, float]:

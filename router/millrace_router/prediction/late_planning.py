@@ -47,7 +47,7 @@ class LatePlanning:
         return 0.0 if seconds is None else self.open_part(seconds)
 
     def open_part(self, seconds: float) -> float:
-        """Seconds from the start of a step of this duration until the next plan."""
+        """Return seconds from the start of a step of this duration until the next plan."""
         return max(0.0, min(self._share * seconds, seconds - LEAD_SECONDS))
 
     def learn(self, spare_seconds: float, *, was_open: bool = True) -> None:

@@ -14,7 +14,7 @@ _MEMORY = 512
 
 
 def solve_nonnegative(gram: Matrix, moment: Sequence[float]) -> list[float]:
-    """The x >= 0 that minimises x'Gx / 2 - m'x; `gram` must be positive definite.
+    """Return the x >= 0 that minimises x'Gx / 2 - m'x; `gram` must be positive definite.
 
     The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23). It begins with every
     unknown free, so it solves once if no unknown is at its bound.
@@ -51,7 +51,7 @@ def _descend(gram: Matrix, moment: Sequence[float], x: list[float], free: list[i
 
 
 def _solve(gram: Matrix, moment: Sequence[float], chosen: Sequence[int]) -> list[float]:
-    """The unconstrained minimum over the `chosen` unknowns, the others 0: Gauss elimination."""
+    """Return the unconstrained minimum over the `chosen` unknowns, the others 0: Gauss elimination."""
     rows = [[*(gram[i][j] for j in chosen), moment[i]] for i in chosen]
     size = len(rows)
     for k, pivot in enumerate(rows):
@@ -62,8 +62,8 @@ def _solve(gram: Matrix, moment: Sequence[float], chosen: Sequence[int]) -> list
     solution = [0.0] * size
     for k in reversed(range(size)):
         row = rows[k]
-        known = sum(row[j] * solution[j] for j in range(k + 1, size))
-        solution[k] = (row[size] - known) / row[k]
+        solved = sum(row[j] * solution[j] for j in range(k + 1, size))
+        solution[k] = (row[size] - solved) / row[k]
     return solution
 
 
@@ -96,7 +96,7 @@ class NormalEquations:
         self._unit = 1.0
 
     def plus(self, smaller: NormalEquations) -> tuple[list[list[float]], list[float]]:
-        """The sum of both normal equations, with the complete matrix."""
+        """Return the sum of both normal equations, with the complete matrix."""
         gram, moment = [list(row) for row in self._gram], list(self._moment)
         for i in range(smaller._size):
             moment[i] += smaller._moment[i]

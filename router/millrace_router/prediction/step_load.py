@@ -27,7 +27,7 @@ class StepLoad:
     """Sum over its positions of the slices of 16 ranks, of all layers, that each is multiplied with."""
 
     def with_extra(self, num_extra: int) -> StepLoad:
-        """The load with another number of extra positions, which attend to as much as the others."""
+        """Return the load with another number of extra positions, which attend to as much as the others."""
         if num_extra == self.extra_positions:
             return self
         num_positions = self.decodes + self.extra_positions

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import cycle
+from typing import Protocol
 
-from millrace_router.prediction.answer_lengths import AnswerLengths
-from millrace_router.prediction.batch import RunningRow
-
+_NUM_ANSWERS = 256
+"""Answers that the lengths are taken from: enough for a tail, while traffic changes within minutes."""
 _PROMPT_RATE = 1 / 64
 """Weight of one answer in the means over prompts."""
 _YIELD_RATE = 1 / 64
@@ -16,15 +18,112 @@ _YIELD_RATE = 1 / 64
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-class TrafficStatistics:
-    """Lengths of answers in tokens and in steps, and of prompts.
+class RunningRow(Protocol):
+    """The part of a scheduler's row that a forecast reads."""
 
-    The predicted end of a row is a quantile of the remaining lengths of such answers. The quantile follows from the
-    slot by the golden ratio, which covers the distribution evenly (a Weyl sequence). So the k-th of these ends
-    estimates the k-th order statistic, unlike k times the mean.
+    @property
+    def num_prompt_left(self) -> int:
+        """Input tokens that no planned step computes."""
+
+    @property
+    def num_tokens_planned(self) -> int:
+        """New tokens that the planned steps yield."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most new tokens that the row may yield."""
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """KV positions that are filled after all planned steps."""
+
+
+class AnswerLengths:
+    """The survival curve of the last answers, robust against limits.
+
+    An answer that met `max_new_tokens` is censored: it would have been longer. So the limits of some clients do not
+    shorten the forecast of others, and traffic that always meets its limit is forecast to meet it (the product-limit
+    estimator: Kaplan and Meier 1958). Beyond the longest answer, answers end as often per token as in the mean. Before
+    the first answer all are expected to meet their limits.
     """
 
-    def __init__(self, *, max_batch_size: int) -> None:
+    def __init__(self) -> None:
+        self.recent: deque[tuple[int, bool]] = deque(maxlen=_NUM_ANSWERS)
+        """Length of each answer, and whether it ended by itself."""
+        self._lengths: list[int] = []
+        """Lengths in order, each with what the lists below have from there on."""
+        self._means: list[float] = []
+        """The mean length of answers that end at this length at the latest."""
+        self._survivals: list[float] = []
+        """The share of answers that are longer."""
+        self._hazard = 0.0
+        """Ends per token."""
+        self._is_stale = False
+
+    def add(self, num_generated: int, limit: int) -> None:
+        """Count an answer; one without tokens is ignored.
+
+        The `limit` of an answer that was cut, by its limit or by a client that left, is its length.
+        """
+        if num_generated:
+            self.recent.append((num_generated, num_generated < limit))
+            self._is_stale = True
+
+    def expected(self, limit: int) -> float:
+        """Return the mean number of tokens of an answer of at most `limit` tokens."""
+        if self._is_stale:
+            self._refresh()
+        index = bisect_right(self._lengths, limit) - 1
+        if index < 0:
+            return float(limit)
+        beyond = float(limit - self._lengths[index])
+        if index == len(self._lengths) - 1 and self._hazard:
+            beyond = -math.expm1(-self._hazard * beyond) / self._hazard
+        return self._means[index] + self._survivals[index] * beyond
+
+    def quantile_left(self, num_generated: int, limit: int, share: float) -> float:
+        """The number of further tokens that a `share` of the answers with `num_generated` tokens do not exceed."""
+        if self._is_stale:
+            self._refresh()
+        index = bisect_right(self._lengths, num_generated)
+        alive = self._survivals[index - 1] if index else 1.0
+        # The survivals fall, so their negatives are in order.
+        index = bisect_left(self._survivals, (share - 1.0) * alive, index, key=float.__neg__)
+        if index < len(self._lengths):
+            end = float(self._lengths[index])
+        elif self._hazard:
+            end = max(num_generated, self._lengths[-1]) + self._tail(alive, share)
+        else:
+            end = math.inf
+        return max(0.0, min(end, limit) - num_generated)
+
+    def _tail(self, alive: float, share: float) -> float:
+        """Further tokens beyond the longest answer, of an answer that a share `alive` of all survives."""
+        left = self._survivals[-1] / alive if alive else 1.0
+        return math.log(left / (1.0 - share)) / self._hazard
+
+    def _refresh(self) -> None:
+        self._is_stale = False
+        answers = sorted(self.recent)
+        self._lengths, self._means, self._survivals = [], [], []
+        before, mean, survival = 0, 0.0, 1.0
+        # Those that were cut come first among equal lengths; they have survived nonetheless.
+        for at_risk, (length, ended) in zip(range(len(answers), 0, -1), answers, strict=True):
+            mean += survival * (length - before)
+            before = length
+            if ended:
+                survival *= 1.0 - 1.0 / at_risk
+            self._lengths.append(length)
+            self._means.append(mean)
+            self._survivals.append(survival)
+        num_ends = sum(ended for _, ended in answers)
+        self._hazard = num_ends / sum(length for length, _ in answers)
+
+
+class TrafficStatistics:
+    """Lengths of answers in tokens and in steps, and of prompts."""
+
+    def __init__(self) -> None:
         self.lengths = AnswerLengths()
         self.computed_share = 1.0
         """Mean share of a prompt that is not cached."""
@@ -32,13 +131,10 @@ class TrafficStatistics:
         """Mean number of tokens of a row in one step; above 1 where draft tokens are accepted."""
         self.mean_prompt = 0.0
         """Mean number of prompt tokens to compute."""
-        quantiles = (((slot + 0.5) * _GOLDEN) % 1.0 for slot in range(max_batch_size))
-        self._hazards = [-math.log1p(-quantile) for quantile in quantiles]
 
     def finished(
         self, *, num_prompt: int, num_generated: int, max_new_tokens: int, num_cached: int
     ) -> None:
-        """Learn from an answer."""
         self.lengths.add(num_generated, max_new_tokens)
         num_computed = num_prompt - num_cached
         share = num_computed / max(1, num_prompt)
@@ -47,30 +143,31 @@ class TrafficStatistics:
 
     def yielded(self, num_tokens: int, num_rows: int) -> None:
         """Learn from a step in which `num_rows` multi-token rows have yielded `num_tokens`."""
-        found = num_tokens / num_rows
-        self.tokens_per_step += _YIELD_RATE * (found - self.tokens_per_step)
+        self.tokens_per_step += _YIELD_RATE * (num_tokens / num_rows - self.tokens_per_step)
 
-    def steps_left(self, rows: list[RunningRow]) -> list[float]:
-        """The number of steps that each of `rows` is expected to decode."""
-        quantile_left, hazards = self.lengths.quantile_left, self._hazards
-        at_once = self.tokens_per_step
+    def steps_left(self, rows: Sequence[RunningRow]) -> list[float]:
+        """Return the number of steps until each of `rows` ends.
+
+        The ends are quantiles of the lengths to come, which the golden ratio spreads evenly over them (a Weyl
+        sequence). So the k-th of these ends estimates the k-th order statistic, unlike k times the mean.
+        """
+        quantile_left, at_once = self.lengths.quantile_left, self.tokens_per_step
         return [
-            quantile_left(row.num_tokens_planned, row.max_tokens, hazards[row.slot % len(hazards)])
+            quantile_left(row.num_tokens_planned, row.max_tokens, (index + 0.5) * _GOLDEN % 1.0)
             / at_once
-            for row in rows
+            for index, row in enumerate(rows)
         ]
 
     def steps_to_come(self, unknown: int) -> Iterator[float]:
-        """Steps of the next requests: those of the last answers, repeated; `unknown` tokens before the first."""
-        return (
-            length / self.tokens_per_step for length in cycle(self.lengths.recent or (unknown,))
-        )
-
-    def mean_steps(self, unknown: int) -> float:
-        """Mean number of steps of an answer; that of `unknown` tokens before the first answer."""
-        return self.mean_length(unknown) / self.tokens_per_step
+        """Steps of the next requests: the steps of the last answers, repeated; `unknown` tokens before the first."""
+        lengths = [length for length, _ in self.lengths.recent] or [unknown]
+        return (length / self.tokens_per_step for length in cycle(lengths))
 
     def mean_length(self, unknown: int) -> float:
-        """Mean number of tokens of an answer; `unknown` before the first answer."""
+        """Return the mean number of tokens of an answer; `unknown` before the first answer."""
         recent = self.lengths.recent
-        return sum(recent) / len(recent) if recent else float(unknown)
+        return sum([length for length, _ in recent]) / len(recent) if recent else float(unknown)
+
+    def mean_steps(self, unknown: int) -> float:
+        """Return the mean number of steps of an answer; before the first one, the steps of `unknown` tokens."""
+        return self.mean_length(unknown) / self.tokens_per_step

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from millrace_router.config import RouterConfig
-from millrace_router.reasoning.channel_splitter import MARKERS
-from millrace_router.reasoning.channels import CONSTRAIN, ChannelReasoning
+from millrace_router.reasoning.channels import CONSTRAIN, MARKERS, ChannelReasoning
 from millrace_router.reasoning.reasoning_format import ReasoningFormat
-from millrace_router.reasoning.tag_splitter import Tags
-from millrace_router.reasoning.tagged import TaggedReasoning
+from millrace_router.reasoning.tags import TaggedReasoning, Tags
 from millrace_router.text.tokenizer import Tokenizer
 
 THINK = Tags(openers=("<think>",), closers=("</think>",))
@@ -74,20 +72,20 @@ def reasoning_of_model(
     config: RouterConfig, template: str | None, tokenizer: Tokenizer
 ) -> ReasoningFormat | None:
     """Choose for a server with `config`; under --strict-tgi thoughts stay in the text, unless a format is named."""
-    asked = config.reasoning_parser
-    if config.strict_tgi and asked == "auto":
+    name = config.reasoning_parser
+    if config.strict_tgi and name == "auto":
         return None
-    return reasoning_of(template, asked, tokenizer=tokenizer)
+    return reasoning_of(template, name, tokenizer=tokenizer)
 
 
 def reasoning_of(
-    template: str | None, asked: str = "auto", *, tokenizer: Tokenizer | None = None
+    template: str | None, parser: str = "auto", *, tokenizer: Tokenizer | None = None
 ) -> ReasoningFormat | None:
-    """Choose by `template`, the source of the chat template, unless `asked` names a format; None for no thoughts.
+    """Choose by `template`, the source of the chat template, unless `parser` names a format; None for no thoughts.
 
     Without `tokenizer` no tag is a token.
     """
-    name = _detected(template or "") if asked == "auto" else _ALIASES.get(asked, asked)
+    name = _detected(template or "") if parser == "auto" else _ALIASES.get(parser, parser)
     if name == CHANNELS:
         return ChannelReasoning(name=name, **_tokens(MARKERS, tokenizer, others=(CONSTRAIN,)))
     tags = TAGS.get(name)
@@ -105,7 +103,7 @@ def _detected(source: str) -> str:
 def _tokens(
     texts: Sequence[str], tokenizer: Tokenizer | None, *, others: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Find the tokens in `texts`, the tags of a format, and `others`, which grammars alone need."""
+    """Find the tokens in `texts`, the tags of a format, and `others`, which only grammars need."""
     if tokenizer is None:
         return {}
     special = {

@@ -5,22 +5,55 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum, auto
+from typing import Any, NamedTuple, Protocol
 
-from millrace_router.reasoning.splitter import Splitter, Start
 from millrace_router.reasoning.thought_grammar import answer_rule
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.tool_calls.call_format import NO_IDS
+from millrace_router.tool_calls.parsing.call_format import NO_IDS
+
+
+class Start(Enum):
+    """Where an answer begins, by the end of its prompt."""
+
+    FREE = auto()
+    """The model may open a thought."""
+    OPEN = auto()
+    """The prompt ends within a thought."""
+    CLOSED = auto()
+    """The prompt ends behind a thought, which is empty if the model is not to think."""
+
+
+class Split(NamedTuple):
+    """The parts of a piece of text."""
+
+    thought: str
+    answer: str
+
+
+class Splitter(Protocol):
+    """Splits one answer; the cuts between pushed pieces make no difference to the joined parts."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the text so far ends within a thought."""
+
+    def push(self, text: str, /) -> Split:
+        """Split more text; text that may begin a tag is held back."""
+
+    def finish(self) -> Split:
+        """Split the held text as the end of the answer."""
+
 
 ANSWER = "answer"
 """The rule of the answer, in grammars."""
 NO_EFFORT = "none"
-"""The effort that asks for no thought."""
+"""The effort that means no thought."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThoughtLimit:
-    """What ends a thought beside its tag."""
+    """What ends a thought besides its tag."""
 
     budget: int | None = None
     """Tokens between the tags, after which the closing tag must follow."""
@@ -29,7 +62,7 @@ class ThoughtLimit:
 
 
 def switch(*, thinks: bool) -> dict[str, bool]:
-    """Return the variables that tell templates to think or not, under the names that families have for them."""
+    """Return the variables that make templates think or not, under the names that families have for them."""
     return {"enable_thinking": thinks, "thinking": thinks}
 
 
@@ -46,7 +79,7 @@ class ReasoningFormat(ABC):
 
     @abstractmethod
     def start_of(self, prompt: str, continued: str | None = None) -> Start:
-        """Tell where the answer to `prompt` begins; `continued` is the text of a last message that goes on."""
+        """Return where the answer to `prompt` begins; `continued` is the text of a last message that goes on."""
 
     @abstractmethod
     def splitter(self, start: Start, *, keeps_calls: bool = False) -> Splitter:
@@ -57,10 +90,10 @@ class ReasoningFormat(ABC):
     ) -> Grammar | None:
         """Return the grammar of a thought and then `answer`, which is None for any; None if any text is valid.
 
-        With `is_text` the answer has no calls.
+        With `is_text` the answer contains no calls.
 
         Raises:
-            ValidationError: there is a budget, and the model's tags are no tokens.
+            ValidationError: there is a budget, and the model's tags are not single tokens.
 
         """
         if answer is None and (limit.budget is None or start is Start.CLOSED):
@@ -82,7 +115,6 @@ class ReasoningFormat(ABC):
         """Return the rule of a thought and the rule `answer` behind it."""
 
     def _terminals(self, rule: str) -> str:  # noqa: ARG002
-        """Return the terminals that `rule` names."""
         return ""
 
     def variables(self, effort: str | None) -> dict[str, Any]:

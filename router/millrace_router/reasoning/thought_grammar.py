@@ -13,7 +13,7 @@ import orjson
 
 from millrace_router.errors import ValidationError
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.tool_calls.lark import ANY, escaped, json_value, literal, pattern
+from millrace_router.tool_calls.parsing.lark import ANY, escaped, json_value, literal, pattern
 
 ANY_TOKENS = "<[*]>*"
 
@@ -31,7 +31,6 @@ def written(text: str, ids: Mapping[str, int]) -> str:
 
 
 def token(id_: int) -> str:
-    """Return the rule of a token."""
     return f"<[{id_}]>"
 
 
@@ -66,4 +65,4 @@ def answer_rule(grammar: Grammar) -> str:
 
 def no_budget() -> NoReturn:
     """Raise ValidationError."""
-    raise ValidationError("a budget of thought is not supported: this model's tags are no tokens")
+    raise ValidationError("thinking budgets need tags that are single tokens; this model's are not")

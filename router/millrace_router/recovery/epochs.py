@@ -4,19 +4,107 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import TracebackType
 
 import structlog
 
 from millrace_router.errors import RouterError, ShardsGone
 from millrace_router.prediction.cost import CostModel
-from millrace_router.recovery.group_restart import GroupRestart
 from millrace_router.recovery.hang_detector import HangDetector, OldestStep, StepTimer
-from millrace_router.recovery.interrupt import Interrupt
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.shards.errors import ShardChanged, ShardError, ShardHung, ShardLost, StepFailed
+from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
+
+
+class GroupRestart:
+    """Asks for one restart at a time.
+
+    A launcher restarts its ranks itself. Other ranks are ended over the wire, so that their supervisors start new ones:
+    all that belong to the group, since the ones that are left wait for a rank that is gone.
+    """
+
+    def __init__(self, launcher: LauncherChannel, group: ShardGroup) -> None:
+        self._launcher = launcher
+        self._group = group
+        self._reason: str | None = None
+        """Why ranks are being ended."""
+
+    def request(self, reason: str) -> None:
+        if self._is_supervised:
+            self._launcher.restart_shards(reason)
+        else:
+            self._reason = reason
+
+    def rank_lost(self, reason: str) -> None:
+        """Record an unreachable rank: its launcher restarts all by itself, and a single rank needs no others."""
+        if not self._is_supervised and len(self._group) > 1:
+            self._reason = reason
+
+    async def proceed(self) -> None:
+        """End ranks that are left of a group that has to restart; raises ShardLost while there are any.
+
+        Called before each attempt to begin an epoch, because a rank may be unreachable at first.
+        """
+        if self._reason is not None and await self._group.end(self._reason):
+            raise ShardLost(f"the ranks restart: {self._reason}")
+
+    def finished(self) -> None:
+        """Record that the shards have begun an epoch."""
+        self._reason = None
+
+    @property
+    def _is_supervised(self) -> bool:
+        return self._launcher.is_open and self._group.is_local
+
+
+class Interrupt:
+    """An asynchronous context that `trigger` ends with an error. It can be entered repeatedly, but not nested.
+
+    Without a trigger it costs about a microsecond, because no timer is set.
+    """
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+        self._limit: asyncio.Timeout | None = None
+
+    def trigger(self, error: Exception) -> None:
+        """End the context with `error`, or the next context as soon as it is entered. The first trigger counts."""
+        if self._error is None:
+            self._error = error
+            if self._limit is not None:
+                self._limit.reschedule(asyncio.get_running_loop().time())
+
+    def clear(self) -> None:
+        """Forget a trigger that has not ended a context yet."""
+        self._error = None
+
+    async def __aenter__(self) -> None:
+        if self._error is not None:
+            raise self._take()
+        self._limit = asyncio.timeout(None)
+        await self._limit.__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        limit, self._limit = self._limit, None
+        assert limit is not None
+        try:
+            await limit.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise self._take() from None
+
+    def _take(self) -> Exception:
+        error, self._error = self._error, None
+        assert error is not None
+        return error
+
 
 REOPEN_SECONDS = 0.2
 """Pause between attempts to open an epoch."""
@@ -82,7 +170,7 @@ class EpochManager:
         `meanwhile` is called after every failed attempt, with an error once the outage is overdue.
         """
         self._serves = self._has_computed = False
-        told = {self.status.reason}
+        logged = {self.status.reason}
         while True:
             try:
                 async with self.interrupt:
@@ -91,9 +179,9 @@ class EpochManager:
                     if self.prepare is not None:
                         await self.prepare()
             except ShardError as error:
-                if str(error) not in told:
+                if str(error) not in logged:
                     # Ranks that start fail one after another, each in its words.
-                    told.add(str(error))
+                    logged.add(str(error))
                     log.warning("cannot open a stream to the shards", error=str(error))
                 self._begin_outage(str(error))
                 if isinstance(error, (ShardHung, ShardChanged)):
@@ -125,14 +213,13 @@ class EpochManager:
             self._group_restart.rank_lost(str(error))
 
     def step_computed(self) -> None:
-        """The shards computed a step."""
         if not self._has_computed:
             self._has_computed = True
             self._launcher.report_progress()
         self._end_outage()
 
     def idle(self) -> None:
-        """The shards answered every step, and there is no further work."""
+        """Record that the shards have answered every step, and that there is no further work."""
         self._end_outage()
 
     def _end_outage(self) -> None:

@@ -47,7 +47,6 @@ class HangDetector:
         self._report = report
 
     async def run(self) -> None:
-        """Watch until cancelled."""
         last_tick = last_check = time.monotonic()
         while True:
             await asyncio.sleep(self._timer.tick_seconds)
@@ -99,12 +98,12 @@ class StepTimer:
         return min(TICK_SECONDS, self._floor_seconds / 4)
 
     def limit_seconds(self, load: StepLoad) -> float:
-        """The longest duration of a step of this load."""
+        """Return the longest duration of a step of this load."""
         predicted = self._cost.seconds(load)
         return max(self._floor_seconds, SLOWEST * (predicted or 0.0))
 
     def is_hung(self, step: object, load: StepLoad, seconds: float) -> bool:
-        """Whether `step`, the oldest in flight, runs for too long; called `seconds` after the last tick."""
+        """Return whether `step`, the oldest in flight, runs for too long; called `seconds` after the last tick."""
         if step is not self._step:
             self._step, self._seconds = step, 0.0
             return False

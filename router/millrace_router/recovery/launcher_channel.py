@@ -36,14 +36,13 @@ class LauncherChannel:
         try:
             self._socket = socket.socket(fileno=fd)
         except OSError as error:
-            log.warning("--supervisor-fd is no socket", fd=fd, error=str(error))
+            log.warning("--supervisor-fd is not a socket", fd=fd, error=str(error))
             return
         self._socket.settimeout(0)
         self._socket.set_inheritable(False)
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a launcher."""
         return self._socket is not None
 
     async def run(self) -> None:

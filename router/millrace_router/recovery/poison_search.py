@@ -53,34 +53,34 @@ class PoisonSearch:
         return frozenset(self._group)
 
     def fail(self, positions: Mapping[int, int]) -> int | None:
-        """Record a failed step; returns the poison request if one is found, which then is no suspect.
+        """Record a failed step; returns the poison request once it is identified, which ends the suspicion against it.
 
         `positions` has the requests of the step, the most senior first, each with its number of KV positions after
         the step.
         """
-        found = [request_id for request_id in self._group if request_id in positions]
-        if not found:
+        failed = [request_id for request_id in self._group if request_id in positions]
+        if not failed:
             self._end()
             self._targets, self._group = dict(positions), list(positions)
             return None
-        is_first = self._targets.keys().isdisjoint(found)
-        for request_id in found:
+        is_first = self._targets.keys().isdisjoint(failed)
+        for request_id in failed:
             self._targets[request_id] = max(self._targets.get(request_id, 0), positions[request_id])
         if is_first:
             # Separate requests that passed the earlier failures: a kill from outside is the likelier cause.
             return None
         if len(positions) == 1:
-            return self._found(found[0])
-        if self._separate or not (self._has_halved or self._searched.isdisjoint(found)):
-            self._part(found)
+            return self._found(failed[0])
+        if self._separate or not (self._has_halved or self._searched.isdisjoint(failed)):
+            self._part(failed)
         else:
             self._has_halved = True
-            self._searched.update(found)
-            self._halve(found)
+            self._searched.update(failed)
+            self._halve(failed)
         return None
 
     def computed(self, request_id: int, num_positions: int) -> bool:
-        """Record that a request has so many KV positions, which may clear it; whether another group runs next."""
+        """Record a request's number of KV positions, which may clear it; return whether another group runs next."""
         if num_positions < self._targets.get(request_id, num_positions + 1):
             return False
         if request_id in self._separate:
@@ -131,10 +131,10 @@ class PoisonSearch:
         middle = (len(ids) + 1) // 2
         self._group, self._rest = ids[:middle], ids[middle:]
 
-    def _part(self, found: list[int]) -> None:
+    def _part(self, failed: list[int]) -> None:
         """Run all suspects separately, at most half as many at once as failed together."""
         self._separate = self._separate or list(self._targets)
-        self._max_together = (len(found) + 1) // 2
+        self._max_together = (len(failed) + 1) // 2
         self._group, self._rest = self._separate[: self._max_together], []
 
     def _end(self) -> None:

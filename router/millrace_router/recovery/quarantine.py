@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 
-from millrace_router.request.request import NO_RULES, SchedulingParameters, ValidRequest
+from millrace_proto.sampling import NO_RULES
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 
 REFUSED_SECONDS = 600.0
 """How long equal requests are refused. Clients retry much sooner; after this time restarted shards may succeed."""
@@ -44,7 +45,7 @@ class Quarantine:
         )
 
     def refuses(self, request: ValidRequest) -> bool:
-        """Whether a request with the same prompt and parameters was added in the last `REFUSED_SECONDS`.
+        """Return whether a request with the same prompt and parameters was added in the last `REFUSED_SECONDS`.
 
         The seed counts if the request had generated a token; the scheduling parameters never count.
         """
@@ -94,7 +95,7 @@ def _prompt_hash(request: ValidRequest) -> bytes:
 
 
 def _key(request: ValidRequest, *, has_seed: bool) -> bytes:
-    """A hash of prompt and parameters; the seed is one of them with `has_seed`, if the request samples."""
+    """Return a hash of prompt and parameters; the seed is one of them with `has_seed`, if the request samples."""
     seed = request.sampling.seed if has_seed and request.sampling.samples else None
     adapter = None if request.adapter is None else request.adapter.digest
     parameters = replace(

@@ -3,17 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from millrace_router.errors import DoesNotFit, Quarantined, RouterError
-from millrace_router.recovery.oom_backoff import OomBackoff
 from millrace_router.recovery.poison_search import PoisonSearch
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
+
+STEPS_BEFORE_RELIEF = 256
+"""Successful steps before the limits double again."""
+
+
+class OomBackoff:
+    """Halves the batch and the prompt tokens of a step after every failure, down to one row and one block."""
+
+    def __init__(self, budgets: Budgets, *, block_size: int) -> None:
+        self._full = budgets
+        self._least_tokens = min(block_size, budgets.max_batch_prefill_tokens)
+        self._level = 0
+        self._num_succeeded = 0
+
+    @property
+    def is_off(self) -> bool:
+        """Whether steps may be as large as the flags allow."""
+        return self._level == 0
+
+    @property
+    def budgets(self) -> Budgets:
+        """The current limits of a step."""
+        full = self._full
+        return replace(
+            full,
+            max_batch_prefill_tokens=max(
+                self._least_tokens, full.max_batch_prefill_tokens >> self._level
+            ),
+            max_batch_size=max(1, full.max_batch_size >> self._level),
+        )
+
+    def shrink(self) -> bool:
+        """Record that a step ran out of memory; whether the limits could be reduced."""
+        before = self.budgets
+        self._level += 1
+        self._num_succeeded = 0
+        if self.budgets == before:
+            self._level -= 1
+            return False
+        return True
+
+    def succeeded(self) -> bool:
+        """Record a successful step; whether the limits grew."""
+        if self.is_off:
+            return False
+        self._num_succeeded += 1
+        if self._num_succeeded < STEPS_BEFORE_RELIEF:
+            return False
+        self._level -= 1
+        self._num_succeeded = 0
+        return True
+
 
 PlannerFactory = Callable[[], Planner]
 """Makes the planner of a new epoch, without rows."""
@@ -107,7 +157,6 @@ class RecoveryPolicy:
                     self._go_on()
 
     def ended(self, entry: SchedulableRequest) -> None:
-        """Record the end of an entry."""
         if self._search.ended(entry.request_id):
             self._go_on()
 
@@ -132,7 +181,7 @@ class RecoveryPolicy:
             self._held = []
 
     def _rows(self, plans: Iterable[StepPlan]) -> list[Row]:
-        """The rows that `plans` compute and that have not ended, the most senior first."""
+        """Return the rows that `plans` compute and that have not ended, the most senior first."""
         slots = {slot for plan in plans for slot in (*plan.decodes, *(s for s, _ in plan.chunks))}
         rows = [row for row in map(self.planner.row, slots) if row is not None]
         return sorted((row for row in rows if not row.entry.closed), key=lambda row: row.seniority)

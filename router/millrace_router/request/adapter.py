@@ -58,7 +58,7 @@ class AdapterReference:
     """None: a registered name is meant first, and an id on the hub second."""
     merged: MergeRecipe | None = None
     token: str | None = field(default=None, repr=False)
-    """The client's own token for the hub. It reaches the fetching process alone."""
+    """The client's own token for the hub. Only the fetching process gets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,6 @@ class AdapterVersion:
     """Size of the canonical file."""
 
     def num_pages(self, bytes_per_slice: Mapping[str, int]) -> int:
-        """The pages that a rank needs, from the bytes that each module takes there for one slice."""
+        """Return the pages that a rank needs, from the bytes that each module takes there for one slice."""
         size = sum(count * bytes_per_slice[module] for module, count in self.num_slices)
         return -(-size // PAGE_BYTES)

@@ -24,7 +24,7 @@ def child_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class ContentKey(bytes):
-    """A key that knows its block's content, for those that tell others what is cached."""
+    """A key that knows its block's content, for publishers of what is cached."""
 
     parent: bytes | None
     """Key of the block before; None for a first block."""
@@ -75,7 +75,7 @@ class BlockHashes:
         return self._keys[:count]
 
     def _with_content(self, ids: Sequence[int]) -> ContentKey:
-        """The key of a new last block."""
+        """Return the key of a new last block."""
         key = ContentKey(self._last)
         key.parent = self._keys[-1] if self._keys else None
         key.token_ids = array("I", ids)

@@ -6,23 +6,23 @@ from array import array
 from collections.abc import Sequence
 
 from millrace_router.request.block_hashes import BlockHashes
-from millrace_router.request.events import (
+from millrace_router.request.request import FinishReason, ValidRequest
+from millrace_router.request.schedulable import SchedulableRequest
+from millrace_router.request.token_stream import (
     Finished,
     PromptChunk,
     PromptLogprobs,
     Token,
     TokenEvent,
+    TokenStream,
     end_without_token,
 )
-from millrace_router.request.request import FinishReason, ValidRequest
-from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.request.token_stream import TokenStream
 from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_router.text.stopping import StopMatcher
 from millrace_router.text.tokenizer import Tokenizer
 
 MAX_JUMP_FORWARD_TOKENS = 16
-"""Most tokens forced by a grammar that one step computes beside a sampled one."""
+"""Most tokens forced by a grammar that one step computes in addition to a sampled one."""
 
 
 class Entry(SchedulableRequest):

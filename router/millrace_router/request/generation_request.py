@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from millrace_proto.sampling import SamplingRequest
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.request import Grammar, Pooling, SchedulingParameters
@@ -21,7 +22,7 @@ class FieldNames:
     truncate: str = "truncate"
     least_tokens: str = "min_new_tokens"
     most_tokens: str = "max_new_tokens"
-    """Name beside `least_tokens`: OpenAI's own where TGI has a rule of its own about `max_new_tokens`."""
+    """Name that goes with `least_tokens`: OpenAI's where TGI has its own rule about `max_new_tokens`."""
 
 
 TGI_NAMES = FieldNames()
@@ -29,7 +30,7 @@ TGI_NAMES = FieldNames()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRequest:
-    """The DRY penalty as a client asks for it; the defaults are llama.cpp's."""
+    """The DRY penalty as a client requests it; the defaults are llama.cpp's."""
 
     multiplier: float
     base: float = 1.75
@@ -41,8 +42,8 @@ class DryRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """One generation as a client asks for it; None leaves the choice to the server."""
+class GenerationRequest(SamplingRequest):
+    """One generation as a client requests it; None leaves the choice to the server."""
 
     prompt: str | tuple[int, ...] = ""
     """Text, or token ids."""
@@ -61,14 +62,6 @@ class GenerationRequest:
     best_of: int | None = None
     do_sample: bool = False
     seed: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    typical_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    """TGI's, over the prompt and the answer."""
     openai_frequency_penalty: float = 0.0
     """OpenAI's, over the answer."""
     presence_penalty: float = 0.0
@@ -79,9 +72,6 @@ class GenerationRequest:
     """The only tokens that may be drawn; empty: all."""
     bad_words: tuple[str, ...] = ()
     """Texts that the generated text may not have, as their tokens."""
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float = 0.1
     dry: DryRequest | None = None
     watermark: bool = False
     grammar: RawGrammar | Grammar | None = None
@@ -95,13 +85,13 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     """Whether the answer has the prompt's log probabilities, whatever the server allows."""
     prompt_top_n_tokens: int = 0
-    """Candidates beside each of the prompt's tokens."""
+    """Other candidates for each of the prompt's tokens."""
     scheduling: SchedulingParameters = DEFAULT_SCHEDULING
     pooling: Pooling | None = None
     """None: it generates tokens."""
     names: FieldNames = TGI_NAMES
     left_out: frozenset[str] = field(default=frozenset(), compare=False)
-    """Parameters for which the model's own defaults stand: those of `SamplingDefaults` that the client left out."""
+    """Parameters of `SamplingDefaults` that the client left out, for which the model's own defaults stand."""
 
     @property
     def text(self) -> str:

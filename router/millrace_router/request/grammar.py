@@ -11,8 +11,7 @@ import orjson
 
 from millrace_router.errors import ValidationError
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.request.schemas.closed_objects import with_closed_objects
-from millrace_router.request.schemas.implied_types import with_implied_types
+from millrace_router.request.schemas import with_closed_objects, with_implied_types
 
 MAX_SOURCE_BYTES = 2**17
 """Bytes of a grammar, or of a schema without blanks; the default limit of the shards is the same."""
@@ -74,7 +73,7 @@ def checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_text(kind: GrammarKind, source: str) -> Grammar:
-    """Check a grammar that is no schema; raises ValidationError."""
+    """Check a grammar other than a schema; raises ValidationError."""
     _check_size(source)
     brackets = _brackets_of(source)
     _check_parts(len(brackets) // 2)

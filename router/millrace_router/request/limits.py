@@ -1,11 +1,65 @@
-"""The limits of one request; known once the shards have warmed up."""
+"""The limits of one request, and the differences between this server's behaviour and TGI's."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from millrace_router.request.dialect import MILLRACE, Dialect
 from millrace_router.request.request import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Switches that are off in this server's own dialect and on in TGI's, which `--strict-tgi` selects."""
+
+    clamps_new_tokens: bool = False
+    """A request whose `max_new_tokens` do not fit gets as many as fit, instead of a refusal."""
+    ignores_adapters: bool = False
+    """A request for an unknown adapter is answered by the base model, instead of a refusal."""
+    needs_properties: bool = False
+    """A schema without `properties` at its top is refused."""
+    refuses_full_top_p: bool = False
+    """OpenAI's `top_p` of 1 is refused, instead of meaning no restriction."""
+    has_tgi_penalties: bool = False
+    """OpenAI's penalties work as TGI's, over the prompt and the answer."""
+    refuses_tools_with_format: bool = False
+    """A chat has either `tools` or a `response_format`."""
+    takes_images: bool = False
+    """Images become markdown links in the prompt, instead of a refusal."""
+    keeps_stops: bool = False
+    """Stop strings stay in the text of OpenAI's answers, which then end with `stop_sequence`."""
+    shows_special_tokens: bool = False
+    """Streams of text completions contain special tokens."""
+    has_tgi_reasons: bool = False
+    """Text completions end with TGI's finish reasons, and chunks before the end have an empty one."""
+    repeats_role: bool = False
+    """Every chunk of a chat has the role, instead of a separate first chunk."""
+    numbers_calls: bool = False
+    """Calls have numbers as ids."""
+    stops_after_calls: bool = False
+    """An answer that ends with calls has the finish reason `stop`."""
+    hides_ids: bool = False
+    """The ids of OpenAI's answers are empty."""
+    has_tgi_errors: bool = False
+    """OpenAI's routes answer errors in TGI's form; a body that cannot be read gets its error as plain text."""
+    opens_failed_streams: bool = False
+    """A stream that fails before its first event has status 200 and the error as its only event."""
+    counts_chats_twice: bool = False
+    """OpenAI's routes and Vertex AI's count a request once more in the metrics."""
+    hides_platform_errors: bool = False
+    """KServe and Vertex AI answer every failure with one text."""
+    ignores_foreign_fields: bool = False
+    """Fields of other servers that would change the answer are ignored, instead of a refusal."""
+    limits_vertex_parameters: bool = False
+    """Vertex AI's texts take only the parameters `max_new_tokens` and `seed`."""
+
+
+MILLRACE = Dialect()
+TGI = Dialect(**dict.fromkeys((field.name for field in fields(Dialect)), True))
+
+
+def dialect_of(*, strict_tgi: bool) -> Dialect:
+    """Return the dialect that the flag selects."""
+    return TGI if strict_tgi else MILLRACE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +73,7 @@ class Limits:
     default_max_new_tokens: int | None = None
     """Not in TGI: most new tokens of a request that names no limit; None for what the context leaves."""
     max_new_tokens_limit: int | None = None
-    """Not in TGI: most new tokens that a request may ask for."""
+    """Not in TGI: most new tokens that a request may name."""
     max_concurrent_requests: int = 128
     max_best_of: int = 2
     max_n: int = 16

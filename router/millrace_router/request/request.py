@@ -1,10 +1,15 @@
-"""A request after validation: token ids, clamped limits, resolved defaults."""
+"""A request after validation: token ids, clamped limits, resolved defaults; and the seeds of its samples."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import sha256
+from random import SystemRandom
 
+from millrace_proto import sequence
+from millrace_proto.sampling import Sampling
+from millrace_proto.sequence import GrammarKind as GrammarKind
 from millrace_router.request.adapter import AdapterVersion
 
 
@@ -16,91 +21,12 @@ class FinishReason(StrEnum):
     STOP_SEQUENCE = "stop_sequence"
 
 
-class GrammarKind(StrEnum):
-    """The language a grammar is written in."""
-
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"
-    LARK = "lark"
-
-
 @dataclass(frozen=True, slots=True)
-class Grammar:
+class Grammar(sequence.Grammar):
     """The generated text as a whole matches it."""
 
-    kind: GrammarKind
-    source: str
     closes: bool = False
     """Whether the text is closed before the request's last token: JSON in an answer is, and calls of tools are not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dry:
-    """The DRY penalty: a token that would extend a repeated passage becomes less likely."""
-
-    multiplier: float
-    base: float
-    allowed_length: int
-    """Shorter passages are free."""
-    window: int
-    """How many of the last tokens are searched; 0 for all."""
-    breakers: tuple[int, ...] = ()
-    """Tokens that no passage contains."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceRules:
-    """Rules that few sequences have; the defaults are no rules."""
-
-    allowed_ids: tuple[int, ...] = ()
-    """The only tokens that may be drawn; empty: all."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Passages that the generated tokens may not have."""
-    dry: Dry | None = None
-
-
-NO_RULES = SequenceRules()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParameters:
-    """Parameters of the choice of the next token; the defaults are the neutral values of the wire."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    do_sample: bool = False
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    """TGI's, over prompt and generated tokens."""
-    presence_penalty: float = 0.0
-    """OpenAI's, over generated tokens."""
-    openai_frequency_penalty: float = 0.0
-    """OpenAI's `frequency_penalty`, over generated tokens."""
-    min_p: float = 0.0
-    top_n_sigma: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.0
-    watermark: bool = False
-    bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its score), each id once."""
-    rules: SequenceRules = NO_RULES
-
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are drawn at random: the client asked for it, or a warper is active."""
-        return (
-            self.do_sample
-            or self.temperature != 1.0
-            or self.top_k != 0
-            or self.top_p < 1.0
-            or self.typical_p < 1.0
-            or self.min_p > 0.0
-            or self.top_n_sigma > 0.0
-            or self.xtc_probability > 0.0
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +49,10 @@ class Task(StrEnum):
     SCORE = "score"
 
 
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """The last token of the prompt yields its hidden state, or the logits of some ids; no token is generated."""
+class Pooling(sequence.Pooling):
+    """Pooling, and what it needs of the server."""
 
-    logit_ids: tuple[int, ...] = ()
-    """Empty: the hidden state after the last norm."""
+    __slots__ = ()
 
     @property
     def task(self) -> Task:
@@ -143,7 +67,7 @@ class ValidRequest:
     input_ids: tuple[int, ...]
     max_new_tokens: int
     """The client's limit, or the part of `max_total_tokens` that the prompt leaves."""
-    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    sampling: Sampling = field(default_factory=Sampling)
     stop_sequences: tuple[str, ...] = ()
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -155,10 +79,29 @@ class ValidRequest:
     prefill_logprobs: bool = False
     """Whether the answer has the log probabilities of the prompt's tokens."""
     prompt_top_n_tokens: int = 0
-    """Candidates beside each token of the prompt."""
+    """Other candidates for each token of the prompt."""
     grammar: Grammar | None = None
     adapter: AdapterVersion | None = None
     """The version that all its tokens are computed with; None for the base model."""
     scheduling: SchedulingParameters = SchedulingParameters()
     pooling: Pooling | None = None
     """None: it generates tokens."""
+
+
+_random = SystemRandom()
+
+
+def random_seed() -> int:
+    """Draw a 64-bit number."""
+    return _random.getrandbits(64)
+
+
+def seed_of_sample(seed: int, index: int) -> int:
+    """Return the seed of the sample `index`, from 0, of a request with `seed`.
+
+    The first sample has `seed`. The others have the first 8 bytes of SHA-256 over `seed` and `index`; all numbers have
+    8 bytes and are big-endian.
+    """
+    if index == 0:
+        return seed
+    return int.from_bytes(sha256(seed.to_bytes(8) + index.to_bytes(8)).digest()[:8])

@@ -35,7 +35,7 @@ def scheduling_from(
 ) -> SchedulingParameters:
     """Read the scheduling parameters; `headers` ignore case, and a body's `priority` beats the header's.
 
-    With `by_tenant` the tenant is `key_name`, the name of the client's API key, or that of `tenant_of`.
+    With `by_tenant` the tenant is `key_name`, the name of the client's API key, or `tenant_of` of the headers.
     `max_queue_seconds` is the longest wait that the server allows; a client's limit may be shorter.
 
     Raises:
@@ -87,9 +87,9 @@ def _checked(name: str, priority: int) -> int:
     return priority
 
 
-def _out_of_range(name: str, given: object) -> ValidationError:
+def _out_of_range(name: str, value: object) -> ValidationError:
     return ValidationError(
-        f"{name} must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}. Given: {given}"
+        f"{name} must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}. Given: {value}"
     )
 
 
@@ -104,10 +104,10 @@ def _max_queue_seconds(headers: Mapping[str, str]) -> float | None:
     return int(text) / 1000
 
 
-def _sooner(asked: float | None, allowed: float | None) -> float | None:
-    if asked is None or allowed is None:
-        return asked if allowed is None else allowed
-    return min(asked, allowed)
+def _sooner(requested: float | None, allowed: float | None) -> float | None:
+    if requested is None or allowed is None:
+        return requested if allowed is None else allowed
+    return min(requested, allowed)
 
 
 def _shown(text: str) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import chain, count
+from itertools import count
 
 from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.batching_policy import BatchingPolicy
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.prefix_cache import CachedBlock
-from millrace_router.scheduler.queue.tenants import RequestQueue
-from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.queue import RequestQueue
+from millrace_router.scheduler.step_plan import Budgets, Row
 
 
 class Admission:
@@ -23,9 +21,8 @@ class Admission:
     for another request is not admitted yet: it will find that block in the cache.
     """
 
-    def __init__(self, budgets: Budgets, blocks: BlockManager, batching: BatchingPolicy) -> None:
+    def __init__(self, budgets: Budgets, blocks: BlockManager) -> None:
         self._budgets = budgets
-        self._batching = batching
         self._blocks = blocks
         self._paused: list[tuple[int, int, SchedulableRequest]] = []
         self._seniority = count()
@@ -51,14 +48,14 @@ class Admission:
 
     def withdraw(self, leaves: Callable[[SchedulableRequest], bool]) -> list[SchedulableRequest]:
         """Remove and return the preempted requests for which `leaves` is true."""
-        found = [request for _, _, request in self._paused if leaves(request)]
-        if found:
+        requests = [request for _, _, request in self._paused if leaves(request)]
+        if requests:
             self._paused = [item for item in self._paused if not leaves(item[2])]
             heapify(self._paused)
-        return found
+        return requests
 
     def take_over(self, other: Admission) -> None:
-        """Make all future admissions junior to those of `other`."""
+        """Make all future admissions junior to the admissions of `other`."""
         self._seniority = other._seniority
 
     def take_all(self) -> list[tuple[int, SchedulableRequest]]:
@@ -81,16 +78,14 @@ class Admission:
         waiting: RequestQueue,
         rows: Collection[Row],
         *,
-        whole: int | None = None,
         early: SchedulableRequest | None = None,
     ) -> tuple[Row, list[int]] | None:
-        """Admit the next request beside `rows` and return its row and its cached blocks; None if it does not fit.
+        """Admit the next request while `rows` run; return its row and its cached blocks, or None if it does not fit.
 
-        With `whole`, the uncached part of its prompt must not exceed that many tokens. With `early`, a waiting request,
-        that one is admitted ahead of its turn, if the next request would still fit beside it.
+        With `early`, a waiting request, that one is admitted ahead of its turn if the next request still fits as well.
         """
         request = self._next(waiting)
-        if request is None or not self._may_join(rows):
+        if request is None or not self._has_slot(len(rows)):
             return None
         kept_free = 0
         if early is not None and early is not request:
@@ -100,9 +95,7 @@ class Admission:
             request = early
         keys = self._keys(request)
         hits = self._hits(request, keys)
-        if hits is None or (whole is not None and self._num_left(request, hits) > whole):
-            return None
-        if self._shortage(request, hits, rows) + kept_free > 0:
+        if hits is None or self._shortage(request, hits, rows) + kept_free > 0:
             return None
         seniority = heappop(self._paused)[0] if self._paused else self._take(waiting, request)
         row = self._row(request, seniority, len(hits) * self._blocks.block_size)
@@ -111,43 +104,26 @@ class Admission:
         return row, self._blocks.admit(row.slot, num_tokens, hits=hits, keys=keys)
 
     def precedes(self, waiting: RequestQueue, early: Row | None) -> bool:
-        """Whether the next request comes before `early`, a row that was admitted ahead of its turn."""
+        """Return whether the next request comes before `early`, a row that was admitted ahead of its turn."""
         request = self._next(waiting)
         if request is None or early is None:
             return request is not None
         return bool(self._paused) or request.queued_at < early.entry.queued_at
 
     def lacks_room(self, waiting: RequestQueue, rows: Collection[Row]) -> bool:
-        """Whether the head of the queue may not join `rows`, finds no slot, or too few blocks."""
+        """Return whether the head of the queue finds no free slot, or too few blocks, while `rows` run."""
         request = self._next(waiting)
         if request is None or self._paused:
             return False
-        if not self._may_join(rows):
+        if not self._has_slot(len(rows)):
             return True
         hits = self._hits(request, self._keys(request))
         return hits is not None and self._shortage(request, hits, rows) > 0
-
-    def num_fitting(self, waiting: RequestQueue, *, most: int, budget: int) -> int:
-        """The number of requests, up to `most`, that fit into `budget` prompt tokens, the slots and the blocks."""
-        num_blocks, number = self._blocks.num_available, 0
-        for request in chain((item[2] for item in self._paused), waiting):
-            hits = self._blocks.find(self._keys(request)[: self._num_shareable(request)])
-            num_tokens = self._num_promised_tokens(request)
-            budget -= self._num_left(request, hits)
-            num_blocks -= self._blocks.count(num_tokens) - sum(hit.num_pins > 0 for hit in hits)
-            if number >= min(most, len(self._free_slots)) or budget < 0 or num_blocks < 0:
-                break
-            number += 1
-        return number
 
     @property
     def has_free_slot(self) -> bool:
         """Whether there is a slot that no step in flight names."""
         return bool(self._free_slots)
-
-    def _may_join(self, rows: Collection[Row]) -> bool:
-        """Whether there is a slot for the next request, and the batching policy lets it join `rows`."""
-        return self._has_slot(len(rows)) and bool(self._paused or self._batching.admits(rows))
 
     def _has_slot(self, num_rows: int, *, at_least: int = 1) -> bool:
         num_free = min(len(self._free_slots), self._budgets.max_batch_size - num_rows)
@@ -159,7 +135,7 @@ class Admission:
         return self._paused[0][2] if self._paused else waiting.head()
 
     def _needs_all(self, request: SchedulableRequest) -> bool:
-        """Whether `request` is promised all blocks that it can ever need."""
+        """Return whether `request` is promised all blocks that it can ever need."""
         budgets = self._budgets
         return budgets.reserve_all or request.num_preemptions >= budgets.max_preemptions
 
@@ -180,7 +156,7 @@ class Admission:
     def _shortage(
         self, request: SchedulableRequest, hits: Sequence[CachedBlock], rows: Iterable[Row]
     ) -> int:
-        """Blocks that are missing to admit `request` beside `rows`; it fits if the result is not above 0."""
+        """Return blocks missing to admit `request` while `rows` run; it fits if the result is not above 0."""
         shortage = self._blocks.shortage(self._num_promised_tokens(request), hits)
         return shortage + self._margin(request, rows)
 
@@ -196,18 +172,15 @@ class Admission:
         return (request.num_inputs - 1) // self._blocks.block_size
 
     def _hits(self, request: SchedulableRequest, keys: Sequence[bytes]) -> list[CachedBlock] | None:
-        """The cached blocks of the request; None while another request computes its next block."""
+        """Return the cached blocks of the request; None while another request computes its next block."""
         shareable = keys[: self._num_shareable(request)]
         hits = self._blocks.find(shareable)
         if len(hits) < len(shareable) and self._blocks.expects(shareable[len(hits)]):
             return None
         return hits
 
-    def _num_left(self, request: SchedulableRequest, hits: Sequence[CachedBlock]) -> int:
-        return request.num_inputs - len(hits) * self._blocks.block_size
-
     def _margin(self, request: SchedulableRequest, rows: Iterable[Row]) -> int:
-        """Blocks to leave free.
+        """Return blocks to leave free.
 
         For a request that may be preempted: one for each growing row, so that it is not preempted at once. For one
         that may not be preempted: all blocks that more senior rows can ever need.

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace_router.scheduler.prefix_cache import CachedBlock, PrefixCache
-from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import Row
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class _Holding:
     num_promised: int = 0
 
     def private(self) -> list[int]:
-        """Blocks that no other slot holds, and that are not in the cache."""
+        """Return blocks that no other slot holds, and that are not in the cache."""
         return self.blocks[len(self.pins) :]
 
 
@@ -49,7 +49,6 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks without content."""
         return len(self._free) + self._num_fresh
 
     @property
@@ -79,19 +78,19 @@ class BlockManager:
         return len(self._free) + self._num_fresh + self.num_cached - self._num_promised
 
     def count(self, num_tokens: int) -> int:
-        """The number of blocks for `num_tokens` positions."""
+        """Return the number of blocks for `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
 
     def find(self, keys: Sequence[bytes]) -> list[CachedBlock]:
-        """The cached blocks at the beginning of the chain `keys`."""
+        """Return the cached blocks at the beginning of the chain `keys`."""
         return self.cache.find(keys) if self.cache is not None else []
 
     def expects(self, key: bytes) -> bool:
-        """Whether an admitted sequence is going to compute the block `key`."""
+        """Return whether an admitted sequence is going to compute the block `key`."""
         return self.cache is not None and self.cache.expects(key)
 
     def shortage(self, num_tokens: int, hits: Sequence[CachedBlock] = ()) -> int:
-        """Blocks that are missing for a promise of `num_tokens`; negative if some remain."""
+        """Return blocks that are missing for a promise of `num_tokens`; negative if some remain."""
         revived = sum(not hit.num_pins for hit in hits)
         return self.count(num_tokens) - len(hits) + revived - self.num_available
 
@@ -105,7 +104,7 @@ class BlockManager:
     ) -> list[int]:
         """Begin a table with the cached blocks `hits`, and promise the other blocks for `num_tokens` positions.
 
-        `keys` name the full blocks of the prompt, those of `hits` included. Returns the blocks in the table.
+        `keys` name the full blocks of the prompt, `hits` included. Returns the blocks in the table.
 
         Raises:
             ValueError: the slot is in use, or blocks are missing.
@@ -152,12 +151,12 @@ class BlockManager:
             self.cache.unexpect(holding.keys[holding.num_computed : len(keys)])
         holding.num_computed = max(holding.num_computed, len(keys))
         pins, blocks = holding.pins, holding.blocks
-        for place in range(len(pins), len(keys)):
-            key = keys[place]
+        for index in range(len(pins), len(keys)):
+            key = keys[index]
             spare = self.cache.give_up(key)
             if spare is not None:
                 self._free.append(spare)
-            pin = self.cache.enter(key, blocks[place])
+            pin = self.cache.enter(key, blocks[index])
             if pin is None:
                 break
             pins.append(pin)
@@ -169,7 +168,7 @@ class BlockManager:
                 self.cache.forget(pin)
 
     def num_releasable(self, slot: int) -> int:
-        """Blocks that releasing `slot` makes available, its promise included."""
+        """Return blocks that releasing `slot` makes available, its promise included."""
         holding = self._holdings[slot]
         last_pins = sum(pin.num_pins == 1 for pin in holding.pins)
         return len(holding.private()) + last_pins + holding.num_promised

@@ -32,7 +32,7 @@ as much."""
 _PROBE_SHARE = 0.01
 """Share of the time for draft tokens that are expected to be rejected; they update the rates."""
 _CONTROL_EVERY = 64
-"""One in so many steps with draft tokens goes without, to update the cost of such steps."""
+"""One in this many steps with draft tokens goes without, to update the cost of such steps."""
 _LOSS_SHARE = 0.02
 """Share of the time that draft tokens may cost in the end, whatever was expected of them."""
 _MAX_BALANCE = 20.0
@@ -50,7 +50,7 @@ class DraftPolicy(Protocol):
     """Chooses the number of draft tokens of each row."""
 
     def lengths(self, rows: Sequence[DraftRow], load: StepLoad) -> Sequence[int]:
-        """Draft tokens for each of `rows`, all of which decode; `load` is that of the step without draft tokens."""
+        """Draft tokens for each of `rows`, all of which decode; `load` is the step's load without draft tokens."""
 
     def observe(self, row: Acceptance, *, allowed: int, drafted: int, accepted: int) -> None:
         """Learn from an answer."""
@@ -66,7 +66,7 @@ class FixedDraftLength:
         self._length = length
 
     def lengths(self, rows: Sequence[DraftRow], load: StepLoad) -> Sequence[int]:  # noqa: ARG002
-        """The same for every row."""
+        """Return the same length for every row."""
         return [self._length] * len(rows)
 
     def observe(self, row: Acceptance, *, allowed: int, drafted: int, accepted: int) -> None:
@@ -134,17 +134,17 @@ class AdaptiveDraftLength:
         row.supply += rate * (share - row.supply)
         self._prior_supply += _PRIOR_RATE * (share - self._prior_supply)
         num_seen = min(drafted, accepted + 1, self._max_draft_tokens)
-        for place in range(num_seen):
-            right = float(place < accepted)
-            row.rates[place] += rate * (right - row.rates[place])
-            self._prior[place] += _PRIOR_RATE * (right - self._prior[place])
+        for position in range(num_seen):
+            right = float(position < accepted)
+            row.rates[position] += rate * (right - row.rates[position])
+            self._prior[position] += _PRIOR_RATE * (right - self._prior[position])
         if num_seen == accepted > 0:
             # Later positions were not tried. Their rates follow, so that some bad luck does not exclude them for ever.
-            for place in range(num_seen, self._max_draft_tokens):
-                row.rates[place] += rate * (row.rates[place - 1] - row.rates[place])
+            for position in range(num_seen, self._max_draft_tokens):
+                row.rates[position] += rate * (row.rates[position - 1] - row.rates[position])
 
     def step_took(self, load: StepLoad, seconds: float, *, accepted: int) -> None:
-        """Charge the duration beyond that of a step without draft tokens; credit the steps that accepted ones save."""
+        """Charge the extra time over a step without draft tokens; credit the steps that accepted ones save."""
         if not load.decodes:
             return
         plain = seconds
@@ -170,10 +170,10 @@ class AdaptiveDraftLength:
         for _ in range(_ROUNDS):
             lengths, gained, spent, supply = _worth(rows, costs, ratio)
             spent += once * min(1.0, supply)
-            found = (len(rows) + gained) / (base + spent)
-            if found <= ratio or gained * base <= _MARGIN * spent * len(rows):
+            value = (len(rows) + gained) / (base + spent)
+            if value <= ratio or gained * base <= _MARGIN * spent * len(rows):
                 break
-            best, ratio = lengths, found
+            best, ratio = lengths, value
         return best
 
     def _probe(
@@ -185,21 +185,21 @@ class AdaptiveDraftLength:
         once: float,
     ) -> None:
         """Set the length of rows without draft tokens to 1, if enough time for a probe has accumulated."""
-        silent = [place for place, length in enumerate(lengths) if not length]
+        silent = [index for index, length in enumerate(lengths) if not length]
         if not silent:
             return
         self._probe_seconds += _PROBE_SHARE * base
-        supplies = [rows[place][0].supply for place in silent]
-        price = sum(costs[place] * supply for place, supply in zip(silent, supplies, strict=True))
+        supplies = [rows[index][0].supply for index in silent]
+        price = sum(costs[index] * supply for index, supply in zip(silent, supplies, strict=True))
         if len(silent) == len(rows):
             price += once * min(1.0, sum(supplies))
         if self._probe_seconds < price:
-            for place in silent:
-                rows[place][0].silent += 1
+            for index in silent:
+                rows[index][0].silent += 1
             return
         self._probe_seconds = 0.0
-        for place in silent:
-            lengths[place] = 1
+        for index in silent:
+            lengths[index] = 1
 
 
 def _worth(

@@ -9,12 +9,12 @@ from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import MOST, LatePlanning
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import DraftPolicy
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue.tenants import RequestQueue, TenantQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets
+from millrace_router.scheduler.tenants import TenantQueue
 
 DEFAULT_PREFILL_TOKENS = 4096
 """Prefill tokens of one step, by default and if they fit."""
@@ -30,26 +30,22 @@ def spare_slots(batch_size: int) -> int:
 def budgets_from(
     flags: RouterConfig, *, prefill_tokens: int, batch_size: int, max_draft_tokens: int = 0
 ) -> Budgets:
-    """The budgets by the flags; the shards can make `max_draft_tokens` per row and step."""
+    """Return the budgets by the flags; the shards can make `max_draft_tokens` per row and step."""
     target = flags.target_inter_token_latency
     return Budgets(
         max_batch_prefill_tokens=prefill_tokens,
         max_batch_size=batch_size,
         spare_slots=spare_slots(batch_size),
         reserve_all=flags.kv_reservation == "full",
-        prefill_chunking=flags.prefill_chunking == "on",
         shortest_first=flags.prefill_order == "shortest",
         target_inter_token_latency=None if target is None else target / 1000,
-        waiting_served_ratio=flags.waiting_served_ratio,
-        max_waiting_tokens=flags.max_waiting_tokens,
-        batching_policy=flags.batching_policy,
-        share_slots=flags.fairness != "none" and flags.batching_policy == "continuous",
+        share_slots=flags.fairness != "none",
         max_draft_tokens=max_draft_tokens,
     )
 
 
 def queue_from(flags: RouterConfig) -> RequestQueue:
-    """The queue with the order of service of the flags."""
+    """Return the queue with the order of service of the flags."""
     if flags.fairness != "none":
         return TenantQueue(
             quantum=QUANTUM,
@@ -69,13 +65,13 @@ def planner_from(
     drafts: DraftPolicy | None = None,
     new_cache: Callable[[], PrefixCache] = PrefixCache,
 ) -> Planner:
-    """A planner without rows; block 0 is one of `num_blocks`."""
+    """Return a planner without rows; block 0 is one of `num_blocks`."""
     cache = new_cache() if prefix_caching else None
     return Planner(budgets, BlockManager(num_blocks, block_size, cache), cost, drafts)
 
 
 def late_planning_from(flags: RouterConfig, cost: CostModel, *, most: float = MOST) -> LatePlanning:
-    """Plans a step beside one in flight after at most a share `most` of that."""
+    """Make the rule that delays planning a step by at most a share `most` of the step in flight."""
     is_late = flags.late_planning == "on" and flags.steps_in_flight > 1
     return LatePlanning(cost, most=most if is_late else 0.0)
 
@@ -89,7 +85,7 @@ def forecaster_from(
     block_size: int,
     num_blocks: int,
 ) -> Forecaster:
-    """A forecaster for this batch; block 0 is not one of `num_blocks`."""
+    """Return a forecaster for this batch; block 0 is not one of `num_blocks`."""
     return Forecaster(
         cost,
         max_batch_size=budgets.max_batch_size,
@@ -97,7 +93,6 @@ def forecaster_from(
         block_size=block_size,
         num_blocks=num_blocks,
         reserve_all=budgets.reserve_all,
-        predicts=budgets.prefill_chunking and budgets.batching_policy == "continuous",
         shortest_first=budgets.shortest_first,
         target_inter_token_latency=budgets.target_inter_token_latency,
         steps_in_flight=flags.steps_in_flight,

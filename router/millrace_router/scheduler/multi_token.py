@@ -9,8 +9,7 @@ from millrace_router.prediction.step_load import StepLoad
 from millrace_router.scheduler.block_manager import BlockManager, grow
 from millrace_router.scheduler.draft_length import DraftPolicy
 from millrace_router.scheduler.preemption import LOOKAHEAD
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Row, StepPlan
 
 _SHARE_RATE = 1 / 16
 """Weight of one step in the mean share of allowed positions that are computed."""
@@ -54,7 +53,7 @@ class MultiTokenRows:
         """Mean share of the allowed extra positions that were computed."""
 
     def expected_load(self, load: StepLoad) -> StepLoad:
-        """The load that a step of the planned `load` is expected to compute, judging by earlier steps."""
+        """Return the load that a step of the planned `load` is expected to compute, judging by earlier steps."""
         return load.with_extra(round(self._computed_share * load.extra_positions))
 
     def plan_decodes(self, rows: Collection[Row], plan: StepPlan, *, most: int) -> None:
@@ -95,12 +94,12 @@ class MultiTokenRows:
             left -= extra
         drafts: Sequence[int] = [0] * len(rows)
         if self._policy is not None:
-            known = [(row.entry.acceptance, row.num_kv_tokens) for row in rows]
-            drafts = self._policy.lengths(known, plan.load)
-            for place, length in enumerate(drafts):
-                more = min(length - extras[place], left)
+            candidates = [(row.entry.acceptance, row.num_kv_tokens) for row in rows]
+            drafts = self._policy.lengths(candidates, plan.load)
+            for index, length in enumerate(drafts):
+                more = min(length - extras[index], left)
                 if more > 0:
-                    extras[place] += more
+                    extras[index] += more
                     left -= more
         if not any(extras):
             return
@@ -111,11 +110,11 @@ class MultiTokenRows:
         if any(extras):
             plan.decode_tokens = [1] * len(plan.decodes)
             plan.draft_tokens = [0] * len(plan.decodes)
-            for place, extra, length in zip(multi_token, extras, drafts, strict=True):
+            for index, extra, length in zip(multi_token, extras, drafts, strict=True):
                 if extra:
-                    plan.multi_position.append(place)
-                    plan.decode_tokens[place] += extra
-                    plan.draft_tokens[place] = min(length, extra)
+                    plan.multi_position.append(index)
+                    plan.decode_tokens[index] += extra
+                    plan.draft_tokens[index] = min(length, extra)
 
     def verify(
         self,
@@ -136,16 +135,16 @@ class MultiTokenRows:
         """
         num_tokens, progress = dict(counts), Progress(plan.load)
         for running in filter(None, map(row_of, plan.multi_token_slots)):
-            found = num_tokens.get(running.slot, 0)
-            running.num_tokens_planned += found - 1
+            num_yielded = num_tokens.get(running.slot, 0)
+            running.num_tokens_planned += num_yielded - 1
             progress.num_rows += 1
-            progress.num_tokens += found
+            progress.num_tokens += num_yielded
         if not plan.multi_position:
             return progress
         answers, num_extra = {slot: answer for slot, *answer in computed}, 0
         progress.advances = [1] * len(plan.decodes)
-        for place in plan.multi_position:
-            slot, allowed = plan.decodes[place], plan.decode_tokens[place]
+        for index in plan.multi_position:
+            slot, allowed = plan.decodes[index], plan.decode_tokens[index]
             positions, drafted = answers.get(slot, [-1, 0])
             progress.drafted += drafted
             num_extra += drafted
@@ -158,11 +157,11 @@ class MultiTokenRows:
                 progress.accepted += accepted
                 num_extra += pending - 1
                 # After tokens that a grammar forced, the draft tokens could not be accepted.
-                drafts = plan.draft_tokens[place]
+                drafts = plan.draft_tokens[index]
                 if drafts and num_tokens.get(slot) == 1 + accepted:
                     self._learn(row, allowed=drafts, drafted=drafted, accepted=accepted)
             row.num_kv_tokens -= allowed - advance
-            progress.advances[place] = advance
+            progress.advances[index] = advance
         progress.load = plan.load.with_extra(num_extra)
         share = num_extra / plan.load.extra_positions
         self._computed_share += _SHARE_RATE * (share - self._computed_share)
@@ -197,7 +196,7 @@ class MultiTokenRows:
 
 
 def _advance(row: Row, allowed: int, positions: int) -> tuple[int, int]:
-    """The number of positions that `row` has filled, and how many of them are not draft tokens.
+    """Return the number of positions that `row` has filled, and how many of them are not draft tokens.
 
     A shard may postpone all but one of the forced tokens where they would make the step longer for all rows.
     """

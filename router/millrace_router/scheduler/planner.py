@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain, repeat
@@ -10,24 +9,21 @@ from itertools import chain, repeat
 from millrace_router.prediction.cost import CostModel
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.admission import Admission
-from millrace_router.scheduler.batching_policy import batching_policy, end_of_batch
-from millrace_router.scheduler.block_manager import BlockManager, advance, grow
-from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.chunked_prefill import ChunkedPrefill
+from millrace_router.scheduler.block_manager import BlockManager, advance
 from millrace_router.scheduler.draft_length import DraftPolicy, FixedDraftLength
 from millrace_router.scheduler.multi_token import MultiTokenRows, Progress
 from millrace_router.scheduler.preemption import Expulsion, row_to_yield, rows_to_preempt
-from millrace_router.scheduler.prefill import WholePrefill
-from millrace_router.scheduler.queue.tenants import RequestQueue
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.prefill import ChunkedPrefill
+from millrace_router.scheduler.queue import RequestQueue
+from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 
 
 class Planner:
     """Plans steps; owns rows and blocks.
 
-    `Admission` decides which request joins, and a `PrefillPolicy` divides a step between prompts and decodes: first
-    the prompts of admitted rows, the most senior first, then new ones while slots and blocks last.
+    Requests join and leave at every step (iteration-level scheduling: Orca, OSDI 2022). `Admission` decides which one
+    joins, and `ChunkedPrefill` divides a step between prompts and decodes: first the prompts of admitted rows, the most
+    senior first, then new ones while slots and blocks last.
 
     Rows grow block by block. When blocks run short, the most junior row is preempted: it is dropped, its tokens in
     flight still count, and its request is admitted again with a prompt of all its tokens. So the most senior row
@@ -56,13 +52,9 @@ class Planner:
         self._retired: deque[tuple[int, int]] = deque()
         """(last step that may name it, slot)."""
         self.expulsion = Expulsion()
-        self._padding: set[int] = set()
-        """Slots of rows that have ended and are decoded until their batch ends."""
-        self._batching = batching_policy(budgets.batching_policy)
         self._multi_token = MultiTokenRows(blocks, drafts)
-        self._admission = Admission(budgets, blocks, self._batching)
-        prefill = ChunkedPrefill if budgets.prefill_chunking else WholePrefill
-        self._prefill = prefill(
+        self._admission = Admission(budgets, blocks)
+        self._prefill = ChunkedPrefill(
             budgets,
             self.rows,
             self._preempted,
@@ -84,15 +76,6 @@ class Planner:
         return tokens + self._admission.num_paused_tokens
 
     @property
-    def num_padding(self) -> int:
-        """Rows that have ended and are decoded until their batch ends."""
-        return len(self._padding)
-
-    def num_padding_tokens(self, plan: StepPlan) -> int:
-        """Tokens of `plan` that are of such rows, and do not count."""
-        return sum(slot in self._padding for slot in plan.decodes) if self._padding else 0
-
-    @property
     def running(self) -> list[Row]:
         """Rows that a step in flight may name, preempted ones included."""
         return [*self.rows.values(), *self._preempted.values()]
@@ -103,9 +86,6 @@ class Planner:
 
     def take_all(self) -> list[tuple[int, SchedulableRequest]]:
         """Remove and return every admitted request whose client has not left, with its seniority, in that order."""
-        for slot in self._padding:
-            del self.rows[slot]
-        self._padding.clear()
         rows = [*self.running, *self._yielded]
         requests = [(row.seniority, row.entry) for row in rows] + self._admission.take_all()
         self.rows.clear()
@@ -130,32 +110,21 @@ class Planner:
         self._admission.limit(budgets)
 
     def row(self, slot: int) -> Row | None:
-        """The row in `slot` whose tokens count: a running one, or a preempted one with steps in flight."""
-        if slot in self._padding:
-            return None
+        """Return the row in `slot` whose tokens count: a running one, or a preempted one with steps in flight."""
         return self.rows.get(slot) or self._preempted.get(slot)
 
     def drop(self, row: Row) -> None:
         """Remove `row` for good; the next step drops its sequence."""
         if self.rows.get(row.slot) is row:
             del self.rows[row.slot]
-            self._padding.discard(row.slot)
             self._multi_token.slots.discard(row.slot)
             self._to_drop.append(row)
         elif self._preempted.get(row.slot) is row:
             del self._preempted[row.slot]
 
     def end(self, row: Row) -> None:
-        """Remove `row`, whose last token was delivered, unless the batching policy keeps it until its batch ends."""
-        if self.rows.get(row.slot) is row and self._batching.keeps(row):
-            self._padding.add(row.slot)
-            row.max_tokens = end_of_batch(self.rows) - row.num_inputs
-            # Blocks that run short are taken from it first.
-            row.seniority = sys.maxsize
-            # Its further blocks hold no tokens of the request, so they are not cached.
-            row.num_entered = sys.maxsize
-        else:
-            self.drop(row)
+        """Remove `row`, whose last token was delivered."""
+        self.drop(row)
 
     def computed(
         self,
@@ -201,34 +170,12 @@ class Planner:
             elif row is not None:
                 self._admission.readmit(row.seniority, row.entry)
 
-    @property
-    def only_decodes(self) -> bool:
-        """Whether all rows have a planned token, and none is leaving, preempted or multi-token."""
-        leaving = self._to_drop or self._retired or self.num_paused or self._padding
-        leaving = leaving or self._multi_token.slots
-        return not leaving and all(row.num_tokens_planned for row in self.rows.values())
-
     def lacks_room(self, waiting: RequestQueue) -> bool:
-        """Whether the head of the queue finds no slot, or too few blocks, as long as no row leaves."""
+        """Return whether the head of the queue finds no slot, or too few blocks, as long as no row leaves."""
         return self._admission.lacks_room(waiting, self.rows.values())
 
-    def decode_steps(self, *, num_planned: int, num_computed: int) -> None:
-        """Plan and compute several steps at once, each of which decodes every row.
-
-        For the simulator's fast-forward: blocks must suffice, no request may join, and no row may end meanwhile.
-        """
-        grown: list[tuple[int, int]] = []
-        for row in self.rows.values():
-            row.num_tokens_planned += num_planned
-            row.num_kv_tokens += num_planned
-            if row.num_kv_tokens > row.num_kv_owned:
-                grow(row, self.blocks, grown)
-        filled = zip(self.rows, repeat(num_computed), strict=False)
-        advance(filled, (self.rows, self._preempted), self.blocks, ())
-        self._prefill.decoded(num_planned)
-
     def plan(self, waiting: RequestQueue, *, last_sent: int, last_answered: int) -> StepPlan | None:
-        """The next step, or None if there is no work. From here on the plan counts as sent."""
+        """Return the next step, which counts as sent from now on; None if there is nothing to do."""
         plan = StepPlan()
         self._drop_closed()
         self._retire(plan, last_sent)
@@ -244,22 +191,12 @@ class Planner:
             self._preempt_for_tenants(waiting, plan)
         self._retire(plan, last_sent)
         self._prefill.plan(waiting, plan)
-        if self._batching.is_forming and not self._may_join(waiting):
-            self._batching.close()
         return plan if plan.dropped or plan.has_forward else None
 
     def _drop_closed(self) -> None:
-        """Drop the rows whose clients have left, and padding that is as long as its batch or the last of it."""
+        """Drop the rows whose clients have left."""
         for row in [row for row in self.rows.values() if row.entry.closed]:
-            if row.slot not in self._padding:
-                self.drop(row)
-        for row in [self.rows[slot] for slot in self._padding]:
-            if self.num_padding == len(self.rows) or row.num_tokens_planned >= row.max_tokens:
-                self.drop(row)
-
-    def _may_join(self, waiting: RequestQueue) -> bool:
-        """Whether a request may still join the batch that is forming: now, with the next budget, or with a block."""
-        return not self.rows or (len(waiting) > 0 and not self.lacks_room(waiting))
+            self.drop(row)
 
     def _retire(self, plan: StepPlan, last_sent: int) -> None:
         if not self._to_drop:
@@ -270,7 +207,7 @@ class Planner:
 
     def _expel(self, plan: StepPlan) -> None:
         self.expulsion.withdraw(self._admission.withdraw(self.expulsion.names))
-        for row in self.expulsion.take_rows(self.rows.values(), self._padding):
+        for row in self.expulsion.take_rows(self.rows.values()):
             self._preempt(row, plan)
 
     def _preempt_for_tenants(self, waiting: RequestQueue, plan: StepPlan) -> None:
@@ -290,9 +227,6 @@ class Planner:
             self._preempt(victim, plan)
 
     def _preempt(self, row: Row, plan: StepPlan) -> None:
-        if row.slot in self._padding:
-            self.drop(row)
-            return
         row.entry.num_preemptions += 1
         plan.num_preempted += 1
         self.drop(row)

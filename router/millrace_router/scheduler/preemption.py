@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Iterable
 
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.queue.tenants import RequestQueue
-from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.queue import RequestQueue
+from millrace_router.scheduler.step_plan import Row
 
 LOOKAHEAD = 2
 """Steps for which blocks are counted in advance; a preempted row returns its blocks once its steps are answered."""
@@ -17,10 +17,10 @@ LOOKAHEAD = 2
 def rows_to_preempt(
     rows: Collection[Row], blocks: BlockManager, retired: Iterable[int]
 ) -> list[Row]:
-    """The most junior rows, as many as are necessary for the others to grow for `LOOKAHEAD` steps.
+    """Return the most junior rows, as many as are necessary for the others to grow for `LOOKAHEAD` steps.
 
-    Blocks that will soon be free count as free: those of `retired` slots and of rows whose last token is planned. One
-    row always stays, and so do rows to which all their blocks are promised.
+    Blocks that will soon be free count as free: the blocks of `retired` slots and of rows whose last token is
+    planned. One row always stays, and so do rows to which all their blocks are promised.
     """
     if blocks.num_available >= LOOKAHEAD * len(rows):
         return []
@@ -40,7 +40,7 @@ def rows_to_preempt(
 
 
 def _need(row: Row, blocks: BlockManager) -> int:
-    """Blocks that `row` lacks for the next `LOOKAHEAD` steps; 0 if they are promised."""
+    """Return blocks that `row` lacks for the next `LOOKAHEAD` steps; 0 if they are promised."""
     if row.promised or row.num_prompt_left:
         return 0
     num_tokens = min(row.num_kv_tokens + LOOKAHEAD, row.num_inputs + row.max_tokens - 1)
@@ -68,21 +68,18 @@ class Expulsion:
         self._withdrawn: list[SchedulableRequest] = []
 
     def names(self, request: SchedulableRequest) -> bool:
-        """Whether a request has to leave."""
         return request.adapter is not None and request.adapter.digest in self.digests
 
-    def take_rows(self, rows: Iterable[Row], padding: Container[int]) -> list[Row]:
+    def take_rows(self, rows: Iterable[Row]) -> list[Row]:
         """Return the rows to preempt. A row first yields a token, so that its request gets on in every admission."""
-        found = [
+        leaving = [
             row
             for row in rows
-            if 0 < row.num_tokens_planned < row.max_tokens
-            and row.slot not in padding
-            and self.names(row.entry)
+            if 0 < row.num_tokens_planned < row.max_tokens and self.names(row.entry)
         ]
-        for row in found:
+        for row in leaving:
             row.has_yielded = True
-        return found
+        return leaving
 
     def requeue(self, yielded: list[Row], waiting: RequestQueue) -> None:
         """Put the requests of preempted rows back into the queue, or among those that have left."""

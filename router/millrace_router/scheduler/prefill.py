@@ -1,22 +1,59 @@
-"""The prompts and decodes that a step computes, and TGI's older rule for them: whole prompts while decodes pause."""
+"""The prompts and decodes of a step: prompts in chunks together with decodes, the short ones before the long ones."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 
 from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.step_load import StepLoad
+from millrace_router.request.schedulable import SchedulableRequest
+from millrace_router.scheduler import prefill_order
 from millrace_router.scheduler.admission import Admission
 from millrace_router.scheduler.block_manager import BlockManager, grow
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.multi_token import MultiTokenRows
-from millrace_router.scheduler.queue.tenants import RequestQueue
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.queue import RequestQueue
+from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 
 
-class PrefillPolicy(ABC):
-    """Admits requests, and divides each step between prompts and decodes."""
+class PromptBudget:
+    """The prompt tokens that fit into a step, also by seconds: a token costs more the more positions it attends to."""
+
+    def __init__(
+        self, tokens: int, seconds: float = math.inf, cost: CostModel | None = None
+    ) -> None:
+        """Without `cost` only tokens count."""
+        self.tokens = tokens
+        self.spent = 0.0
+        """Seconds spent."""
+        self.seconds = seconds
+        """Seconds left."""
+        self._cost = cost
+
+    def share(self, part: float) -> PromptBudget:
+        return PromptBudget(int(self.tokens * part), self.seconds * part, self._cost)
+
+    def fitting(self, start: int = 0) -> int:
+        """Return tokens of a prompt that fit from position `start` on."""
+        if self._cost is None or self.tokens <= 0:
+            return max(0, self.tokens)
+        return self._cost.prompt_tokens_within(self.seconds, start=start, most=self.tokens)
+
+    def spend(self, num_tokens: int, *, start: int) -> None:
+        """Take away `num_tokens` of a prompt from position `start` on."""
+        self.tokens -= num_tokens
+        if self._cost is not None:
+            seconds = self._cost.prompt_seconds(num_tokens, start=start)
+            self.seconds -= seconds
+            self.spent += seconds
+
+
+class ChunkedPrefill:
+    """Admits requests, and divides each step between prompts and decodes.
+
+    A step decodes every row that can, and spends the rest of its budget on prompts, in order of arrival. With
+    `shortest_first`, short prompts overtake long ones within a quota (`prefill_order`).
+    """
 
     def __init__(
         self,
@@ -38,14 +75,37 @@ class PrefillPolicy(ABC):
         self._multi_token = multi_token
         self._cost = cost
         self._least_chunk = min(blocks.block_size, budgets.max_batch_prefill_tokens)
+        self._pending: list[Row] = []
+        """Rows whose prompts this plan may compute."""
+        self._has_deferred = False
+        """Whether the last step with prompts left out the oldest one."""
 
-    @abstractmethod
     def plan(self, waiting: RequestQueue, plan: StepPlan) -> None:
         """Add prompts and decodes to `plan`."""
-
-    @abstractmethod
-    def decoded(self, num_steps: int) -> None:
-        """Count steps that decoded every row and computed no prompt."""
+        self._plan_decodes(plan)
+        num_running, self._pending = len(self._rows), self._unfinished()
+        if not (self._pending or len(waiting) or self._admission.num_paused):
+            return
+        budget = self._prompt_budget(plan)
+        quota, defers = self._quota(budget)
+        # Decodes may take the whole budget, but prompts must go on.
+        least = self._least_chunk if self._pending or budget.tokens >= self._least_chunk else 0
+        while least or budget.fitting() > 0:
+            row = self._next_prompt(waiting, plan)
+            if row is None:
+                break
+            self._overtake(row, quota, budget, waiting, plan)
+            start = row.num_prompt_planned
+            # The cost model may leave no token so far into a prompt.
+            most = max(least, budget.fitting(start), 1)
+            if 0.0 < quota.spent <= defers and row.num_prompt_left > most:
+                most, self._has_deferred = self._least_chunk, True
+            budget.spend(self._chunk(row, most, plan), start=start)
+            least = 0
+            if row.num_prompt_left:
+                break
+        if plan.admitted and num_running:
+            plan.concat_reason = "chunking"
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """Decode every row that can."""
@@ -67,13 +127,114 @@ class PrefillPolicy(ABC):
         plan.load.decodes = len(plan.decodes)
         plan.load.context = context
 
+    def _quota(self, budget: PromptBudget) -> tuple[PromptBudget, float]:
+        """The part of `budget` for overtaking prompts, and the seconds up to which they leave out the oldest one."""
+        if not self.budgets.shortest_first:
+            return PromptBudget(0), 0.0
+        had_deferred, self._has_deferred = self._has_deferred, False
+        if had_deferred:
+            return budget.share(prefill_order.SHARE_AFTER_DEFERRAL), 0.0
+        defers = prefill_order.DEFERRAL_SHARE * budget.seconds
+        return budget.share(prefill_order.OVERTAKING_SHARE), defers if defers < math.inf else 0.0
+
     def _unfinished(self) -> list[Row]:
         """Rows with a part of their prompt left, the most senior first."""
         rows = [row for row in self._rows.values() if not row.num_tokens_planned]
         return sorted(rows, key=lambda row: row.seniority)
 
+    def _left(self) -> list[Row]:
+        """Return the rows whose prompt lacks tokens by now."""
+        self._pending = [row for row in self._pending if row.num_prompt_left]
+        return self._pending
+
+    def _next_prompt(self, waiting: RequestQueue, plan: StepPlan) -> Row | None:
+        """Return the row whose prompt is next in order of arrival; it may be admitted for that."""
+        pending = self._left()
+        for row in pending:
+            if not row.is_early:
+                return row
+        early = min(pending, key=lambda row: row.entry.queued_at, default=None)
+        if not self._must_readmit() and self._admission.precedes(waiting, early):
+            admitted = self._admission.admit(waiting, self._rows.values())
+            if admitted is not None:
+                return self._join(admitted, plan)
+        if early is not None:
+            early.is_early = False
+        return early
+
+    def _overtake(
+        self,
+        oldest: Row,
+        quota: PromptBudget,
+        budget: PromptBudget,
+        waiting: RequestQueue,
+        plan: StepPlan,
+    ) -> None:
+        """Plan prompts shorter than the prompt of `oldest`, the shortest first, and take them from both budgets."""
+        longest = prefill_order.longest_overtaking(oldest.num_prompt_left)
+        early = [row for row in self._left() if row.is_early]
+        early.sort(key=lambda row: row.num_prompt_left, reverse=True)
+        # One token at least is for the oldest.
+        while (left := min(quota.fitting(), budget.fitting(), budget.tokens - 1)) > 0:
+            most = min(longest, early[-1].num_prompt_left - 1) if early else longest
+            may_be_cut = len(early) < prefill_order.MAX_EARLY
+            row = self._admit_early(waiting, plan, most if may_be_cut else min(most, left))
+            if row is None:
+                if not early:
+                    return
+                row = early.pop()
+            start = row.num_prompt_planned
+            most = min(quota.fitting(start), budget.fitting(start), budget.tokens - 1)
+            num_tokens = self._chunk(row, max(most, 1), plan)
+            quota.spend(num_tokens, start=start)
+            budget.spend(num_tokens, start=start)
+
+    def _admit_early(self, waiting: RequestQueue, plan: StepPlan, longest: int) -> Row | None:
+        """Admit a waiting request that lacks at most `longest` prompt tokens; None if there is none that may join."""
+        if not len(waiting) or self._admission.num_paused or self._must_readmit():
+            return None
+        num_left, request = min(self._candidates(waiting), key=lambda each: each[0])
+        if num_left > longest:
+            return None
+        admitted = self._admission.admit(waiting, self._rows.values(), early=request)
+        if admitted is None:
+            return None
+        row = self._join(admitted, plan)
+        row.is_early = True
+        return row
+
+    def _candidates(self, waiting: RequestQueue) -> Iterator[tuple[int, SchedulableRequest]]:
+        """Requests that may join early, each with the tokens to compute: the head, and the shortest."""
+        head, shortest = waiting.head(), waiting.shortest()
+        if head is not None:
+            yield head.num_inputs - self._admission.num_cached(head), head
+        if shortest is not None and shortest is not head:
+            yield shortest.num_inputs, shortest
+
+    def _prompt_budget(self, plan: StepPlan) -> PromptBudget:
+        """Return the prompts that fit in addition to the decodes, also by the target latency."""
+        load = plan.load
+        tokens = self.budgets.max_batch_prefill_tokens - load.decodes - load.extra_positions
+        if self._cost is None or not load.decodes:
+            return PromptBudget(tokens)
+        load = self._multi_token.expected_load(load)
+        seconds = self._cost.seconds_for_prompts(self._max_step_seconds(load), load)
+        if self.budgets.shortest_first:
+            # Overtaking prompts go on even where the decodes take longer than the target.
+            seconds = max(seconds, self._cost.prompt_seconds(2 * self._least_chunk, start=0))
+        return PromptBudget(tokens, seconds, self._cost)
+
+    def _max_step_seconds(self, load: StepLoad) -> float:
+        """Return seconds that prompts may make the step last, which has `load` without them."""
+        assert self._cost is not None
+        target = self.budgets.target_inter_token_latency or math.inf
+        beside = self._cost.seconds_beside_prompts(load)
+        if not self.budgets.shortest_first or beside is None:
+            return target
+        return min(target, prefill_order.max_step_seconds(beside))
+
     def _must_readmit(self) -> bool:
-        """Whether preempted rows come first, once their steps in flight are answered."""
+        """Return whether preempted rows come first, once their steps in flight are answered."""
         preempted = self._preempted.values()
         return any(not (row.has_yielded or row.entry.closed) for row in preempted)
 
@@ -84,6 +245,7 @@ class PrefillPolicy(ABC):
             self._multi_token.slots.add(row.slot)
         plan.admitted.append(row)
         plan.grown.extend((row.slot, block) for block in cached)
+        self._pending.append(row)
         return row
 
     def _chunk(self, row: Row, budget: int, plan: StepPlan) -> int:
@@ -112,60 +274,3 @@ def _take_chunk(plan: StepPlan, row: Row) -> int:
             del plan.chunks[index]
             return num_tokens
     return 0
-
-
-class WholePrefill(PrefillPolicy):
-    """TGI's rule without chunking: a step computes whole prompts while decodes pause, or it decodes.
-
-    Between two pauses there is at least one step of decodes.
-    """
-
-    _decodes_since_prefill = 0
-    _owes_decode = False
-
-    def plan(self, waiting: RequestQueue, plan: StepPlan) -> None:
-        """As `PrefillPolicy`."""
-        num_running, unfinished = len(self._rows), self._unfinished()
-        blocks = self._blocks
-        budget = blocks.count(self.budgets.max_batch_prefill_tokens) * blocks.block_size
-        if unfinished:
-            # A replay may be longer than any prompt, and is computed in parts.
-            self._chunk(unfinished[0], budget, plan)
-        elif not (num_running and self._owes_decode):
-            self._admit_by_ratio(waiting, plan, budget)
-        if plan.chunks:
-            self._decodes_since_prefill = 1
-            self._owes_decode = num_running > 0
-        else:
-            self._plan_decodes(plan)
-            self.decoded(int(bool(plan.decodes)))
-
-    def decoded(self, num_steps: int) -> None:
-        """As `PrefillPolicy`."""
-        self._decodes_since_prefill += num_steps
-        self._owes_decode = False
-
-    def _admit(self, waiting: RequestQueue, plan: StepPlan, budget: int, *, reason: str) -> None:
-        """Admit requests whose whole prompts fit into `budget`, and compute those."""
-        if self._must_readmit():
-            return
-        num_running = len(self._rows)
-        while budget > 0:
-            # A prompt longer than the whole budget, as in a replay, is admitted alone.
-            limit = budget if plan.admitted else None
-            admitted = self._admission.admit(waiting, self._rows.values(), whole=limit)
-            if admitted is None:
-                break
-            budget -= self._chunk(self._join(admitted, plan), budget, plan)
-        if plan.admitted and num_running:
-            plan.concat_reason = reason
-
-    def _admit_by_ratio(self, waiting: RequestQueue, plan: StepPlan, budget: int) -> None:
-        budgets, num_running = self.budgets, len(self._rows)
-        if not num_running or self._decodes_since_prefill >= budgets.max_waiting_tokens:
-            self._admit(waiting, plan, budget, reason="wait_exceeded")
-            return
-        least = int(num_running * budgets.waiting_served_ratio)
-        most = min(least, budgets.max_batch_size - num_running)
-        if self._admission.num_fitting(waiting, most=most, budget=budget) >= least:
-            self._admit(waiting, plan, budget, reason="backpressure")

@@ -37,14 +37,14 @@ class PrefixCache:
         return len(self._idle)
 
     def find(self, keys: Sequence[bytes]) -> list[CachedBlock]:
-        """The cached blocks of the longest known beginning of the chain `keys`."""
-        found = []
+        """Return the cached blocks of the longest known beginning of the chain `keys`."""
+        blocks = []
         for key in keys:
             block = self._blocks.get(key)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def pin(self, blocks: Iterable[CachedBlock]) -> None:
         """Protect `blocks`, the beginning of a chain, from eviction."""
@@ -101,7 +101,7 @@ class PrefixCache:
             expected[key] = expected.get(key, 0) + 1
 
     def expects(self, key: bytes) -> bool:
-        """Whether some sequence is going to compute `key`."""
+        """Return whether some sequence is going to compute `key`."""
         return key in self._expected
 
     def unexpect(self, keys: Iterable[bytes]) -> None:

@@ -13,13 +13,13 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from millrace_router.access.keys import KEY_NAME
 from millrace_router.engine.generation import Collected, Generation
 from millrace_router.request.scheduling import named_tenant
 from millrace_router.server.bodies import ERROR_TYPE
 from millrace_router.server.headers import sum_of_times
-from millrace_router.server.keys import KEY_NAME
 from millrace_router.server.services import SERVICES
-from millrace_router.server.traces.request_spans import Line, Period
+from millrace_router.server.traces import Line, Period
 from millrace_router.telemetry.trace_context import (
     CURRENT,
     TRACEPARENT_HEADER,
@@ -79,9 +79,14 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
         response.headers[REQUEST_ID_HEADER] = request_id
 
 
-def _request_id(given: str | None) -> str:
-    if given and len(given) <= MAX_REQUEST_ID_LENGTH and given.isascii() and given.isprintable():
-        return given
+def _request_id(header: str | None) -> str:
+    if (
+        header
+        and len(header) <= MAX_REQUEST_ID_LENGTH
+        and header.isascii()
+        and header.isprintable()
+    ):
+        return header
     return uuid.uuid4().hex
 
 

@@ -40,7 +40,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 _LEVELS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 ERROR_TYPE: web.ResponseKey[str] = web.ResponseKey("error_type", str)
-"""Type of a failure, for the log."""
+"""Type of the request's failure, for the log."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -113,7 +113,7 @@ def _decompressed(body: bytes, encoding: str, *, limit: int) -> bytes:
     """Undo a known encoding; raises BodySizeError for more than `limit` bytes, or BodyError."""
     if encoding in {"", "identity"}:
         return body
-    # Many clients send deflate without the zlib header that the standard asks for.
+    # Many clients send deflate without the zlib header that the standard requires.
     bare = encoding == "deflate" and body[:1] and body[0] & 0xF != zlib.DEFLATED
     inflate = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
     try:
@@ -169,12 +169,12 @@ def error_response(error: RouterError) -> web.Response:
 
 
 def plain_response(error: RouterError) -> web.Response:
-    """Render an error as TGI does for a body that cannot be read: its message alone, as text."""
+    """Render an error as TGI does for a body that cannot be read: only its message, as text."""
     response = web.Response(text=str(error), status=error.status)
     response[ERROR_TYPE] = error.error_type
     return response
 
 
 def _is_json(content_type: str) -> bool:
-    kind, _, subtype = content_type.partition("/")
-    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
+    main_type, _, subtype = content_type.partition("/")
+    return main_type == "application" and (subtype == "json" or subtype.endswith("+json"))

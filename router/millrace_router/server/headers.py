@@ -1,15 +1,73 @@
-"""TGI's response headers: counts and durations."""
+"""Headers of answers: TGI's counts and durations, and the names of what the server left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from millrace_router.engine.generation import Collected, Generation
-from millrace_router.engine.request_record import Timings
-from millrace_router.engine.usage import Usage
+import structlog
+from aiohttp import web
+
+from millrace_router.engine.generation import Collected, Generation, Timings, Usage
 from millrace_router.errors import RouterError
 from millrace_router.server.recording import SseOptions
 from millrace_router.server.services import Services
+
+IGNORED_HEADER = "x-millrace-ignored"
+MAX_NAMES = 20
+"""Names in one header; the number of further ones follows them."""
+MAX_NAME_CHARS = 64
+IDENTIFIERS = re.compile(r"[A-Za-z_]\w{0,39}(\.[A-Za-z_]\w{0,39})*", re.ASCII)
+NO_IDENTIFIER = "a name that is not an identifier"
+MAX_LOGGED = 1000
+"""Names that are logged, each once: clients make up names."""
+
+_IGNORED: web.RequestKey[dict[str, None]] = web.RequestKey("ignored", dict)
+_LOGGED: web.AppKey[set[str]] = web.AppKey("logged_ignored", set)
+
+log = structlog.get_logger(__name__)
+
+
+def prepare_app(app: web.Application) -> None:
+    """Send the header with the answers of `app`."""
+    app[_LOGGED] = set()
+    app.on_response_prepare.append(_add_header)
+
+
+def note_ignored(request: web.Request, names: Iterable[str]) -> None:
+    """Name parts of a request that have no effect, such as `messages.foo`, in its answer, and once each in the log.
+
+    The log has only identifiers: anything else may be a client's text.
+    """
+    noted = request.setdefault(_IGNORED, {})
+    logged = request.app[_LOGGED]
+    for name in map(_printable, names):
+        noted[name] = None
+        shown = name if IDENTIFIERS.fullmatch(name) else NO_IDENTIFIER
+        if shown not in logged and len(logged) < MAX_LOGGED:
+            logged.add(shown)
+            log.warning("request field ignored", field=shown, path=request.path)
+
+
+def ignored_header(request: web.Request) -> dict[str, str]:
+    names = list(request.get(_IGNORED, ()))
+    if not names:
+        return {}
+    more = len(names) - MAX_NAMES
+    shown = names[:MAX_NAMES] + ([f"+{more}"] if more > 0 else [])
+    return {IGNORED_HEADER: ", ".join(shown)}
+
+
+async def _add_header(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(ignored_header(request))
+
+
+def _printable(name: str) -> str:
+    """Return a name that may stand in a header: clients choose it."""
+    kept = name[:MAX_NAME_CHARS]
+    return "".join(
+        char if char.isascii() and char.isprintable() and char != "," else "?" for char in kept
+    )
 
 
 def milliseconds(seconds: float) -> str:
@@ -20,7 +78,7 @@ def milliseconds(seconds: float) -> str:
 def answer_headers(
     services: Services, generations: Sequence[Generation | Collected], usage: Usage
 ) -> dict[str, str]:
-    """Headers of an answer in one piece; the times are those of all generations together."""
+    """Headers of an answer in one piece; the times are summed over all generations."""
     times = sum_of_times(generations)
     return {
         "x-compute-type": services.compute_type,
@@ -39,18 +97,18 @@ def answer_headers(
 
 
 def _num_characters(generations: Sequence[Generation | Collected]) -> str:
-    """Count the characters of all prompts, each with its first sample alone; prompts of token ids have none."""
+    """Count the characters of all prompts, once for each prompt; prompts of token ids count 0."""
     return str(sum(len(one.inputs) for one in generations if not one.sample))
 
 
 def _predicted(times: Timings) -> dict[str, str]:
-    """Header beside TGI's `x-queue-time`: its prediction from when the request came, if there was one."""
+    """Return the header with the queue time that was predicted when the request came; empty without a prediction."""
     predicted = times.predicted_queue
     return {} if predicted is None else {"x-predicted-queue-time": milliseconds(predicted)}
 
 
 def sum_of_times(generations: Sequence[Generation | Collected]) -> Timings:
-    """Add up the durations of several generations of one request; the first token is that of the fastest."""
+    """Add up the durations of several generations of one request; the first token is the fastest one's."""
     times = [generation.times for generation in generations]
     predicted = [one.predicted_queue for one in times if one.predicted_queue is not None]
     return Timings(

@@ -1,6 +1,6 @@
 """Requests with an idempotency key: a repeated request gets the answer of the first one, finished or still running.
 
-**What is kept, and for how long.** A request with a key runs in a task of its own, and a repetition attaches to it:
+**What is kept, and for how long.** A request with a key runs in its own task, and a repetition attaches to it:
 no second generation, no second permit. When no connection reads the answer any more, the run goes on for the grace
 period, in which its client may come back, and is aborted after that; the period is 0 by default. The answer stays
 available for the grace period after its end, unless the run failed before its first byte: the next try may succeed.
@@ -88,7 +88,7 @@ def unknown_event() -> ValidationError:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WholeAnswer:
     """An answer in one piece."""
 
     status: int
@@ -104,15 +104,14 @@ class Run:
         self.num_readers = 0
         self.ended = False
         self.recording: Recording | None = None
-        self._outcome: Answer | Exception | None = None
+        self._outcome: WholeAnswer | Exception | None = None
         self._known = asyncio.Event()
 
     def record(self, recording: Recording) -> None:
-        """Answer with a stream."""
         self.recording = recording
         self._known.set()
 
-    def finish(self, outcome: Answer | Exception | None) -> None:
+    def finish(self, outcome: WholeAnswer | Exception | None) -> None:
         """End the run with the answer in one piece, or the failure; with None after a stream."""
         self.ended = True
         self._outcome = outcome
@@ -120,7 +119,7 @@ class Run:
             self.recording.fail(outcome)
         self._known.set()
 
-    async def answer(self) -> Answer | Recording:
+    async def answer(self) -> WholeAnswer | Recording:
         """Wait for the answer in one piece or the beginning of a stream; raises the failure of the request."""
         await self._known.wait()
         if self.recording is not None:
@@ -132,17 +131,16 @@ class Run:
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether there is an answer that a client may ask for again."""
+        """Whether there is an answer that a client may request again."""
         if self.recording is not None:
             return self.recording.error is None
-        return isinstance(self._outcome, Answer)
+        return isinstance(self._outcome, WholeAnswer)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the answer."""
         if self.recording is not None:
             return self.recording.num_bytes
-        return len(self._outcome.body) if isinstance(self._outcome, Answer) else 0
+        return len(self._outcome.body) if isinstance(self._outcome, WholeAnswer) else 0
 
 
 class Timer(Protocol):
@@ -173,7 +171,7 @@ class Runs:
         self._max_kept = max_kept
         self._max_kept_bytes = max_kept_bytes
         self._runs: OrderedDict[bytes, Run] = OrderedDict()
-        self._tasks: dict[Run, asyncio.Task[Answer | None]] = {}
+        self._tasks: dict[Run, asyncio.Task[WholeAnswer | None]] = {}
         self._timers: dict[Run, Timer] = {}
 
     def __len__(self) -> int:
@@ -193,12 +191,12 @@ class Runs:
         self,
         scope: bytes,
         body_digest: bytes,
-        work: Callable[[Run], Coroutine[None, None, Answer | None]],
+        work: Callable[[Run], Coroutine[None, None, WholeAnswer | None]],
     ) -> Run:
         """Start a run that `find` did not find; `work` records a stream, or returns an answer in one piece."""
         run = self._runs[scope] = Run(body_digest)
         self._tasks[run] = task = asyncio.create_task(work(run))
-        # A task that is cancelled before its first step runs no `finally` of its own.
+        # A task that is cancelled before its first step does not run its `finally`.
         task.add_done_callback(partial(self._end, scope, run))
         return run
 
@@ -217,10 +215,10 @@ class Runs:
 
     def end(self, owned: bytes) -> bool:
         """Abort and forget the runs of an `owned_key`; return whether there were any."""
-        found = [(scope, run) for scope, run in self._runs.items() if scope.startswith(owned)]
-        for scope, run in found:
+        matches = [(scope, run) for scope, run in self._runs.items() if scope.startswith(owned)]
+        for scope, run in matches:
             self._drop(scope, run)
-        return bool(found)
+        return bool(matches)
 
     def drain(self) -> None:
         """Abort runs without readers, from now on at once: a client that comes back will reach another server."""
@@ -230,7 +228,6 @@ class Runs:
                 self._drop(scope, run)
 
     async def close(self) -> None:
-        """Abort all runs."""
         tasks = tuple(self._tasks.values())
         for scope, run in tuple(self._runs.items()):
             self._drop(scope, run)
@@ -242,7 +239,7 @@ class Runs:
         elif not run.ended:
             self._drop_later(scope, run)
 
-    def _end(self, scope: bytes, run: Run, task: asyncio.Task[Answer | None]) -> None:
+    def _end(self, scope: bytes, run: Run, task: asyncio.Task[WholeAnswer | None]) -> None:
         del self._tasks[run]
         self._stop_timer(run)
         error = ShuttingDown() if task.cancelled() else task.exception()

@@ -15,7 +15,7 @@ MAX_RECORDED_BYTES = 2**23
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SseOptions:
-    """How a stream is sent."""
+    """Options for sending a stream."""
 
     headers: Mapping[str, str]
     keep_alive_seconds: float
@@ -36,9 +36,9 @@ def with_id(index: int, frame: bytes) -> bytes:
 
 
 class Recording:
-    """A sink that keeps a stream's frames, numbers those of tokens from 1, and hands them to all resumed streams.
+    """A sink that keeps a stream's frames, numbers the frames of tokens from 1, and hands them to all resumed streams.
 
-    Frames that belong to no token have no number: a client that resumes after the last token gets them again. An
+    Frames without a token are not numbered: a client that resumes after the last token gets them again. An
     error in mid-stream is such a frame; before the first token the resumed streams raise it.
     """
 
@@ -52,7 +52,7 @@ class Recording:
         self.options = options
         self.ended = False
         self.error: Exception | None = None
-        """Why there are no frames at all."""
+        """Why the stream failed before its first frame."""
         self.num_tokens = 0
         self.num_bytes = 0
         """Bytes of the frames that are kept."""
@@ -94,7 +94,6 @@ class Recording:
             self._finish()
 
     async def wait(self) -> None:
-        """Wait for the end."""
         await self._ended.wait()
 
     def frames_from(self, position: int, max_bytes: int) -> list[bytes]:
@@ -111,7 +110,6 @@ class Recording:
         self._readers.add(reader)
 
     def remove_reader(self, reader: ResumedStream) -> None:
-        """Hand `reader` nothing more."""
         self._readers.discard(reader)
 
     def _add(self, frame: bytes) -> None:
@@ -172,7 +170,6 @@ class ResumedStream(StreamWriter):
         super().token(frame)
 
     def follow_end(self) -> None:
-        """End as the recording has ended."""
         if not self.ended:
             self.error = self._recording.error
             self._end()

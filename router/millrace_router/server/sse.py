@@ -13,12 +13,11 @@ from aiohttp.abc import AbstractStreamWriter
 
 from millrace_router.errors import IncompleteGeneration, IncompleteGenerationStream, RouterError
 from millrace_router.server.bodies import error_body
-from millrace_router.server.generation_stream import GenerationStream
+from millrace_router.server.headers import ignored_header
 from millrace_router.server.idempotency import Run
-from millrace_router.server.ignored import ignored_header
 from millrace_router.server.recording import Recording, SseOptions
 from millrace_router.server.services import SERVICES, Services
-from millrace_router.server.stream_writer import FrameSink, StreamWriter
+from millrace_router.server.stream_writer import FrameSink, GenerationStream, StreamWriter
 
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -45,7 +44,6 @@ def named_event(name: str, data: bytes) -> bytes:
 
 
 def error_event(error: RouterError) -> bytes:
-    """Frame TGI's error envelope."""
     return event(error_body(error))
 
 

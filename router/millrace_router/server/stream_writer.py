@@ -1,12 +1,14 @@
-"""The end of a stream on the server's side: frames go straight to the socket while the client keeps up."""
+"""Streams on the server's side: frames of a generation's tokens go straight to the socket while the client keeps up."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
-from millrace_router.request.token_stream import TokenSink
+from millrace_router.engine.generation import Generation
+from millrace_router.request.token_stream import TokenEvent, TokenSink
 
 MAX_UNREAD_BYTES = 2**16
 """Bytes in a connection's buffer above which frames are buffered here; asyncio's own limit."""
@@ -69,7 +71,7 @@ class StreamWriter:
                 self._changed.set()
 
     def _add(self, frame: bytes) -> None:
-        """Buffer a frame; the size of one frame alone does not make a client slow, so the next one is judged."""
+        """Buffer a frame; one large frame does not make a client slow, so the next one decides."""
         if self._num_bytes > MAX_BUFFERED_BYTES:
             self._frames.clear()
             self._fall_behind()
@@ -129,3 +131,30 @@ class StreamWriter:
             except TimeoutError:
                 pass
         return True
+
+
+class GenerationStream(ABC):
+    """Makes frames of a generation's tokens, once it is connected to the sink that takes them."""
+
+    _sink: FrameSink
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def connect(self, sink: FrameSink) -> None:
+        """Send frames to `sink` from now on; more than one stream may share it."""
+        self._sink = sink
+        self._generation.connect(self)
+
+    @abstractmethod
+    def token(self, event: TokenEvent) -> None:
+        """Frame the next token."""
+
+    def fail(self, error: Exception) -> None:
+        """End the sink, and with it all streams that share it."""
+        self._sink.fail(error)
+
+    def _finish(self, *tail: bytes) -> None:
+        """End the sink; further tokens are ignored."""
+        self._generation.disconnect()
+        self._sink.end(*tail)

@@ -47,7 +47,7 @@ class TlsFiles(Protocol):
 
 
 def tls_from(config: TlsFiles) -> grpc.ChannelCredentials | None:
-    """The router's certificate and the authority it trusts, for shards at TCP addresses; None without TLS flags.
+    """Return the router's certificate and the authority it trusts, for shards at TCP addresses; None without TLS flags.
 
     Raises:
         TlsError: one of the three files is missing or unusable.
@@ -81,12 +81,12 @@ def open_channel(address: str, tls: grpc.ChannelCredentials | None) -> grpc.aio.
 
 
 def is_local(address: str) -> bool:
-    """Whether `address` is a Unix socket."""
+    """Return whether `address` is a Unix socket."""
     return address.startswith("unix:")
 
 
 def is_exposed(address: str, tls: grpc.ChannelCredentials | None) -> bool:
-    """Whether prompts cross a network to `address` without encryption."""
+    """Return whether prompts cross a network to `address` without encryption."""
     if tls is not None or is_local(address):
         return False
     host = address.rpartition(":")[0].strip("[]")

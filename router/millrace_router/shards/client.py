@@ -54,7 +54,6 @@ class ShardClient:
     async def unload_adapter(
         self, request: pb.UnloadAdapterRequest, *, timeout: float
     ) -> pb.UnloadAdapterResponse:
-        """Free a slot."""
         return await self._stub.UnloadAdapter(request, timeout=timeout)
 
     async def end(self, group: int, reason: str, *, timeout: float) -> bool:
@@ -74,7 +73,7 @@ class ShardClient:
         await self._steps.write(message)
 
     async def read(self) -> pb.StepResponse:
-        """The oldest unread answer.
+        """Return the oldest unread answer.
 
         Raises:
             StepFailed: the step failed.
@@ -99,12 +98,11 @@ class ShardClient:
         self._connect()
 
     async def close(self) -> None:
-        """Close stream and channel."""
         await self._channel.close()
 
 
 def from_grpc(error: BaseException) -> ShardError:
-    """The error of a failed call; clients may see its message."""
+    """Return the error of a failed call; clients may see its message."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return ShardLost("the stream to the shard has ended")
     code, message = error.code(), error.details() or error.code().name

@@ -24,7 +24,7 @@ class ShardHung(ShardError):  # noqa: N818
 
 
 class ShardChanged(ShardError):  # noqa: N818
-    """Ranks differ from each other, or restarted shards from those of the first warm-up, so answers could change."""
+    """Ranks differ from each other, or restarted shards from the first ones, so answers could change."""
 
 
 class ShardBusy(ShardError):  # noqa: N818

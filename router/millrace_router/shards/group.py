@@ -17,7 +17,6 @@ from millrace_router.shards.wire import (
     Capacity,
     ShardInfo,
     capacity_from_pb,
-    grammar_to_pb,
     info_from_pb,
 )
 
@@ -51,10 +50,10 @@ class ShardGroup:
         self._warmup = pb.WarmupRequest()
         self._info: ShardInfo | None = None
         self._id: int | None = None
-        """`InfoResponse.group` of the ranks when they were last asked."""
+        """`InfoResponse.group` of the ranks at the last `Info` call."""
         self._capacity: Capacity | None = None
         self._was_restarted = False
-        """Whether shards were restarted and not yet found equal to those of the first warm-up."""
+        """Whether shards were restarted and not yet compared with the first warm-up."""
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -81,7 +80,7 @@ class ShardGroup:
         return self._info
 
     async def health(self) -> bool:
-        """Whether all ranks are warmed up. A rank answers while it computes.
+        """Return whether all ranks are warmed up. A rank answers while it computes.
 
         Raises:
             ShardLost: a rank is unreachable.
@@ -102,7 +101,7 @@ class ShardGroup:
 
     async def compile_grammar(self, grammar: Grammar) -> str | None:
         """Have rank 0 compile `grammar`; the reason of a refusal, or None."""
-        request = pb.CompileGrammarRequest(grammar=grammar_to_pb(grammar))
+        request = pb.CompileGrammarRequest(grammar=grammar.to_pb(pb.Grammar()))
         (answer,) = await self._all([self._shards[0].compile_grammar(request)])
         return answer.error if answer.HasField("error") else None
 
@@ -128,9 +127,9 @@ class ShardGroup:
         await self._each(shard.unload_adapter(request, timeout=timeout) for shard in self._shards)
 
     async def warm_up(self, **fields: int | None) -> Capacity:
-        """Have every rank allocate its KV cache and run the largest step; `fields` are those of WarmupRequest."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        self._warmup = pb.WarmupRequest(**given)
+        """Have every rank allocate its KV cache and run the largest step; `fields` are WarmupRequest's."""
+        values = {name: value for name, value in fields.items() if value is not None}
+        self._warmup = pb.WarmupRequest(**values)
         self._capacity = await self._warm_up(self._warmup)
         return self._capacity
 
@@ -160,7 +159,7 @@ class ShardGroup:
             await self._all(shard.write(message) for shard in self._shards)
 
     async def read(self) -> list[pb.StepResponse]:
-        """Every rank's answer to the oldest unanswered message, in order of rank."""
+        """Return every rank's answer to the oldest unanswered message, in order of rank."""
         if len(self._shards) == 1:
             try:
                 return [await self._shards[0].read()]
@@ -242,10 +241,10 @@ class ShardGroup:
         request.MergeFrom(self._warmup)
         if await self._warm_up(request) != capacity:
             raise ShardChanged("the shards came back with another KV capacity")
-        known = self._info
-        if known is None or not known.deterministic:
+        first = self._info
+        if first is None or not first.deterministic:
             return
-        if info.arithmetic != known.arithmetic:
+        if info.arithmetic != first.arithmetic:
             raise ShardChanged(
                 f"the shards came back with {info.attention} attention over KV in {info.kv_cache_dtype}"
             )

@@ -19,16 +19,16 @@ class StepObserver(Protocol):
     """Receives every message to the shards and every answer. No method raises."""
 
     def sent(self, message: pb.StepRequest) -> None:
-        """A message is sent to the shards."""
+        """Receive a message that is sent to the shards."""
 
     def answered(self, answers: Sequence[pb.StepResponse]) -> None:
-        """All ranks answered the oldest unanswered message; `answers` are in order of rank."""
+        """Receive all ranks' answers to the oldest unanswered message, in order of rank."""
 
     def failed(self, kind: str, reason: str) -> None:
-        """The epoch failed."""
+        """Record that the epoch has failed."""
 
     def adapter_changed(self, epoch: int, slot: int, digest: str | None) -> None:
-        """All ranks have the adapter `digest` in `slot`, or none there."""
+        """Record that all ranks have the adapter `digest` in `slot`, or none there."""
 
 
 class StepChannel:
@@ -54,7 +54,7 @@ class StepChannel:
         Restarted shards have no KV cache and are warmed up again.
 
         Raises:
-            ShardChanged: restarted shards differ from those of the first warm-up. Further calls raise it too.
+            ShardChanged: restarted shards differ from the shards of the first warm-up. Further calls raise it too.
             ShardError: the epoch cannot begin.
 
         """
@@ -85,7 +85,7 @@ class StepChannel:
         return reading.done()
 
     async def receive(self) -> StepResult:
-        """The answer to the oldest unanswered step."""
+        """Return the answer to the oldest unanswered step."""
         reading, self._reading = self._reading, None
         return result_from_pb(await (reading or self.read()))
 
@@ -96,7 +96,7 @@ class StepChannel:
         await self.group.write(message)
 
     async def read(self) -> list[pb.StepResponse]:
-        """Every rank's answer to the oldest unanswered message."""
+        """Return every rank's answer to the oldest unanswered message."""
         answers = await self.group.read()
         if self.observer is not None:
             self.observer.answered(answers)

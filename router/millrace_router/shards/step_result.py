@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.request.events import PromptChunk
+from millrace_router.request.token_stream import PromptChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class StepResult:
 
     number: int
     tokens: Sequence[tuple[int, int, float, Candidates]]
-    """(slot, token id, log probability, candidates beside it); a slot's tokens stand together, in order."""
+    """(slot, token id, log probability, other candidates); a slot's tokens stand together, in order."""
     counts: Sequence[tuple[int, int]]
     """(slot, number of its tokens)."""
     prompt_logprobs: Sequence[tuple[int, PromptChunk]]

@@ -11,16 +11,8 @@ from pydantic import Field
 from millrace_proto import generate_pb2 as pb
 from millrace_router.request.adapter import AdapterModule
 from millrace_router.request.entry import entry_of
-from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.shards.parameters import parameters_to_pb
-
-GRAMMAR_KINDS = {
-    GrammarKind.JSON_SCHEMA: pb.Grammar.KIND_JSON_SCHEMA,
-    GrammarKind.REGEX: pb.Grammar.KIND_REGEX,
-    GrammarKind.LARK: pb.Grammar.KIND_LARK,
-}
+from millrace_router.request.request import ValidRequest
+from millrace_router.scheduler.step_plan import Row, StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +65,7 @@ class ShardInfo:
         )
 
     def difference(self, other: ShardInfo) -> str:
-        """The fields that differ from `other`, in words; empty if none do."""
+        """Return the fields that differ from `other`, in words; empty if none do."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return ", ".join(f"{name} is {a} instead of {b}" for name, a, b in pairs if a != b)
 
@@ -125,7 +117,7 @@ def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
 
 
 def capacity_from_pb(messages: Sequence[pb.WarmupResponse]) -> Capacity:
-    """The smallest capacity any rank reports."""
+    """Return the smallest capacity any rank reports."""
     return Capacity(
         num_blocks=min(message.num_blocks for message in messages),
         max_batch_total_tokens=min(message.max_batch_total_tokens for message in messages),
@@ -137,7 +129,7 @@ def capacity_from_pb(messages: Sequence[pb.WarmupResponse]) -> Capacity:
 
 
 def open_to_pb(epoch: int) -> pb.StepRequest:
-    """The message that begins an epoch."""
+    """Return the message that begins an epoch."""
     return pb.StepRequest(epoch=epoch, number=0, open=pb.Open())
 
 
@@ -179,7 +171,7 @@ def _sequence_to_pb(row: Row) -> pb.Sequence:
         prefill_logprobs=entry.wants_prompt_logprobs,
         prefill_top_n_tokens=request.prompt_top_n_tokens if entry.wants_prompt_logprobs else 0,
         min_new_tokens=request.min_new_tokens,
-        grammar=None if request.grammar is None else grammar_to_pb(request.grammar),
+        grammar=None if request.grammar is None else request.grammar.to_pb(pb.Grammar()),
         adapter_slot=entry.adapter_slot,
         pooling=None
         if request.pooling is None
@@ -188,6 +180,11 @@ def _sequence_to_pb(row: Row) -> pb.Sequence:
     )
 
 
-def grammar_to_pb(grammar: Grammar) -> pb.Grammar:
-    """Write a grammar."""
-    return pb.Grammar(kind=GRAMMAR_KINDS[grammar.kind], source=grammar.source)
+def parameters_to_pb(request: ValidRequest) -> pb.NextTokenChooserParameters:
+    """Write the parameters of the choice of the next token."""
+    message = pb.NextTokenChooserParameters()
+    request.sampling.to_pb(message)
+    if request.min_new_tokens:
+        # Only the ban before a minimum needs them: the router ends the sequence.
+        message.stop_ids.extend(request.stop_token_ids)
+    return message

@@ -1,8 +1,11 @@
-"""Instruments of metrics: counters, gauges, histograms, and families of them.
+"""Instruments of metrics (counters, gauges, histograms, and families of them) and the text that `/metrics` answers.
 
 The client library's own instruments take a lock and walk all buckets on each observation, and show series that were
-never touched. These are collectors of an ordinary `CollectorRegistry`, so collectors of the library can be registered
-beside them. All updates happen on the event loop's thread.
+never touched. These are collectors of an ordinary `CollectorRegistry`, so the library's collectors can be registered
+next to them. All updates happen on the event loop's thread.
+
+The text is Prometheus format 0.0.4 with TGI's names: counters keep theirs, without `_total` and `_created`. The client
+library's own writer always adds the suffix, but TGI's dashboards query the bare names.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 
 class Counter:
@@ -49,7 +53,6 @@ class Gauge:
 
     @property
     def value(self) -> float:
-        """The current value."""
         return self._value if self._read is None else self._read()
 
     def follow(self, read: Callable[[], float]) -> None:
@@ -58,12 +61,10 @@ class Gauge:
         self._read = read
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add `amount`."""
         self.touched = True
         self._value += amount
 
     def set(self, value: float) -> None:
-        """Replace the value."""
         self.touched = True
         self._value = value
 
@@ -153,3 +154,41 @@ class Family(Collector, Generic[Instrument]):
     def describe(self) -> Iterator[Metric]:
         """Yield the metric without samples, by which the registry finds duplicates."""
         yield Metric(self.name, self.documentation, self.kind)
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_ESCAPE = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+_ESCAPE_HELP = str.maketrans({"\\": r"\\", "\n": r"\n"})
+
+
+def render(registry: Collector) -> bytes:
+    """Write every sample of `registry`."""
+    lines: list[str] = []
+    for metric in registry.collect():
+        lines.append(f"# HELP {metric.name} {metric.documentation.translate(_ESCAPE_HELP)}")
+        lines.append(f"# TYPE {metric.name} {metric.type}")
+        lines.extend(
+            _line(_bare_name(metric, sample), sample)
+            for sample in metric.samples
+            if sample.name != f"{metric.name}_created"
+        )
+        lines.append("")
+    return "\n".join(lines).encode()
+
+
+def _bare_name(metric: Metric, sample: Sample) -> str:
+    return metric.name if sample.name == f"{metric.name}_total" else sample.name
+
+
+def _line(name: str, sample: Sample) -> str:
+    if not sample.labels:
+        return f"{name} {_value(sample.value)}"
+    labels = ",".join(f'{key}="{text.translate(_ESCAPE)}"' for key, text in sample.labels.items())
+    return f"{name}{{{labels}}} {_value(sample.value)}"
+
+
+def _value(value: float) -> str:
+    special = {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}
+    text = repr(float(value))
+    return special.get(text) or format_number(float(value))

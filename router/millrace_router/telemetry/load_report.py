@@ -1,4 +1,4 @@
-"""ORCA's load report: a header of the answer that tells a load balancer how busy the server is.
+"""ORCA's load report: a header of the answer that shows a load balancer how busy the server is.
 
 The report has Envoy's `application_utilization` and `rps_fractional`, by which its weighted round robin weighs servers,
 and the named metrics of vLLM.
@@ -20,7 +20,7 @@ WINDOW_SECONDS = 10.0
 
 
 class RequestRate:
-    """Requests a second over the last 10 s at least; it costs nothing while nobody asks."""
+    """Requests a second over the last 10 s at least; it costs nothing while it is not read."""
 
     def __init__(self, count: Callable[[], float], clock: Callable[[], float]) -> None:
         """`count` returns the number of requests so far."""
@@ -29,7 +29,7 @@ class RequestRate:
         self._readings = deque([(clock(), count())], maxlen=2)
 
     def read(self) -> float:
-        """Return the rate; after a pause without questions, it is that of the pause."""
+        """Return the rate; if it was not read for a while, the rate over that time."""
         now, count = self._clock(), self._count()
         since, before = self._readings[0]
         if now - self._readings[-1][0] >= WINDOW_SECONDS:

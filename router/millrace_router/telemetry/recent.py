@@ -12,7 +12,7 @@ from millrace_router.telemetry.metrics import Metrics
 
 WINDOW_SECONDS = 60.0
 SHORTEST_SECONDS = 1.0
-"""Rates over less say little."""
+"""Rates over less mean little."""
 MAX_READINGS = 64
 """Readings are at least a second apart, so these cover more than the window."""
 
@@ -44,7 +44,6 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """Length of the window."""
         return self.end.at - self.begin.at
 
     @property
@@ -66,7 +65,7 @@ class Window:
 
 
 class Recent:
-    """Readings of the last minute; it costs nothing while nobody asks."""
+    """Readings of the last minute; it costs nothing while it is not read."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
@@ -76,7 +75,6 @@ class Recent:
 
     @property
     def uptime_seconds(self) -> float:
-        """Time since the start."""
         return self._clock() - self._started_at
 
     def window(self) -> Window:

@@ -92,7 +92,7 @@ class SpanSender:
                 return
 
     async def _serve(self, process: asyncio.subprocess.Process) -> None:
-        """Write to the process until it ends; once the sender is closed, the pipe's end tells it to end."""
+        """Write to the process until it ends; once the sender is closed, the pipe's end makes it end."""
         assert process.stdin is not None
         self._pipe = process.stdin
         self._pipe.write(self._settings)

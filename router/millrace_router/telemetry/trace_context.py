@@ -69,19 +69,19 @@ def new_context(parents: Sequence[str], states: Sequence[str]) -> TraceContext:
     )
 
 
-def trace_id_of(given: Sequence[str]) -> str | None:
+def trace_id_of(values: Sequence[str]) -> str | None:
     """Return the trace id in the values of the header; None unless there is exactly one value, and it is valid.
 
     A version above 00 may have more fields at its end, which are ignored.
     """
-    match = _match(given)
+    match = _match(values)
     return None if match is None else match["trace"]
 
 
-def _match(given: Sequence[str]) -> re.Match[str] | None:
-    if len(given) != 1:
+def _match(values: Sequence[str]) -> re.Match[str] | None:
+    if len(values) != 1:
         return None
-    match = _TRACEPARENT.fullmatch(given[0])
+    match = _TRACEPARENT.fullmatch(values[0])
     if match is None or match["version"] == "ff" or (match["version"] == "00" and match["more"]):
         return None
     if match["trace"] == _NO_TRACE or match["parent"] == _NO_PARENT:

@@ -1,5 +1,5 @@
 """Tokenizer, detokenizer, stop sequences and chat templates.
 
 Entry points: `tokenizer.Tokenizer`, `chat_template.ChatTemplate`.
-May import: errors alone.
+May import: errors only.
 """

@@ -57,7 +57,7 @@ class ByteDecoder:
         return None if steps is None else cls(steps)
 
     def decode(self, piece: str) -> bytes:
-        """The bytes of `piece`, an entry of the vocabulary."""
+        """Return the bytes of `piece`, an entry of the vocabulary."""
         result: str | bytes = piece
         for step in self._steps:
             result = step(result)

@@ -4,18 +4,83 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime
+from typing import Any, NoReturn
 
 import jinja2
 import orjson
+from jinja2 import TemplateError as JinjaError
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from millrace_router.errors import TemplateError
 from millrace_router.text.model_files import ModelFiles
-from millrace_router.text.template_environment import template_environment
-from millrace_router.text.template_messages import Message, lacks_content, messages_for
-from millrace_router.text.template_shape import TemplateShape
+from millrace_router.text.template_messages import (
+    Message,
+    TemplateShape,
+    lacks_content,
+    messages_for,
+)
+
+_MAX_INDENTED_CHARS = 8_000_000
+"""Limit for indented JSON, since indentation makes a deeply nested list a hundred times as long."""
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """Make an environment as transformers does: whitespace rules, `tojson`, `raise_exception`, `strftime_now`."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationTags(Extension):
+    """Renders `{% generation %}` blocks, which mark assistant text for training, as plain text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002  (templates pass it by position)
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    if indent is None:
+        return encoder.encode(value)
+    pieces, num_chars = [], 0
+    for piece in encoder.iterencode(value):
+        pieces.append(piece)
+        num_chars += len(piece)
+        if num_chars > _MAX_INDENTED_CHARS:
+            raise JinjaError(f"more than {_MAX_INDENTED_CHARS} characters of indented JSON")
+    return "".join(pieces)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise JinjaError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    # Templates show local time as the user's date, as in transformers.
+    return datetime.now().astimezone().strftime(pattern)
+
 
 _END_MARK = "\ue0f1\ue0f2\ue0f1"
 """Private-use characters that mark the end of a message that the model continues."""
@@ -51,7 +116,7 @@ class _Compiled:
     ) -> str:
         """Render, with a mark at the end of the last message if `is_marked`; raises TemplateError.
 
-        Some templates accept only one of None and "" as the content of a message with calls alone, so both are tried.
+        Some templates accept only one of None and "" as the content of a message with only calls, so both are tried.
         """
         stand_ins = [None, ""] if self.shape.tests_for_none else ["", None]
         if not any(map(lacks_content, messages)):
@@ -135,12 +200,12 @@ class ChatTemplate:
         further variables of the template; the template's own take precedence.
 
         Raises:
-            TemplateError: there is no template, it is not valid, or it fails for these messages.
+            TemplateError: the template is missing, is not valid, or it fails for these messages.
 
         """
         chosen = self._with_tools if tools else self._plain
         if continue_final_message and add_generation_prompt:
-            raise TemplateError("a message that is continued is followed by no generation prompt")
+            raise TemplateError("a continued message must not be followed by a generation prompt")
         is_implied = add_generation_prompt is None and continue_final_message is None
         continues = _is_open(messages) if is_implied else bool(continue_final_message)
         context = {
@@ -182,7 +247,7 @@ class ChatTemplate:
 
 
 def _is_small(values: object) -> bool:
-    """Whether rendering is so quick that it needs no thread."""
+    """Return whether rendering is so quick that it needs no thread."""
     try:
         return len(orjson.dumps(values)) < _LARGE_PROMPT_CHARS
     except orjson.JSONEncodeError:
@@ -191,7 +256,7 @@ def _is_small(values: object) -> bool:
 
 
 def _is_open(messages: Sequence[Message]) -> bool:
-    """Whether the last message is continued by TGI's rule."""
+    """Return whether the last message is continued by TGI's rule."""
     if not messages or messages[-1].get("role") != "assistant":
         return False
     return messages[-1].get("content") is not None and not messages[-1].get("tool_calls")
@@ -200,7 +265,7 @@ def _is_open(messages: Sequence[Message]) -> bool:
 def _marked(messages: list[Message]) -> list[Message]:
     """Messages with a mark at the end of the last one, and a blank that shows whether the template trims it."""
     if not messages or messages[-1]["content"] is None or "tool_calls" in messages[-1]:
-        raise TemplateError("the last message has no text that could be continued")
+        raise TemplateError("the last message does not end with text that could be continued")
     content = messages[-1]["content"]
     if isinstance(content, str):
         content += f"{_END_MARK} "
@@ -217,7 +282,7 @@ def _up_to_mark(prompt: str) -> str:
 
 
 def _up_to_mark_exactly(prompt: str) -> str:
-    """The prompt up to the mark with the blanks that the template keeps, as in transformers."""
+    """Return the prompt up to the mark with the blanks that the template keeps, as in transformers."""
     before, mark, after = prompt.rpartition(_END_MARK)
     if not mark:
         raise TemplateError("the chat template leaves out the message that is to be continued")

@@ -38,7 +38,7 @@ class IncrementalDetokenizer:
         self._texts: list[str] = []
 
     def step(self, token_id: int) -> str:
-        """The text that this token adds; "" while a character is incomplete."""
+        """Return the text that this token adds; "" while a character is incomplete."""
         if self._tokenizer.is_special(token_id):
             pending = self._steps.flush()
             self._texts.append(pending)
@@ -48,19 +48,19 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """The withheld text after the last token; an incomplete character becomes U+FFFD."""
+        """Return the withheld text after the last token; an incomplete character becomes U+FFFD."""
         text = self._steps.flush()
         self._texts.append(text)
         return text
 
     def final_text(self) -> str:
-        """The whole text without special tokens; ends the generation."""
+        """Return the whole text without special tokens; ends the generation."""
         self.flush()
         return "".join(self._texts)
 
 
 class _BytesSteps:
-    """For tokens with bytes of their own: concatenate and decode."""
+    """For tokens that stand for whole bytes: concatenate and decode."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,7 +1,8 @@
-"""Reads the files of a model folder besides the tokenizer: small JSON files and the chat template."""
+"""The files of a model besides the tokenizer: where they are, small JSON files and the chat template."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +43,8 @@ class ModelFiles:
         tokenizer_config = _read_json(tokenizer_config_path or folder / "tokenizer_config.json")
         templates: dict[str, str] = {}
         is_chosen = tokenizer_config_path is not None
-        for place in _places(folder, tokenizer_config, is_chosen=is_chosen):
-            templates = place | templates
+        for fallback in _sources(folder, tokenizer_config, is_chosen=is_chosen):
+            templates = fallback | templates
         return cls(
             config=_read_json(folder / "config.json"),
             tokenizer_config=tokenizer_config,
@@ -65,7 +66,7 @@ class ModelFiles:
         return {name: text for name, text in texts.items() if text is not None}
 
 
-def _places(
+def _sources(
     folder: Path, tokenizer_config: JsonObject, *, is_chosen: bool
 ) -> Iterator[dict[str, str]]:
     """Yield templates by name in order of preference: TGI's order, with template files before tokenizer_config.json."""
@@ -126,3 +127,30 @@ def _read_text(path: Path) -> str | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelFilesError(f"{path} cannot be read: {error}") from error
+
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+DEFAULT_REVISION = "main"
+
+
+def find_snapshot(name: str, *, revision: str | None, cache: Path) -> Path:
+    """Return the folder with one commit's files of the model `name`; its own name is the commit.
+
+    `revision` is a branch, tag or commit. Raises ModelFilesError with the remedy in its text.
+    """
+    if HUB_NAME.fullmatch(name):
+        model = cache / f"models--{name.replace('/', '--')}"
+        reference = revision or DEFAULT_REVISION
+        try:
+            commit = (model / "refs" / reference).read_text().strip()
+        except OSError:
+            commit = reference
+        folder = model / "snapshots" / commit
+        if folder.is_dir():
+            return folder
+    at = f" at revision {revision}" if revision else ""
+    option = f" --revision {revision}" if revision else ""
+    raise ModelFilesError(
+        f"--tokenizer-name {name} is neither a folder nor, in {cache}, a downloaded model{at}; download it with"
+        f" `text-generation-server download-weights {name}{option}`, or set HF_HOME to the cache that has it"
+    )

@@ -23,8 +23,8 @@ class StopMatcher:
             return None
         seen = self._tail + text
         self._tail = seen[max(0, len(seen) - self._num_kept) :]
-        found = _first(seen, self._stops)
-        return None if found is None else found[1]
+        match = _first(seen, self._stops)
+        return None if match is None else match[1]
 
 
 class StopTrimmer:
@@ -39,7 +39,6 @@ class StopTrimmer:
 
     @property
     def stopped(self) -> bool:
-        """Whether one was found."""
         return self.stop is not None
 
     def push(self, text: str) -> str:
@@ -49,11 +48,11 @@ class StopTrimmer:
         if not self._stops:
             return text
         added, text = text, self._held + text
-        found = _first(text, self._stops)
-        if found is not None:
-            self.stop = found[1]
+        match = _first(text, self._stops)
+        if match is not None:
+            self.stop = match[1]
             self._held = ""
-            return text[: found[0]]
+            return text[: match[0]]
         num_held = max(beginning.push(added) for beginning in self._beginnings)
         num_safe = len(text) - num_held
         self._held = text[num_safe:]

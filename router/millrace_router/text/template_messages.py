@@ -1,4 +1,4 @@
-"""Converts messages in OpenAI's form to the form that a chat template expects."""
+"""The form of messages that a chat template expects, as its syntax tree shows, and messages in that form."""
 
 from __future__ import annotations
 
@@ -7,11 +7,137 @@ import json
 import re
 import string
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from jinja2 import nodes
 
-from millrace_router.text.template_shape import TemplateShape
+_COUNTS_CALLS = re.compile(r"(?:in\s+\w+\.tool_calls|tool_calls\s*\|\s*(?:length|count))")
+_TESTS_SHORT_ID = re.compile(r"length\s*[!=]=\s*9\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateShape:
+    """Features of a chat template. Without a feature, messages are converted to plain text."""
+
+    names_tools: bool = False
+    """Whether it renders tools."""
+    names_tool_calls: bool = False
+    """Whether it renders calls of earlier messages."""
+    loops_over_content: bool = False
+    """Whether content may be a list of parts."""
+    tests_for_string: bool = False
+    """Whether it tests content for being a string, so that both forms are valid."""
+    tests_for_none: bool = False
+    """Whether it tests content for None, in a message with only calls."""
+    names_developer: bool = False
+    """Whether it has the role `developer`."""
+    has_short_ids: bool = False
+    """Whether call ids must have nine characters, as in Mistral's templates."""
+    has_counted_ids: bool = False
+    """Whether call ids have the name and a number, as in Kimi's templates."""
+    has_one_call: bool = False
+    """Whether it renders the first call of a message and silently drops the others, as gpt-oss' does."""
+    adds_arguments: bool = False
+    """Whether it adds a call's arguments to text, so that they must be text, as in DeepSeek's templates."""
+
+    has_thought_parts: bool = False
+    """Whether a thought may be a part of the content, as in Mistral's templates."""
+
+    @classmethod
+    def of(cls, tree: nodes.Template, source: str) -> TemplateShape:
+        constants = {
+            node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
+        }
+        attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+        content = _Content(tree)
+        return cls(
+            names_tools=any(
+                node.name == "tools" and node.ctx == "load" for node in tree.find_all(nodes.Name)
+            ),
+            names_tool_calls="tool_calls" in constants | attributes,
+            loops_over_content=any(content.has(loop.iter) for loop in tree.find_all(nodes.For)),
+            tests_for_string=any(
+                test.name == "string" and content.has(test.node)
+                for test in tree.find_all(nodes.Test)
+            ),
+            tests_for_none=any(
+                test.name == "none" and content.has(test.node) for test in tree.find_all(nodes.Test)
+            ),
+            names_developer="developer" in constants,
+            has_thought_parts="thinking" in constants and "[THINK]" in source,
+            has_short_ids=_TESTS_SHORT_ID.search(source) is not None,
+            has_counted_ids="<|tool_call_begin|>" in source,
+            has_one_call="tool_calls[0]" in source and not _COUNTS_CALLS.search(source),
+            adds_arguments=_adds_arguments(tree),
+        )
+
+
+def _adds_arguments(tree: nodes.Template) -> bool:
+    """Return whether arguments are an operand of text, and the template never treats them as an object."""
+    operands: list[nodes.Node] = []
+    for binary in tree.find_all(nodes.Add):
+        operands += [binary.left, binary.right]
+    for concat in tree.find_all(nodes.Concat):
+        operands += concat.nodes
+    for output in tree.find_all(nodes.Output):
+        operands += output.nodes
+    others: list[nodes.Node] = [test.node for test in tree.find_all(nodes.Test)]
+    others += [filtered.node for filtered in tree.find_all(nodes.Filter) if filtered.node]
+    others += [loop.iter for loop in tree.find_all(nodes.For)]
+    return any(map(_is_arguments, operands)) and not any(map(_is_arguments, others))
+
+
+def _is_arguments(node: nodes.Node) -> bool:
+    match node:
+        case nodes.Getattr(attr="arguments"):
+            return True
+        case nodes.Getitem(arg=nodes.Const(value="arguments")):
+            return True
+    return False
+
+
+class _Content:
+    """Finds expressions for a message's content: by key, or by a variable that it was assigned to."""
+
+    def __init__(self, tree: nodes.Template) -> None:
+        self._names: set[str] = set()
+        macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+        assignments = list(tree.find_all(nodes.Assign))
+        calls = list(tree.find_all(nodes.Call))
+        num_known = -1
+        while num_known < len(self._names):
+            num_known = len(self._names)
+            for assignment in assignments:
+                if isinstance(assignment.target, nodes.Name) and self.has(assignment.node):
+                    self._names.add(assignment.target.name)
+            for call in calls:
+                if isinstance(call.node, nodes.Name) and call.node.name in macros:
+                    self._give(macros[call.node.name], call)
+
+    def _give(self, macro: nodes.Macro, call: nodes.Call) -> None:
+        for parameter, argument in zip(macro.args, call.args, strict=False):
+            if self.has(argument):
+                self._names.add(parameter.name)
+
+    def has(self, node: nodes.Node) -> bool:
+        """Return whether `node` is the content or a part of it."""
+        match node:
+            case nodes.Name():
+                return node.name in self._names
+            case nodes.Getattr():
+                return node.attr == "content"
+            case nodes.Getitem(arg=nodes.Const() as key):
+                return bool(key.value == "content")
+            case nodes.Getitem(arg=nodes.Slice()):
+                return self.has(node.node)
+            case nodes.Filter(node=nodes.Expr() as filtered):
+                return self.has(filtered)
+            case nodes.CondExpr():
+                return self.has(node.expr1) or (node.expr2 is not None and self.has(node.expr2))
+        return False
+
 
 Message = dict[str, Any]
 THOUGHT = "reasoning_content"
@@ -26,7 +152,7 @@ def messages_for(
 ) -> list[Message]:
     """Return messages in the form of `shape`; keys that OpenAI does not define are kept.
 
-    Content is text, a list of `{"type": "text", "text": …}`, or None beside `tool_calls`, where `no_content` replaces
+    Content is text, a list of `{"type": "text", "text": …}`, or None next to `tool_calls`, where `no_content` replaces
     it. Arguments of calls are JSON text or the parsed object.
     """
     if shape.has_counted_ids:
@@ -38,7 +164,7 @@ def messages_for(
 
 
 def _with_counted_ids(messages: Sequence[Message]) -> list[Message]:
-    """Replace the ids of calls by `functions.name:0` and so on, and those of their results."""
+    """Replace the ids of calls and of their results by `functions.name:0` and so on."""
     ids: dict[str, str] = {}
     num_calls, made = 0, []
     for message in messages:
@@ -79,12 +205,11 @@ def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def lacks_content(message: Message) -> bool:
-    """Whether a message has calls alone."""
+    """Return whether a message has only calls."""
     return bool(message.get("tool_calls")) and not message.get("content")
 
 
 def text_of(content: object) -> str:
-    """Return content as one string."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content if isinstance(content, str) else ""
@@ -105,32 +230,34 @@ def _message_for(
 ) -> Message:
     role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
     if calls and not shape.names_tool_calls:
-        said = text_of(content)
-        content, calls = f"{said}\n{_as_text(calls)}" if said else _as_text(calls), None
-    made = {key: value for key, value in message.items() if key != "tool_calls"}
+        text = text_of(content)
+        content, calls = f"{text}\n{_as_text(calls)}" if text else _as_text(calls), None
+    converted = {key: value for key, value in message.items() if key != "tool_calls"}
     if role == "developer" and not shape.names_developer:
-        made["role"] = "system"
-    made["content"] = no_content if calls and not content else _content_for(shape, content)
+        converted["role"] = "system"
+    converted["content"] = no_content if calls and not content else _content_for(shape, content)
     if calls:
-        made["tool_calls"] = [_call_for(shape, call, index) for index, call in enumerate(calls)]
+        converted["tool_calls"] = [
+            _call_for(shape, call, index) for index, call in enumerate(calls)
+        ]
     call_id = message.get("tool_call_id")
     if call_id is not None:
-        made["tool_call_id"] = _short(call_id) if shape.has_short_ids else call_id
+        converted["tool_call_id"] = _short(call_id) if shape.has_short_ids else call_id
         if role == "tool" and call_id in names:
-            made.setdefault("name", names[call_id])
+            converted.setdefault("name", names[call_id])
     if message.get(THOUGHT) is not None:
-        _give_thought(shape, made, message[THOUGHT])
-    return made
+        _give_thought(shape, converted, message[THOUGHT])
+    return converted
 
 
-def _give_thought(shape: TemplateShape, made: Message, thought: str) -> None:
+def _give_thought(shape: TemplateShape, message: Message, thought: str) -> None:
     """Put a thought where templates look for it: gpt-oss's has it as `thinking`, Mistral's as a part of the content."""
-    made.setdefault("thinking", thought)
-    made.setdefault("reasoning", thought)
+    message.setdefault("thinking", thought)
+    message.setdefault("reasoning", thought)
     if shape.has_thought_parts:
-        content = made["content"]
+        content = message["content"]
         parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-        made["content"] = [{"type": "thinking", "thinking": thought}, *parts]
+        message["content"] = [{"type": "thinking", "thinking": thought}, *parts]
 
 
 def _content_for(shape: TemplateShape, content: object) -> object:
@@ -143,35 +270,37 @@ def _content_for(shape: TemplateShape, content: object) -> object:
 
 def _call_for(shape: TemplateShape, call: dict[str, Any], index: int) -> dict[str, Any]:
     function = call["function"]
-    made = {"type": call.get("type", "function")}
+    converted = {"type": call.get("type", "function")}
     call_id = call.get("id")
     if shape.has_short_ids:
-        made["id"] = _short(call_id or str(index))
+        converted["id"] = _short(call_id or str(index))
     elif call_id is not None:
-        made["id"] = call_id
-    given = function.get("arguments")
-    arguments = _text_of_arguments(given) if shape.adds_arguments else _arguments_of(given)
-    made["function"] = {"name": function["name"], "arguments": arguments}
-    return made
+        converted["id"] = call_id
+    raw = function.get("arguments")
+    arguments = _text_of_arguments(raw) if shape.adds_arguments else _arguments_of(raw)
+    converted["function"] = {"name": function["name"], "arguments": arguments}
+    return converted
 
 
-def _arguments_of(given: object) -> object:
+def _arguments_of(arguments: object) -> object:
     """Return the arguments as an object, or unchanged if they are none."""
-    if given is None or given == "":
+    if arguments is None or arguments == "":
         return {}
-    if not isinstance(given, str):
-        return given
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        value = orjson.loads(given)
+        value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
-        return given
-    return value if isinstance(value, dict) else given
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
-def _text_of_arguments(given: object) -> str:
+def _text_of_arguments(arguments: object) -> str:
     """Return the arguments as the client's JSON text."""
     return (
-        given if given and isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+        arguments
+        if arguments and isinstance(arguments, str)
+        else json.dumps(arguments or {}, ensure_ascii=False)
     )
 
 
@@ -182,8 +311,8 @@ def _as_text(calls: Sequence[dict[str, Any]]) -> str:
 
 def _call_as_tgi(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    given = function.get("arguments")
-    arguments = given if isinstance(given, str) else orjson.dumps(given).decode()
+    raw = function.get("arguments")
+    arguments = raw if isinstance(raw, str) else orjson.dumps(raw).decode()
     return {
         "id": call.get("id"),
         "type": call.get("type", "function"),

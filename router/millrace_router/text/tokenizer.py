@@ -4,20 +4,109 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
-from tokenizers import Encoding
+from tokenizers import Encoding, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_router.text.byte_decoder import ByteDecoder
-from millrace_router.text.token_length import longest_token
-from millrace_router.text.token_texts import TokenTexts
+
+SEPARATOR = "\U0010ffff"
+"""A noncharacter, which Unicode keeps out of texts."""
+
+
+class TokenTexts:
+    """The texts of the tokens 0, 1, …"""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        parts = [text.replace(SEPARATOR, "") + SEPARATOR for text in texts]
+        self._whole = "".join(parts)
+        self._starts = list(accumulate(map(len, parts), initial=0))
+
+    def having(self, part: str) -> Iterator[int]:
+        """Yield the tokens whose text contains `part`, which is not empty."""
+        if SEPARATOR in part:
+            return
+        position = self._whole.find(part)
+        while position >= 0:
+            token = bisect_right(self._starts, position) - 1
+            yield token
+            position = self._whole.find(part, self._starts[token + 1])
+
+
+NFC_SHRINKS = 4
+"""Largest ratio of bytes before and after NFC: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes."""
+KEEPS_TEXT = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation"})
+
+
+def longest_token(rust: RustTokenizer) -> int | None:
+    """Return the largest number of UTF-8 bytes of text in one token; None if it is not bounded.
+
+    It is bounded for byte-pair models with a token for every byte and without a step that removes text. An unknown
+    word, or blanks that a tokenizer skips, can have any length.
+    """
+    vocab = rust.get_vocab(with_added_tokens=False)
+    added = rust.get_added_tokens_decoder().values()
+    if not _has_every_byte(rust, vocab) or any(token.lstrip or token.rstrip for token in added):
+        return None
+    factor = _shrinking(_parts(rust.normalizer, "normalizers"))
+    if factor is None or not all(map(_keeps_text, _parts(rust.pre_tokenizer, "pretokenizers"))):
+        return None
+    lengths = (len(text.encode()) for text in (*vocab, *(token.content for token in added)))
+    return factor * max(lengths)
+
+
+def _has_every_byte(rust: RustTokenizer, vocab: dict[str, int]) -> bool:
+    model = rust.model
+    if not isinstance(model, models.BPE):
+        return False
+    if model.byte_fallback:
+        return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    steps = _parts(rust.pre_tokenizer, "pretokenizers")
+    is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
+    return is_byte_level and all(char in vocab for char in pre_tokenizers.ByteLevel.alphabet())
+
+
+def _shrinking(steps: list[dict[str, Any]]) -> int | None:
+    """Return the largest ratio of bytes before and after these steps; None if it is not bounded."""
+    factor = 1
+    for step in steps:
+        if step["type"] == "NFC":
+            factor *= NFC_SHRINKS
+        elif step["type"] == "Replace" and "String" in step["pattern"]:
+            if len(step["content"].encode()) < len(step["pattern"]["String"].encode()):
+                return None
+        elif step["type"] != "Prepend":
+            return None
+    return factor
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    return (step["type"] == "Split" or step["type"] in KEEPS_TEXT) and step.get(
+        "behavior"
+    ) != "Removed"
+
+
+def _parts(component: Any, key: str) -> list[dict[str, Any]]:  # noqa: ANN401
+    """Return the steps of a component in order, from its pickled form, which is its part of tokenizer.json."""
+    if component is None:
+        return []
+    return _flat(json.loads(component.__getstate__()), key)
+
+
+def _flat(step: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    if step["type"] != "Sequence":
+        return [step]
+    return [part for nested in step[key] for part in _flat(nested, key)]
+
 
 TOKENIZER_FILE = "tokenizer.json"
 Result = TypeVar("Result")
@@ -141,20 +230,20 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._workers, call)
 
     def decode(self, ids: tuple[int, ...] | list[int], *, skip_special_tokens: bool) -> str:
-        """The text of `ids`; ids outside the vocabulary add nothing."""
+        """Return the text of `ids`; ids outside the vocabulary add nothing."""
         text: str = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def id_of(self, text: str) -> int | None:
-        """The id of the token that is written as `text`, if there is one."""
+        """Return the id of the token that is written as `text`, if there is one."""
         return self._rust.token_to_id(text)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is a control token, such as end of sequence."""
+        """Return whether the token is a control token, such as end of sequence."""
         return token_id in self._special_ids
 
     def token_text(self, token_id: int) -> str:
-        """The text of a token in the middle of a text, with its leading space."""
+        """Return the text of a token in the middle of a text, with its leading space."""
         text = self._texts.get(token_id)
         if text is None:
             alone = self.decode([token_id], skip_special_tokens=False)
@@ -164,15 +253,15 @@ class Tokenizer:
 
     def ids_with(self, parts: tuple[str, ...], vocab_size: int) -> tuple[int, ...]:
         """Return the tokens below `vocab_size` whose text has one of `parts`; the first call takes seconds."""
-        found = self._ids_with.get(parts)
-        if found is None:
+        matching = self._ids_with.get(parts)
+        if matching is None:
             texts = self._all_texts()
             ids = {id_ for part in parts for id_ in texts.having(part)}
-            found = tuple(sorted(id_ for id_ in ids if id_ < vocab_size))
+            matching = tuple(sorted(id_ for id_ in ids if id_ < vocab_size))
             if len(self._ids_with) >= MAX_PARTS:
                 self._ids_with.clear()
-            self._ids_with[parts] = found
-        return found
+            self._ids_with[parts] = matching
+        return matching
 
     def _all_texts(self) -> TokenTexts:
         if self._token_texts is None:
@@ -190,7 +279,7 @@ class Tokenizer:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token_id))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of a token, b"" outside the vocabulary; see `has_token_bytes`."""
+        """Return the UTF-8 bytes of a token, b"" outside the vocabulary; see `has_token_bytes`."""
         piece_bytes = self._bytes.get(token_id)
         if piece_bytes is None:
             assert self._byte_decoder is not None
@@ -200,7 +289,7 @@ class Tokenizer:
         return piece_bytes
 
     def whole_text(self, token_id: int) -> str | None:
-        """The text of `token_bytes`; None if it has incomplete characters."""
+        """Return the text of `token_bytes`; None if it has incomplete characters."""
         try:
             return self._whole_texts[token_id]
         except KeyError:

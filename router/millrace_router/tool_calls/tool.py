@@ -6,7 +6,7 @@ import secrets
 import string
 import uuid
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from millrace_router.request.request import Grammar
 
@@ -22,7 +22,7 @@ class Tool:
     strict: bool
     """Whether arguments have to match `parameters` even where a call is optional."""
     text: Grammar | None = None
-    """What the one parameter, a string, has to match; None if `parameters` say all."""
+    """What the one parameter, a string, has to match; None if `parameters` define everything."""
 
     def as_json(self) -> dict[str, Any]:
         """Render in OpenAI's form, which chat templates read; an absent description is left out."""
@@ -85,3 +85,13 @@ class Parsed:
 
     text: str = ""
     calls: tuple[CallDelta, ...] = ()
+
+
+class AnswerParser(Protocol):
+    """Parses one answer; the cuts between pushed pieces make no difference."""
+
+    def push(self, text: str) -> Parsed:
+        """Parse more text; text that may begin a call is held back."""
+
+    def finish(self) -> Parsed:
+        """Parse the held text as the end of the answer."""

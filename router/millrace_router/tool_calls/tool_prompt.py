@@ -21,7 +21,7 @@ DEFAULT_TOOL_PROMPT = (
 
 
 def prompt_for(call: str) -> str:
-    """Return a prompt that asks for calls in the form of `call`."""
+    """Return a prompt that requests calls in the form of `call`."""
     return (
         "\nIf one of these functions helps to answer the prompt above, respond with calls in exactly this format, where"
         f" the arguments are a JSON object:\n{call}\nOtherwise respond with text.\n"

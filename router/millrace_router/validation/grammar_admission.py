@@ -1,7 +1,7 @@
 """Has the shards compile each grammar before a request with it is accepted, and remembers the answers.
 
 A grammar may crash the shards. Every grammar that was being compiled at that moment is compiled again, one at a time
-and with no other beside it; a grammar that crashes the shards alone is refused. So a client cannot crash the shards
+and with no other at work; a grammar that crashes the shards by itself is refused. So a client cannot crash the shards
 with one grammar again and again, and no other grammar is refused for it.
 """
 
@@ -23,7 +23,7 @@ from millrace_router.shards.errors import ShardBusy, ShardError, ShardHung, Shar
 from millrace_router.telemetry.metrics import Metrics
 
 CHECK_SECONDS = 60.0
-"""Limit of one call; the shards have a shorter limit of their own, and the hang detector finds hung shards sooner."""
+"""Limit of one call; the shards' own limit is shorter, and the hang detector finds hung shards sooner."""
 REFUSED_SECONDS = 600.0
 """How long a refusal is remembered: a grammar that took too long on a busy machine may compile later."""
 NUM_AT_ONCE = 16
@@ -72,7 +72,7 @@ class GrammarAdmission:
         self._metrics = metrics
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        self._places = asyncio.Semaphore(NUM_AT_ONCE)
+        self._slots = asyncio.Semaphore(NUM_AT_ONCE)
         self._turn_alone = asyncio.Lock()
         self._num_waiting = 0
 
@@ -135,7 +135,7 @@ class GrammarAdmission:
         self._num_waiting += 1
         try:
             await self._wait_for_shards()
-            async with self._places:
+            async with self._slots:
                 with suppress(ShardLost, ShardHung):
                     return await self._compile(grammar)
             return await self._ask_alone(grammar)
@@ -156,7 +156,7 @@ class GrammarAdmission:
         """Hold every place for the length of the block."""
         async with self._turn_alone, AsyncExitStack() as held:
             for _ in range(NUM_AT_ONCE):
-                await held.enter_async_context(self._places)
+                await held.enter_async_context(self._slots)
             yield
 
     async def _wait_for_shards(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from millrace_proto.sampling import NO_RULES, Sampling, SequenceRules
 from millrace_router.errors import SizeError, ValidationError, WrongTask
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import SamplingParameters, Task
-from millrace_router.request.seeds import random_seed
+from millrace_router.request.request import Task, random_seed
 
 MAX_STOP_CHARS = 4096
 """Longer stop sequences are refused: the search for them would cost more than the token."""
@@ -41,8 +41,8 @@ def check_stream(request: GenerationRequest) -> None:
 
 _DOES = {
     Task.GENERATE: "does not generate text",
-    Task.EMBED: "has no embeddings",
-    Task.SCORE: "has no scores",
+    Task.EMBED: "does not compute embeddings",
+    Task.SCORE: "does not compute scores",
 }
 
 
@@ -57,44 +57,10 @@ def check_task(task: Task, limits: Limits) -> None:
 
 def check_sampling(request: GenerationRequest) -> None:
     """Check the ranges of the sampling parameters; raises ValidationError."""
-    temperature, top_k = request.temperature, request.top_k
-    top_p, typical_p = request.top_p, request.typical_p
-    repetition, frequency = request.repetition_penalty, request.frequency_penalty
-    min_p = request.min_p
-    samples = (
-        request.do_sample
-        or bool(min_p)
-        or any(warper is not None for warper in (temperature, top_k, top_p, typical_p))
-    )
-    if (request.best_of or 1) > 1 and not samples:
+    if (request.best_of or 1) > 1 and not (request.do_sample or request.has_warpers()):
         raise ValidationError("you must use sampling when `best_of` is > 1")
-    if temperature is not None and temperature <= 0:
-        raise ValidationError("`temperature` must be strictly positive")
-    if repetition is not None and repetition <= 0:
-        raise ValidationError("`repetition_penalty` must be strictly positive")
-    if frequency is not None and not -2 <= frequency <= 2:
-        raise ValidationError("`frequency_penalty` must be >= -2.0 and <= 2.0")
-    if top_p is not None and not 0 < top_p < 1:
-        raise ValidationError("`top_p` must be > 0.0 and < 1.0")
-    if typical_p is not None and not 0 < typical_p < 1:
-        raise ValidationError("`typical_p` must be > 0.0 and < 1.0")
-    if top_k is not None and top_k <= 0:
-        raise ValidationError("`top_k` must be strictly positive")
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise ValidationError("`min_p` must be >= 0.0 and <= 1.0")
-    check_sigma_and_xtc(request)
-
-
-def check_sigma_and_xtc(request: GenerationRequest) -> None:
-    """Check the ranges of XTC and top-n-sigma; raises ValidationError."""
-    if request.top_n_sigma is not None and request.top_n_sigma < 0:
-        raise ValidationError("`top_n_sigma` must be >= 0.0")
-    for name, value in (
-        ("xtc_probability", request.xtc_probability or 0.0),
-        ("xtc_threshold", request.xtc_threshold),
-    ):
-        if not 0 <= value <= 1:
-            raise ValidationError(f"`{name}` must be >= 0.0 and <= 1.0")
+    if (refusal := request.refusal()) is not None:
+        raise ValidationError(refusal)
 
 
 def check_extent(request: GenerationRequest, limits: Limits) -> None:
@@ -143,7 +109,7 @@ def check_stop_tokens(request: GenerationRequest, limits: Limits) -> None:
 def check_text(request: GenerationRequest, limits: Limits, longest_token: int | None) -> None:
     """Check a prompt that is a text before it is tokenized, and refuse it if it is too long in any case.
 
-    `longest_token` is the most bytes of a prompt that one token stands for, None where that has no bound.
+    `longest_token` is the most bytes of a prompt that one token stands for, None without a bound.
 
     Raises:
         SizeError: the prompt is too long.
@@ -199,23 +165,23 @@ def new_tokens(
             request, input_length, min(limits.max_input_tokens, limits.max_total_tokens - 1)
         )
         return 1
-    asked, most = request.max_new_tokens, limits.max_new_tokens_limit
-    if asked is None:
+    num_tokens, most = request.max_new_tokens, limits.max_new_tokens_limit
+    if num_tokens is None:
         bounds = (room, limits.default_max_new_tokens or default, most)
-        asked = min(bound for bound in bounds if bound is not None)
-    elif most is not None and asked > most:
+        num_tokens = min(bound for bound in bounds if bound is not None)
+    elif most is not None and num_tokens > most:
         if not limits.dialect.clamps_new_tokens:
             raise SizeError(
-                f"`{request.names.max_new_tokens}` must be <= {most}. Given: {asked}",
+                f"`{request.names.max_new_tokens}` must be <= {most}. Given: {num_tokens}",
                 num_prompt_tokens=input_length,
-                max_new_tokens=asked,
+                max_new_tokens=num_tokens,
             )
-        asked = most
+        num_tokens = most
     if not limits.dialect.clamps_new_tokens:
-        _check_length(request, input_length, asked, limits)
-        return asked
-    _check_length(request, input_length, min(asked, TGI_LEG), limits)
-    return min(asked, room)
+        _check_length(request, input_length, num_tokens, limits)
+        return num_tokens
+    _check_length(request, input_length, min(num_tokens, TGI_LEG), limits)
+    return min(num_tokens, room)
 
 
 def _check_pooled(request: GenerationRequest, input_length: int, most: int) -> None:
@@ -269,27 +235,18 @@ def least_tokens(request: GenerationRequest, max_new_tokens: int) -> int:
     return least
 
 
-def sampling_from(request: GenerationRequest) -> SamplingParameters:
+def sampling_from(request: GenerationRequest, rules: SequenceRules = NO_RULES) -> Sampling:
     """Resolve the defaults; a request without a seed gets a random one."""
-    return SamplingParameters(
-        temperature=_default(request.temperature, 1.0),
-        top_k=request.top_k or 0,
-        top_p=_default(request.top_p, 1.0),
-        typical_p=_default(request.typical_p, 1.0),
+    chosen = request.chosen()
+    if not request.xtc_probability:
+        del chosen["xtc_threshold"]
+    return Sampling(
+        **chosen,
         do_sample=request.do_sample,
         seed=random_seed() if request.seed is None else request.seed,
-        repetition_penalty=_default(request.repetition_penalty, 1.0),
-        frequency_penalty=_default(request.frequency_penalty, 0.0),
         presence_penalty=request.presence_penalty,
         openai_frequency_penalty=request.openai_frequency_penalty,
-        min_p=_default(request.min_p, 0.0),
-        top_n_sigma=_default(request.top_n_sigma, 0.0),
-        xtc_probability=_default(request.xtc_probability, 0.0),
-        xtc_threshold=request.xtc_threshold if request.xtc_probability else 0.0,
         watermark=request.watermark,
         bias=request.logit_bias,
+        rules=rules,
     )
-
-
-def _default(value: float | None, default: float) -> float:
-    return default if value is None else value

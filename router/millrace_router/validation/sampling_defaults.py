@@ -1,46 +1,41 @@
-"""What a model's own generation_config.json says about parameters that a request leaves out."""
+"""Values of a model's own generation_config.json for parameters that a request leaves out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from millrace_proto.sampling import POSITIVE, WARPERS, SamplingPresets, preset
 from millrace_router.request.float32 import rounded
 from millrace_router.request.generation_request import GenerationRequest
 
 GREEDY_NAMES = frozenset({"repetition_penalty", "max_new_tokens"})
 """Parameters that also apply without sampling."""
-WARPERS = (
-    *("temperature", "top_k", "top_p", "typical_p", "min_p", "top_n_sigma", "xtc_probability"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingDefaults:
+class SamplingDefaults(SamplingPresets):
     """Values for parameters that a request leaves out; None leaves them to the server."""
 
-    temperature: float | None = None
-    """0 stands for greedy decoding."""
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
-    """A request without a limit of its own gets as many as fit, and no more than these."""
+    max_new_tokens: int | None = preset(POSITIVE, kind=(int,))
+    """A request that names no limit gets as many as fit, and no more than these."""
 
     @classmethod
     def of(cls, generation_config: Mapping[str, Any]) -> SamplingDefaults:
         """Read generation_config.json; a value that restricts nothing is None. Raises ValueError."""
         read: dict[str, Any] = {}
-        for name, (kind, is_valid, neutral) in _RULES.items():
-            value = generation_config.get(name)
+        for one in fields(cls):
+            value, kind = generation_config.get(one.name), one.metadata["kind"]
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, kind) or not is_valid(value):
-                raise ValueError(f"generation_config.json: `{name}` must not be {str(value)[:40]}")
-            if value not in neutral:
-                read[name] = rounded(float(value)) if kind is not int else value
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            if not is_number or value not in one.metadata["allowed"]:
+                raise ValueError(
+                    f"generation_config.json: `{one.name}` must not be {str(value)[:40]}"
+                )
+            if value not in one.metadata["neutral"]:
+                read[one.name] = value if kind == (int,) else rounded(float(value))
         return cls(**read)
 
     def given(self) -> dict[str, float]:
@@ -56,27 +51,16 @@ class SamplingDefaults:
             if name in request.left_out and name != "max_new_tokens"
         }
         if filled.get("temperature") == 0:
-            # As a client's temperature of 0: restrictions of sampling have no meaning, not even the client's own.
+            # As a client's temperature of 0: restrictions of sampling are dropped, even the client's own.
             greedy: dict[str, Any] = dict.fromkeys(WARPERS)
             greedy |= {name: filled[name] for name in GREEDY_NAMES & filled.keys()}
             return replace(request, do_sample=False, **greedy)
         return replace(request, **filled) if filled else request
 
     def most_tokens(self, request: GenerationRequest) -> int | None:
-        """Return the most new tokens of a request that has no limit of its own; None for as many as fit."""
+        """Return the most new tokens of a request that names no limit; None for as many as fit."""
         return self.max_new_tokens if "max_new_tokens" in request.left_out else None
 
 
-_Rule = tuple[type[int] | tuple[type[int], type[float]], Callable[[Any], bool], tuple[float, ...]]
-_NUMBER = (int, float)
-_RULES: dict[str, _Rule] = {
-    "temperature": (_NUMBER, lambda value: value >= 0, (1,)),
-    "top_k": (int, lambda value: value >= -1, (0, -1)),
-    "top_p": (_NUMBER, lambda value: 0 < value <= 1, (1,)),
-    "min_p": (_NUMBER, lambda value: 0 <= value <= 1, (0,)),
-    "repetition_penalty": (_NUMBER, lambda value: value > 0, (1,)),
-    "max_new_tokens": (int, lambda value: value > 0, ()),
-}
-"""For each parameter its type, its range, and its neutral values."""
 NO_DEFAULTS = SamplingDefaults()
-NAMES = frozenset(_RULES)
+NAMES = frozenset(one.name for one in fields(SamplingDefaults))

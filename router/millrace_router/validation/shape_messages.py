@@ -51,15 +51,15 @@ def shape_error(error: ShapeError, body: object) -> BodyShapeError:
     """Describe where and how `body` differs from the model; the first difference only."""
     first = error.errors(include_url=False, include_input=False)[0]
     sentence = SENTENCES.get(first["type"])
-    said = first["msg"] if sentence is None else sentence.format_map(first.get("ctx", {}))
-    said = ONE_OF_MANY.sub(r"1 \1", said)
-    place = _place(first["loc"], body)
+    text = first["msg"] if sentence is None else sentence.format_map(first.get("ctx", {}))
+    text = ONE_OF_MANY.sub(r"1 \1", text)
+    path = _path(first["loc"], body)
     if first["type"] == "missing":
-        place = f"{place}.{first['loc'][-1]}"
-    return BodyShapeError(said, place=place.removeprefix("."))
+        path = f"{path}.{first['loc'][-1]}"
+    return BodyShapeError(text, field=path.removeprefix("."))
 
 
-def _place(steps: tuple[int | str, ...], body: object) -> str:
+def _path(steps: tuple[int | str, ...], body: object) -> str:
     """Write down the path of a field as far as it is in `body`: other steps are names of alternatives."""
     path, here = "", body
     for step in steps:

@@ -1,26 +1,88 @@
-"""Makes a trusted request of what a client asks for: TGI's rules, in TGI's order."""
+"""Makes a trusted request of a client's request: TGI's rules, in TGI's order."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
+from millrace_proto.sampling import NO_RULES, Dry, SequenceRules
 from millrace_router.errors import ValidationError
-from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.generation_request import DryRequest, GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.limits import Limits
-from millrace_router.request.request import NO_RULES, Grammar, SequenceRules, Task, ValidRequest
+from millrace_router.request.request import Grammar, Task, ValidRequest
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.validation import rules
 from millrace_router.validation.grammar_admission import GrammarAdmission
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from millrace_router.validation.sequence_rules import has_rules, rules_of
+
+MAX_BAD_WORDS = 64
+MAX_WORD_CHARS = 256
+MAX_BREAKERS = 16
+MAX_DRY_WINDOW = 1 << 20
+
+
+def has_rules(request: GenerationRequest) -> bool:
+    """Return whether the request has any rule."""
+    return bool(request.allowed_token_ids or request.bad_words or request.dry)
+
+
+def rules_of(request: GenerationRequest, tokenizer: Tokenizer, vocab_size: int) -> SequenceRules:
+    """Check the rules, and find their tokens; raises ValidationError."""
+    highest = max(request.allowed_token_ids, default=0)
+    if highest >= vocab_size:
+        raise ValidationError(
+            f"`allowed_token_ids` contains token id {highest}, but the model knows only {vocab_size}"
+        )
+    return SequenceRules(
+        allowed_ids=tuple(sorted(set(request.allowed_token_ids))),
+        bad_words=_bad_words(request.bad_words, tokenizer),
+        dry=None if request.dry is None else _dry(request.dry, tokenizer, vocab_size),
+    )
+
+
+def _bad_words(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word at the start of a text, and after a blank, each passage once."""
+    if len(words) > MAX_BAD_WORDS or max(map(len, words), default=0) > MAX_WORD_CHARS:
+        raise ValidationError(
+            f"`bad_words` supports up to {MAX_BAD_WORDS} words of at most {MAX_WORD_CHARS} characters"
+        )
+    return tuple(dict.fromkeys(ids for word in words for ids in _spellings(word, tokenizer)))
+
+
+def _spellings(word: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
+    bare = word.lstrip(" ")
+    if not bare:
+        raise ValidationError("`bad_words` must not be blank")
+    try:
+        for text in (bare, f" {bare}"):
+            yield tokenizer.encode(text, add_special_tokens=False)
+    except TokenizerError as error:
+        raise ValidationError(f"tokenizer error {error}") from error
+
+
+def _dry(request: DryRequest, tokenizer: Tokenizer, vocab_size: int) -> Dry:
+    if not (0 <= request.multiplier < math.inf and 0 <= request.base < math.inf):
+        raise ValidationError("`dry_multiplier` and `dry_base` must be >= 0.0")
+    if len(request.breakers) > MAX_BREAKERS or not all(request.breakers):
+        raise ValidationError(
+            f"`dry_sequence_breakers` supports up to {MAX_BREAKERS} texts, none of them empty"
+        )
+    return Dry(
+        multiplier=request.multiplier,
+        base=request.base,
+        allowed_length=request.allowed_length,
+        window=min(request.window, MAX_DRY_WINDOW),
+        breakers=tokenizer.ids_with(request.breakers, vocab_size),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """A trusted request beside the text it came from, which `return_full_text` repeats."""
+    """A trusted request and the text it came from, which `return_full_text` repeats."""
 
     request: ValidRequest
     inputs: str
@@ -64,7 +126,7 @@ class Validator:
 
         Raises:
             SizeError: the request is well-formed, but too long.
-            ValidationError: the request breaks a rule; the message is that of the first one.
+            ValidationError: the request breaks a rule; the message is the first one's.
 
         """
         request = self.defaults.fill(request)
@@ -104,7 +166,7 @@ class Validator:
         valid = ValidRequest(
             input_ids=input_ids,
             max_new_tokens=max_new_tokens,
-            sampling=replace(rules.sampling_from(request), rules=sequence_rules),
+            sampling=rules.sampling_from(request, sequence_rules),
             stop_sequences=request.stop,
             ignore_eos=request.ignore_eos,
             stop_token_ids=tuple(sorted(set(request.stop_token_ids))),
@@ -139,7 +201,7 @@ class Validator:
                 raw.check_as_tgi()
         if request.ignore_eos:
             raise ValidationError(
-                "`ignore_eos` has no meaning beside a grammar, which says what ends"
+                "`ignore_eos` has no meaning with a grammar, which decides where a text ends"
             )
         return grammar
 

@@ -1,4 +1,4 @@
-"""The adapters that this shard holds, and the pages that they fill."""
+"""The adapters that this shard holds, the pages that they fill, and the sequences that use them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
+import numpy as np
 import torch
 
-from millrace_shard.adapters.arena import AdapterArena, run_of
-from millrace_shard.adapters.canonical_file import read_canonical
-from millrace_shard.adapters.packing import AdapterPacker
-from millrace_shard.adapters.pages import bytes_per_slice
-from millrace_shard.errors import AdapterInvalid, AdapterMemoryFull
-from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.kernels.lora.lora_site import LoraPart
-from millrace_shard.kernels.lora.packed_adapter import PackedAdapter
+from millrace_shard.adapters.arena import AdapterArena, bytes_per_slice, run_of
+from millrace_shard.adapters.packing import AdapterPacker, read_canonical
+from millrace_shard.arrays import Ints
+from millrace_shard.errors import AdapterInvalid, AdapterMemoryFull, StepInvalid
+from millrace_shard.kernels.lora.adapter_table import (
+    AdapterRows,
+    AdapterTable,
+    LoraPart,
+    PackedAdapter,
+)
 
 CPU = torch.device("cpu")
 BetweenSteps = Callable[[Callable[[], None]], None]
@@ -55,11 +58,11 @@ class AdapterStore:
 
     def modules(self) -> list[tuple[LoraPart, int]]:
         """The modules that adapters may change, in order of execution, with their bytes per slice on this rank."""
-        found: dict[str, tuple[LoraPart, int]] = {}
+        modules: dict[str, tuple[LoraPart, int]] = {}
         for part in self.table.parts:
-            _, others = found.get(part.name, (part, 0))
-            found[part.name] = part, others + bytes_per_slice(part, self._dtype)
-        return list(found.values())
+            _, size = modules.get(part.name, (part, 0))
+            modules[part.name] = part, size + bytes_per_slice(part, self._dtype)
+        return list(modules.values())
 
     def resize(self, max_adapters: int, num_pages: int) -> None:
         """Drop all adapters and have room for `max_adapters` in `num_pages`; on the engine thread."""
@@ -72,7 +75,6 @@ class AdapterStore:
             self._arena = AdapterArena(num_pages, self.table.device)
 
     def holds(self, slot: int, digest: str) -> bool:
-        """Whether `slot` holds this adapter."""
         adapter = self.table.get(slot)
         return adapter is not None and adapter.digest == digest
 
@@ -85,9 +87,9 @@ class AdapterStore:
     def read(self, slot: int, digest: str, between_steps: BetweenSteps = _at_once) -> PackedAdapter:
         """Read an adapter for `slot`, which keeps the pages for it until `put` or `discard`.
 
-        `between_steps` runs a function on the engine thread. If the reserved memory has no room beside the adapter that
-        is in `slot`, this one is removed. Raises AdapterInvalid, or AdapterMemoryFull if the new adapter does not fit
-        beside the adapters in other slots.
+        `between_steps` runs a function on the engine thread. If the reserved memory cannot hold the new adapter as well
+        as the one in `slot`, the latter is removed. Raises AdapterInvalid, or AdapterMemoryFull if the new adapter does
+        not fit with the adapters in other slots.
         """
         if not 1 <= slot <= self.table.max_adapters:
             raise AdapterInvalid(f"adapter slot {slot} is not one of {self.table.max_adapters}")
@@ -174,10 +176,60 @@ class AdapterStore:
             raise
 
     def _count_held(self, slot: int) -> None:
-        """Count the adapter in `slot` alone."""
         held = self.table.get(slot)
         self._set_pages(slot, 0 if held is None else held.num_pages)
 
     def _set_pages(self, slot: int, pages: int) -> None:
         with self._lock:
             self._pages[slot] = pages
+
+
+class SequenceAdapters:
+    """The adapter slot of each sequence, by the slot of the sequence."""
+
+    def __init__(self, size: int, table: AdapterTable | None, device: torch.device) -> None:
+        """For sequences in slots 0 … `size` - 1; without a table no sequence may have an adapter."""
+        self.table = table
+        self._device = device
+        self._slots = np.zeros(size, dtype=np.int64)
+        self._versions = np.zeros(size, dtype=np.int64)
+        """The version of the adapter slot when its sequence was admitted."""
+        self._last: tuple[bytes, AdapterRows | None] = b"", None
+        """The rows of the last step and their adapters."""
+
+    def check(self, adapter_slot: int) -> None:
+        """Raise StepInvalid if a new sequence cannot have the adapter in this slot."""
+        if adapter_slot and (self.table is None or self.table.get(adapter_slot) is None):
+            raise StepInvalid(f"there is no adapter in adapter slot {adapter_slot}")
+
+    def admit(self, slot: int, adapter_slot: int) -> None:
+        """The sequence in `slot` has the adapter in `adapter_slot`, or none if it is 0."""
+        self._slots[slot] = adapter_slot
+        if self.table is not None:
+            self._versions[slot] = self.table.versions[adapter_slot]
+
+    def are_used(self, slots: Ints) -> bool:
+        """Whether a sequence in `slots` has an adapter."""
+        return self.table is not None and bool(self._slots[slots].any())
+
+    def rows(self, slots: Ints, counts: Ints | None, logit_rows: Ints | None) -> AdapterRows | None:
+        """The adapters of a step with `counts` [B] tokens of `slots` [B], by default one each.
+
+        The logits of `logit_rows`, by default of all tokens, are needed. Raises StepInvalid if the adapter of a
+        sequence has left its slot.
+        """
+        table = self.table
+        if table is None or not self.are_used(slots):
+            return None
+        adapter_slots = self._slots[slots]
+        columns = [np.array([table.num_changes, len(slots)]), slots, adapter_slots]
+        columns += [each for each in (counts, logit_rows) if each is not None]
+        key = b"".join(column.tobytes() for column in columns)
+        if key == self._last[0]:
+            return self._last[1]
+        if (self._versions[slots] != table.versions[adapter_slots])[adapter_slots > 0].any():
+            raise StepInvalid("an adapter has left its slot before a sequence that uses it")
+        by_token = adapter_slots if counts is None else np.repeat(adapter_slots, counts)
+        rows = AdapterRows.of(by_token, self._device, logit_rows=logit_rows)
+        self._last = key, rows
+        return rows

@@ -1,4 +1,4 @@
-"""The memory of adapters on a GPU: one tensor, reserved before the KV capacity is measured, which never moves.
+"""The memory of adapters in pages; on a GPU one tensor, reserved before the KV capacity is measured, which never moves.
 
 An adapter has a run of consecutive pages, so that kernels add an offset to one address and look up no page. A load that
 finds no run that is long enough moves the adapters together, between two steps: a copy within the device, whose end
@@ -9,20 +9,108 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from millrace_shard.adapters.page_runs import PageRuns, Run
-from millrace_shard.adapters.pages import PAGE_BYTES, rounded_up
-from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
+from millrace_shard.kernels.lora.adapter_table import (
+    DEPTH,
+    SLICE,
+    LoraPart,
+    PackedAdapter,
+    PackedPart,
+)
+
+PAGE_BYTES = 1 << 16
+FACTOR_BYTES = 4
+
+
+def bytes_per_slice(part: LoraPart, dtype: torch.dtype) -> int:
+    """Memory on this rank for 16 ranks of a module: A, B and factors. A bias needs less and counts as much."""
+    inputs, outputs = rounded_up(part.num_inputs, DEPTH), rounded_up(part.num_outputs, SLICE)
+    return SLICE * ((inputs + outputs) * dtype.itemsize + FACTOR_BYTES)
+
+
+def num_slices(rank: int) -> int:
+    """Slices of a module of an adapter with `rank` ranks."""
+    return -(-rank // SLICE)
+
+
+def num_pages(slices: Iterable[tuple[LoraPart, int]], dtype: torch.dtype) -> int:
+    """Pages of an adapter, whose modules have these numbers of slices, one more with a bias."""
+    total = sum(count * bytes_per_slice(part, dtype) for part, count in slices)
+    return -(-total // PAGE_BYTES)
+
+
+def rounded_up(count: int, multiple: int) -> int:
+    """The least multiple that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
+class Run(NamedTuple):
+    """Consecutive pages."""
+
+    first: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """The page behind the last one."""
+        return self.first + self.size
+
+
+class PageRuns:
+    """Which pages are held; any thread may call the methods."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._held: list[Run] = []
+        """Ascending."""
+        self._lock = Lock()
+
+    def allocate(self, count: int) -> Run | None:
+        """The first free run of `count` pages; None if there is none."""
+        with self._lock:
+            start = 0
+            for index, held in enumerate([*self._held, Run(self.num_pages, 0)]):
+                if held.first - start >= count:
+                    run = Run(start, count)
+                    self._held.insert(index, run)
+                    return run
+                start = held.end
+            return None
+
+    @property
+    def num_free(self) -> int:
+        with self._lock:
+            return self.num_pages - sum(run.size for run in self._held)
+
+    def free(self, run: Run) -> None:
+        with self._lock:
+            self._held.remove(run)
+
+    def compact(self) -> dict[Run, Run]:
+        """Move all runs to the front; returns the new run of each that moves, in the order in which they can move."""
+        with self._lock:
+            moves, held, start = dict[Run, Run](), list[Run](), 0
+            for run in self._held:
+                moved = Run(start, run.size)
+                if moved != run:
+                    moves[run] = moved
+                held.append(moved)
+                start = moved.end
+            self._held = held
+            return moves
+
 
 ALIGNMENT = 64
 """Bytes to which addresses of tensors are aligned, as loads of 16 bytes need it."""
 
 
 class AdapterArena:
-    """`num_pages` pages on `device`; packed tensors are copied into it on a stream of their own."""
+    """`num_pages` pages on `device`; packed tensors are copied into it on a separate stream."""
 
     def __init__(self, num_pages: int, device: torch.device) -> None:
         self.runs = PageRuns(num_pages)

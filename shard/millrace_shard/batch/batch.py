@@ -13,24 +13,106 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace_shard.adapters.sequence_adapters import SequenceAdapters
+from millrace_shard.adapters.adapter_store import SequenceAdapters
 from millrace_shard.arrays import Ints, no_ints
-from millrace_shard.batch.batch_limits import BatchLimits
-from millrace_shard.batch.block_tables import BlockTables
-from millrace_shard.batch.failed_sequences import FailedSequences
-from millrace_shard.batch.pending_scores import PendingScores
+from millrace_shard.batch.device_tables import BatchLimits, BlockTables, TokenTable
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.sequence_table import SequenceTable
-from millrace_shard.batch.slots import Slots
+from millrace_shard.batch.sequence_table import SequenceTable, Slots
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.batch.step_layout import StepLayout, spread
-from millrace_shard.batch.token_table import TokenTable
 from millrace_shard.device import transfers
 from millrace_shard.device.transfers import upload, upload_columns
 from millrace_shard.errors import StepInvalid
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.sampling.slot_parameters import DeviceRows, SlotParameters
+from millrace_shard.sampling.sampling_rows import DeviceRows, SlotParameters
+
+UNKNOWN = 0x7FC00000
+"""The bits of a float32 that is not a number."""
+
+
+class PendingScores:
+    """A token is scored by the position before it, so the last score of a chunk waits for the next chunk.
+
+    A score is a row of pairs of int32, an id and the bits of its log probability: first the token itself, whose id
+    is undefined, then its candidates, the likeliest first.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.num_candidates: Ints = np.zeros(size, dtype=np.int64)
+        """[size], candidates that each slot reports."""
+        self._table = torch.zeros(size, 1, 2, dtype=torch.int32, device=device)
+
+    def admit(self, slot: int, num_candidates: int) -> None:
+        """Start a prompt; its first token is not scored."""
+        self.num_candidates[slot] = num_candidates
+        missing = 1 + num_candidates - self._table.shape[1]
+        if missing > 0:
+            wider = self._table.new_zeros(len(self._table), missing, 2)
+            self._table = torch.cat([self._table, wider], dim=1)
+        self._table[slot, :, 0] = 0
+        self._table[slot, :, 1] = UNKNOWN
+
+    def exchange(self, slots: Tensor, scores: Tensor) -> Tensor:
+        """Store `scores` [n, 1 + W, 2] for `slots` [n], and return the scores stored earlier, as wide."""
+        width = scores.shape[1]
+        earlier = self._table[slots, :width]
+        self._table[slots, :width] = scores
+        return earlier
+
+
+class FailedSequences:
+    """A flag for each slot on the device. The host reads flags only where this needs no wait."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._device = device
+        self._flags = torch.zeros(size + 1, dtype=torch.bool, device=device)
+        """[slots + 1]; the last one is for padding."""
+        self._may_have_some = False
+
+    def clear(self) -> None:
+        """Every sequence has left. The flag of a slot is reset when the next sequence joins in this slot."""
+        self._may_have_some = False
+
+    def admit(self, slot: int) -> None:
+        """Reset the flag of `slot` for a new sequence."""
+        self._flags[slot] = False
+
+    def add(self, slots: Ints, failed: Tensor) -> None:
+        """Set the flag of each of `slots` [n] whose `failed` [n] bool is set."""
+        self._add(upload(slots, self._device), failed)
+
+    def with_earlier(
+        self, layout: StepLayout, failed: Tensor, slots: Tensor | None = None
+    ) -> Tensor:
+        """Set the flags of samples that have `failed` [R] bool; the result has earlier failures too.
+
+        `slots` [R] are the samples' slots, if they are on the device already.
+        """
+        if transfers.is_synchronous(self._device) and not (
+            self._may_have_some or failed.numpy().any()
+        ):
+            return failed
+        if slots is None:
+            slots = upload(layout.sampled, self._device)
+        if len(layout.sampled) > len(layout.yields):
+            self._add(slots, failed)
+            return self._flags[slots]
+        return self.merge(slots, failed)
+
+    def merge(self, slots: Tensor, failed: Tensor) -> Tensor:
+        """The same as `with_earlier`, for one sample of each of `slots` [R] on the device."""
+        self._may_have_some = True
+        failed = self._flags[slots].logical_or_(failed)
+        self._flags[slots] = failed
+        return failed
+
+    def _add(self, slots: Tensor, failed: Tensor) -> None:
+        """A slot that is named several times has failed if any of its samples has failed."""
+        self._may_have_some = True
+        counts = torch.zeros(len(self._flags), dtype=torch.int32, device=self._device)
+        self._flags |= counts.index_add_(0, slots, failed.to(torch.int32)) > 0
+
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +146,6 @@ class Batch:
         return self.slots.num_in_use
 
     def clear(self) -> None:
-        """Drop every sequence."""
         self.sequences.forget_last_step()
         self.failed.clear()
         self.slots.clear()
@@ -87,7 +168,6 @@ class Batch:
         return self._grow(change.grown_slots, change.grown_blocks)
 
     def drop(self, slots: Ints) -> None:
-        """Drop the sequences in `slots`."""
         if not len(slots):
             return
         self.sequences.forget_last_step()
@@ -160,7 +240,7 @@ class Batch:
     def ragged_with(
         self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints, others: Many[Ints]
     ) -> tuple[RaggedBatch, tuple[Tensor, ...]]:
-        """As `ragged`, and `others` on the device by the same copy."""
+        """The same as `ragged`, with `others` on the device by the same copy."""
         token_rows, positions = spread(starts, counts)
         token_slots = slots[token_rows]
         context = starts + counts
@@ -195,7 +275,7 @@ class Batch:
         return ragged, uploaded[7:]
 
     def ragged_decodes(self, slots: Ints, starts: Ints) -> RaggedBatch:
-        """As `ragged`, for rows of one token each, with the logits of every row."""
+        """The same as `ragged`, for rows of one token each, with the logits of every row."""
         size, context = len(slots), starts + 1
         width = -(-int(context.max()) // self.limits.block_size)
         columns = [starts, self.blocks.cache_rows(slots, starts)]

@@ -5,17 +5,122 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace_proto.sequence import Pooling
 from millrace_shard.arrays import Flags, Ints
-from millrace_shard.batch.batch_limits import BatchLimits
-from millrace_shard.batch.block_tables import BlockTables
-from millrace_shard.batch.forced_token_budget import within_budget
-from millrace_shard.batch.pooling.pooled_sequences import PooledSequences
+from millrace_shard.batch.device_tables import BatchLimits, BlockTables
 from millrace_shard.batch.sequence import PARAMETERS, Sequence
-from millrace_shard.batch.slots import Slots
 from millrace_shard.batch.step import Forward
 from millrace_shard.batch.step_layout import MultiTokenRows, StepLayout, StepRows, spread
 from millrace_shard.errors import StepInvalid
 from millrace_shard.sampling.sampling_rows import SamplingRows
+
+
+class PooledSequences:
+    """The poolings of sequences that yield vectors or scores instead of tokens, by slot."""
+
+    def __init__(self, size: int) -> None:
+        self._flags = np.zeros(size, dtype=np.bool_)
+        self._poolings: dict[int, Pooling] = {}
+
+    def admit(self, slot: int, pooling: Pooling | None) -> None:
+        """Note the pooling of a new sequence, in place of its slot's earlier one."""
+        if pooling is not None:
+            self._flags[slot] = True
+            self._poolings[slot] = pooling
+        elif self._poolings.pop(slot, None) is not None:
+            self._flags[slot] = False
+
+    def are_pooled(self, slots: Ints) -> Flags:
+        """[n], whether each of `slots` [n] yields no token."""
+        flags: Flags = self._flags[slots]
+        return flags
+
+    def of(self, slot: int) -> Pooling:
+        """The pooling of `slot`, which has one."""
+        return self._poolings[slot]
+
+
+CPU_TILE = 16
+"""Rows of a tile of the matrix unit: one row in another tile lengthens a step by about as much as a full tile."""
+
+
+def within_budget(extras: Ints, *, num_required: int, tile: int) -> Ints:
+    """The part of `extras` [n] positions that a step with `num_required` other positions fills; the rest waits.
+
+    All extras are filled if the last tile of rows has room, or if another tile is worth its cost: half full, or a
+    quarter of the required positions. Otherwise the extras of the first rows fill the last tile, so that a few
+    positions of one row do not delay all other rows. With a `tile` of 1 all extras are filled.
+    """
+    room, requested = -num_required % tile, int(extras.sum())
+    if requested <= room or requested - room >= min(tile // 2, num_required // 4):
+        return extras
+    before = extras.cumsum() - extras
+    return np.clip(room - before, 0, extras)
+
+
+class Slots:
+    """A table of slots. An invalid sequence also holds its slot until it is dropped."""
+
+    def __init__(self, size: int) -> None:
+        self._in_use = np.zeros(size, dtype=np.bool_)
+        self._is_invalid = np.zeros(size, dtype=np.bool_)
+        self._admissions = np.zeros(size, dtype=np.int64)
+        """The number of sequences that each slot has held; it identifies late results of an earlier sequence."""
+
+    @property
+    def num_in_use(self) -> int:
+        """The number of slots that hold a sequence."""
+        return int(self._in_use.sum())
+
+    def clear(self) -> None:
+        self._in_use[:] = False
+
+    def take(self, slot: int, *, is_valid: bool) -> None:
+        """Put a sequence into `slot`, which must be free. Raises StepInvalid."""
+        size = len(self._in_use)
+        if not 0 <= slot < size:
+            raise StepInvalid(f"slot {slot} is not one of the {size} slots")
+        if self._in_use[slot]:
+            raise StepInvalid(f"slot {slot} is in use")
+        self._in_use[slot] = True
+        self._is_invalid[slot] = not is_valid
+        self._admissions[slot] += 1
+
+    def free(self, slots: Ints) -> None:
+        self._in_use[slots] = False
+
+    def is_valid(self, slot: int) -> bool:
+        """Whether `slot` holds a valid sequence."""
+        return bool(self._in_use[slot] and not self._is_invalid[slot])
+
+    def invalid(self, slots: Ints) -> Flags:
+        """[n], whether each of `slots` [n], all in use, holds an invalid sequence."""
+        flags: Flags = self._is_invalid[slots]
+        return flags
+
+    def admissions(self, slots: Ints) -> Ints:
+        """[n], the admission number of the sequence in each of `slots` [n]."""
+        return self._admissions[slots]
+
+    def hold(self, slots: Ints, admissions: Ints) -> Flags:
+        """[n], whether each of `slots` [n] holds the sequence with this admission number."""
+        held: Flags = self._in_use[slots] & (self._admissions[slots] == admissions)
+        return held
+
+    def check_known(self, slots: Ints) -> None:
+        """Raise StepInvalid unless all of `slots` are in use."""
+        if not len(slots):
+            return
+        if slots.min() < 0 or slots.max() >= len(self._in_use) or not self._in_use[slots].all():
+            unknown = set(slots.tolist()) - set(np.flatnonzero(self._in_use).tolist())
+            raise StepInvalid(f"slots {sorted(unknown)} do not hold sequences")
+
+    def check(self, slots: Ints) -> None:
+        """Raise StepInvalid unless all of `slots` are in use and distinct."""
+        self.check_known(slots)
+        # numpy's `unique` releases the interpreter lock, and taking it again costs more than all other work here.
+        if len(slots) and np.bincount(slots).max() > 1:
+            raise StepInvalid("a slot is named twice")
 
 
 class SequenceTable:
@@ -74,8 +179,8 @@ class SequenceTable:
     def repeat(self, step: Forward) -> tuple[StepLayout, MultiTokenRows] | None:
         """The layout of a step with the rows of the last plain one, if each row computes one position again.
 
-        The rows of `step` must have no unverified draft tokens. The result equals that of `rows` and `lay_out` and
-        takes a fraction of their time; None if only they can lay out this step.
+        The rows of `step` must not have unverified draft tokens. The result equals what `rows` and `lay_out` return, in
+        a fraction of their time; None if only they can lay out this step.
         """
         last, slots = self._last_plain, step.decode_slots
         if last is None or len(step.chunk_slots) or step.draft_tokens.any():

@@ -24,7 +24,6 @@ class BatchChange:
     grown_blocks: Ints = field(default_factory=no_ints)
 
     def __bool__(self) -> bool:
-        """Whether anything changes."""
         grows = len(self.grown_slots) or len(self.grown_blocks)
         return bool(grows or self.admitted or len(self.dropped_slots))
 
@@ -45,7 +44,7 @@ class Forward:
     decode_tokens: Ints = field(default_factory=no_ints)
     """KV positions that each decode may fill; empty: one each."""
     draft_tokens: Ints = field(default_factory=no_ints)
-    """How many of these positions may be draft tokens; empty: none."""
+    """Draft tokens that may be among these positions; empty: none."""
 
     @cached_property
     def decode_limits(self) -> tuple[Ints, Ints]:
@@ -58,7 +57,9 @@ class Forward:
         if len(positions) != count or len(drafts) != count:
             raise StepInvalid("the columns of decodes differ in length")
         if (positions < 1).any() or (drafts < 0).any():
-            raise StepInvalid("a decode may fill no position, or a negative number of drafts")
+            raise StepInvalid(
+                "a decode must fill at least one position, and not a negative number of drafts"
+            )
         return positions, drafts
 
     def without(self, chunks: Flags, decodes: Flags) -> Forward:
@@ -82,7 +83,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Work that this shard does not know, such as that of a newer router."""
+    """Work of a kind that this shard does not know, such as a newer router's."""
 
 
 Work = Open | Forward | Filter | Unknown
@@ -117,14 +118,14 @@ class StepResult:
     ids: Ints = field(default_factory=no_ints)
     logprobs: Floats = field(default_factory=no_floats)
     top_counts: Ints = field(default_factory=no_ints)
-    """Candidates of each token; empty when no row asked for candidates."""
+    """Candidates of each token; empty when no row requests candidates."""
     top_ids: Ints = field(default_factory=no_ints)
     top_logprobs: Floats = field(default_factory=no_floats)
     prefill_slots: Ints = field(default_factory=no_ints)
     prefill_counts: Ints = field(default_factory=no_ints)
     prefill_logprobs: Floats = field(default_factory=no_floats)
     prefill_top_counts: Ints = field(default_factory=no_ints)
-    """Candidates of each token of a slot, one number per slot; empty when no row asked for candidates."""
+    """Candidates of each token of a slot, one number per slot; empty when no row requests candidates."""
     prefill_top_ids: Ints = field(default_factory=no_ints)
     prefill_top_logprobs: Floats = field(default_factory=no_floats)
     failed_slots: Ints = field(default_factory=no_ints)
@@ -147,7 +148,7 @@ class StepResult:
 
 
 class FailureKind(Enum):
-    """Why a step has no result."""
+    """The reason for which a step failed."""
 
     FAILED = auto()
     OUT_OF_MEMORY = auto()

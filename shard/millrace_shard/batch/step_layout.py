@@ -1,12 +1,16 @@
-"""The layout of a step on the host, before any of its data is on the device."""
+"""The layout of a step on the host, before any of its data is on the device, and the draft tokens of its rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from millrace_shard.arrays import Flags, Ints, no_ints
+from millrace_shard.device.transfers import upload
 from millrace_shard.sampling.sampling_rows import SamplingRows
 
 
@@ -30,7 +34,7 @@ class StepLayout:
     yields: Ints
     """[Y], the rows that sample: one token after the last known token, and one after each draft token."""
     yield_slots: Ints
-    """[Y], their slots."""
+    """[Y], the slots of `yields`."""
     num_samples: Ints
     """[Y], positions that each of them samples."""
     admissions: Ints
@@ -50,11 +54,11 @@ class StepLayout:
     """[S], the tokens whose hidden states are needed to score or pool prompts: `logit_rows`, the last tokens of
     `pooled`, and all tokens of `prompt_rows`."""
     logit_states: Ints
-    """[L], the places of `logit_rows` among them."""
+    """[L], the indexes of `logit_rows` in `state_rows`."""
     pooled_states: Ints
-    """[Q], the places of the last tokens of `pooled` among them."""
+    """[Q], the indexes of the last tokens of `pooled` in `state_rows`."""
     prompt_states: Ints
-    """The places of all tokens of `prompt_rows` among them, in order."""
+    """The indexes of all tokens of `prompt_rows` in `state_rows`, in order."""
     prompt_targets: Ints
     """The position that each of these tokens predicts, clamped to the prompt."""
     is_plain: bool
@@ -62,7 +66,7 @@ class StepLayout:
 
     @property
     def needs_states(self) -> bool:
-        """Whether the step needs hidden states beside logits."""
+        """Whether the step needs hidden states as well as logits."""
         return bool(len(self.prompt_rows) or len(self.pooled))
 
     def repeated(self, starts: Ints, max_new_tokens: Ints) -> StepLayout:
@@ -118,3 +122,46 @@ def spread(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
     rows = np.repeat(np.arange(len(counts)), counts)
     firsts = counts.cumsum() - counts
     return rows, np.arange(len(rows)) + (starts - firsts)[rows]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DraftTokens:
+    """G tokens that may follow the last tokens of B rows; the tokens of a row are adjacent."""
+
+    counts: Ints
+    """[B]."""
+    ids: Tensor
+    """[G] int64 on the device, within the vocabulary."""
+
+    @classmethod
+    def none(cls, num_rows: int, device: torch.device) -> DraftTokens:
+        ids = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(counts=np.zeros(num_rows, dtype=np.int64), ids=ids)
+
+    @classmethod
+    def of(cls, rows: list[Ints], device: torch.device) -> DraftTokens:
+        """The ids of each row, which may be empty."""
+        counts = np.array([len(row) for row in rows], dtype=np.int64)
+        ids = np.concatenate([*rows, np.empty(0, dtype=np.int64)])
+        drafts = cls(counts=counts, ids=upload(ids, device))
+        drafts.__dict__["host_ids"] = ids
+        return drafts
+
+    def __len__(self) -> int:
+        return int(self.counts.sum())
+
+    @cached_property
+    def host_ids(self) -> Ints:
+        """[G] on the host; waits for the device that has computed the ids."""
+        ids: Ints = self.ids.cpu().numpy()
+        return ids
+
+    def of_row(self, row: int) -> tuple[int, ...]:
+        """The ids of one row, on the host."""
+        end = int(self.counts[: row + 1].sum())
+        return tuple(self.host_ids[end - int(self.counts[row]) : end].tolist())
+
+    def table_index(self, slots: Ints, num_tokens: Ints) -> tuple[Ints, Ints]:
+        """Slot and position of each draft token, where row b has `num_tokens[b]` tokens without them."""
+        rows, positions = spread(num_tokens, self.counts)
+        return slots[rows], positions

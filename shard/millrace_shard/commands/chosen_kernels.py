@@ -1,4 +1,4 @@
-"""The kernels that the flags ask for."""
+"""Chooses the kernels for the flags."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.kernels.quantized.code_format import CodeFormat
-from millrace_shard.model_loader.quantized.quantization_config import is_quantized
+from millrace_shard.kernels.quantized import CodeFormat
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import check_model
-from millrace_shard.models.quantized.code_formats import code_formats
-from millrace_shard.speculation.medusa_config import is_medusa
+from millrace_shard.models.quantized import code_formats
+from millrace_shard.speculation.checkpoints import is_medusa
+from millrace_shard.weights.quantized.quantization_config import is_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,10 @@ def _int8(
     if device.type != "cpu" or dtype != torch.bfloat16:
         raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
     integer = config.quantize_activations != "exact"
-    kept = "are too" if integer else "keep the model's dtype"
-    logger.info("weights of all linears but the output head are int8, and activations %s", kept)
+    activations = "are too" if integer else "keep the model's dtype"
+    logger.info(
+        "weights of all linears but the output head are int8, and activations %s", activations
+    )
     if not is_fast():
         logger.warning(
             "int8 is slower than bfloat16 here: its operator needs x86 with AVX2, and a compiler"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from millrace_shard.errors import ModelError
-from millrace_shard.model_loader.checkpoint_files import INDEX, SINGLE
+from millrace_shard.weights.checkpoint_files import INDEX, SINGLE
 
 MAX_FILE_BYTES = 5_000_000_000
 # The errors of torch's restricted unpickler for bytes that are not a checkpoint; it validates little.
@@ -63,17 +63,17 @@ def _pickles(folder: Path) -> list[Path]:
     index = folder / PICKLE_INDEX
     if index.is_file():
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        found = [folder / name for name in names]
-        missing = [path.name for path in found if not path.is_file()]
+        paths = [folder / name for name in names]
+        missing = [path.name for path in paths if not path.is_file()]
         if missing:
             raise ConversionError(
                 f"{PICKLE_INDEX} names {', '.join(missing)}, which {folder} lacks"
             )
-        return found
-    found = sorted(folder.glob("pytorch_model*.bin"))
-    if not found:
+        return paths
+    paths = sorted(folder.glob("pytorch_model*.bin"))
+    if not paths:
         raise ConversionError(f"{folder} has no pytorch_model*.bin")
-    return found
+    return paths
 
 
 def _groups(paths: Sequence[Path], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -94,15 +94,15 @@ def _groups(paths: Sequence[Path], max_bytes: int) -> Iterator[dict[str, torch.T
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except UNREADABLE as error:
         raise ConversionError(f"{path} cannot be read as plain tensors: {error}") from error
-    if not isinstance(found, dict):
-        raise ConversionError(f"{path} holds a {type(found).__name__}, not named tensors")
-    others = [name for name, value in found.items() if not isinstance(value, torch.Tensor)]
+    if not isinstance(tensors, dict):
+        raise ConversionError(f"{path} holds a {type(tensors).__name__}, not named tensors")
+    others = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise ConversionError(f"{path} holds more than tensors: {', '.join(map(str, others[:3]))}")
-    return found
+    return tensors
 
 
 def _publish(parts: Sequence[tuple[Path, list[str]]], output: Path, *, total: int) -> list[Path]:

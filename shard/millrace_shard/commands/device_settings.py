@@ -8,9 +8,12 @@ import torch
 
 from millrace_shard.config import ShardConfig
 from millrace_shard.errors import ModelError
-from millrace_shard.kernels.kv.codes import CACHE_DTYPES
-from millrace_shard.model_runner.graph_capture import CudaCapture
-from millrace_shard.model_runner.graph_settings import GraphSettings, ends_failed_captures
+from millrace_shard.kernels.kv_cache import CACHE_DTYPES
+from millrace_shard.model_runner.graph_capture import (
+    CudaCapture,
+    GraphSettings,
+    ends_failed_captures,
+)
 from millrace_shard.models.description import ModelDescription
 
 FLOAT16_OVERFLOWS = ("gemma2", "glm4")
@@ -51,7 +54,7 @@ def choose_dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
 def choose_cache_dtype(
     config: ShardConfig, device: torch.device, dtype: torch.dtype
 ) -> torch.dtype:
-    """The configured dtype of the KV cache, else that of the checkpoint's scheme, else `dtype`, the model's.
+    """The configured dtype of the KV cache, else the dtype of the checkpoint's scheme, else `dtype`, the model's.
 
     Raises UnsupportedModel for a scheme that is not supported.
     """
@@ -68,10 +71,10 @@ def _dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
         return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[
             config.dtype
         ]
-    own = ModelDescription.read(config.model_folder).dtype
-    if own not in (torch.float16, torch.bfloat16):
+    dtype = ModelDescription.read(config.model_folder).dtype
+    if dtype not in (torch.float16, torch.bfloat16):
         return torch.float32
-    return torch.bfloat16 if device.type == "cpu" else own
+    return torch.bfloat16 if device.type == "cpu" else dtype
 
 
 def graph_settings(config: ShardConfig, device: torch.device) -> GraphSettings | None:

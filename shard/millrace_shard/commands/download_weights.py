@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from millrace_shard.config import log_level
 from millrace_shard.errors import ModelError
 from millrace_shard.logs import configure
-from millrace_shard.model_loader.download_progress import REPORT_SECONDS
-from millrace_shard.model_loader.hub import HubSettings
 from millrace_shard.speculation.checkpoints import Checkpoints
 from millrace_shard.variables import Variables
+from millrace_shard.weights.download import REPORT_SECONDS
+from millrace_shard.weights.hub import HubSettings
 
 SAFETENSORS = ".safetensors"
 
@@ -28,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     configure(arguments.logger_level, json_output=arguments.json_output)
-    _say_what_has_no_effect(arguments)
+    _warn_of_unused_flags(arguments)
     try:
-        found = Checkpoints.find(
+        checkpoints = Checkpoints.find(
             arguments.model_id,
             draft_model=arguments.draft_model,
             revision=arguments.revision,
@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModelError as error:
         log.error("%s", error)  # noqa: TRY400
         return 1
-    folders = {"model_folder": str(found.model)}
-    if found.draft is not None:
-        folders["draft_folder"] = str(found.draft)
+    folders = {"model_folder": str(checkpoints.model)}
+    if checkpoints.draft is not None:
+        folders["draft_folder"] = str(checkpoints.draft)
     sys.stdout.write(json.dumps(folders) + "\n")
     sys.stdout.flush()
     return 0
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _say_what_has_no_effect(arguments: argparse.Namespace) -> None:
+def _warn_of_unused_flags(arguments: argparse.Namespace) -> None:
     if arguments.extension != SAFETENSORS:
         log.warning("--extension has no effect: only %s files are loaded", SAFETENSORS)
     if arguments.auto_convert:

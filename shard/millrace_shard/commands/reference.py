@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from millrace_shard.errors import ModelError, WeightsError
-from millrace_shard.model_loader.gguf.files import MODEL
-from millrace_shard.model_loader.hub import HubSettings, resolve
-from millrace_shard.model_loader.safetensor_files import SafetensorFiles
 from millrace_shard.models.description import read_any_config
 from millrace_shard.variables import Variables
+from millrace_shard.weights.gguf.files import MODEL
+from millrace_shard.weights.hub import HubSettings, resolve
+from millrace_shard.weights.safetensor_files import SafetensorFiles
 
 
 class QuestionError(ModelError):
@@ -44,8 +44,8 @@ class Question:
     def parse(cls, line: str, vocab_size: int) -> Question:
         """Read one line of stdin; raises QuestionError."""
         try:
-            found = json.loads(line)
-            ids, count = found["input_ids"], found["max_new_tokens"]
+            fields = json.loads(line)
+            ids, count = fields["input_ids"], fields["max_new_tokens"]
         except (ValueError, TypeError, LookupError):
             raise QuestionError(
                 f"not a question: {line[:80]!r}; input_ids and max_new_tokens are needed"
@@ -117,17 +117,16 @@ def answers(model: PreTrainedModel, lines: Iterable[str]) -> Iterator[dict[str, 
 
 @torch.inference_mode()
 def generate(model: PreTrainedModel, question: Question) -> dict[str, list[Any]]:
-    """The greedy continuation of one prompt, as columns of `max_new_tokens` values."""
     prompt = torch.tensor([question.input_ids])
-    found = model.generate(
+    output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=question.max_new_tokens,
         return_dict_in_generate=True,
         output_logits=True,
     )
-    logprobs = torch.cat(found.logits).float().log_softmax(-1)
-    ids = found.sequences[0, prompt.shape[1] :]
+    logprobs = torch.cat(output.logits).float().log_softmax(-1)
+    ids = output.sequences[0, prompt.shape[1] :]
     chosen = logprobs.gather(1, ids[:, None]).squeeze(1)
     others = logprobs.scatter(1, ids[:, None], -torch.inf).max(-1)
     return {

@@ -4,58 +4,26 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
 import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
-import torch
-
-from millrace_shard.adapters.adapter_store import AdapterStore
-from millrace_shard.commands.chosen_kernels import chosen_kernels
+from millrace_shard.commands.composition import build_engine, load, open_tracing
 from millrace_shard.commands.device_settings import (
-    choose_cache_dtype,
     choose_device,
-    choose_dtype,
-    graph_settings,
     is_deterministic,
 )
-from millrace_shard.commands.tgi_flags import notices
-from millrace_shard.commands.trace_export import open_tracing
 from millrace_shard.config import ShardConfig
-from millrace_shard.device.one_shot import SymmetricMemory
-from millrace_shard.device.process_group import GroupError, ProcessGroup, RanksMissing
-from millrace_shard.device.resources import usable_cores
-from millrace_shard.engine.adapter_memory import AdapterMemory
+from millrace_shard.device.process_group import GroupError, RanksMissing
 from millrace_shard.engine.engine import Engine
-from millrace_shard.engine.loaded_model import LoadedModel
-from millrace_shard.engine.warmup import MemoryLimits
-from millrace_shard.errors import EngineEnded, ModelError, UnsupportedModel
-from millrace_shard.kernels.kv.codes import cache_dtype_name, is_coded
-from millrace_shard.kernels.lora.adapter_table import AdapterTable
+from millrace_shard.errors import EngineEnded, ModelError
 from millrace_shard.logs import configure
-from millrace_shard.model_loader.hub import HubSettings
-from millrace_shard.model_loader.load_progress import readable_size
-from millrace_shard.model_loader.weights import checkpoint_bytes
-from millrace_shard.models.interface import ModelInfo
-from millrace_shard.models.load import load_model
-from millrace_shard.models.rope_override import RopeOverride
-from millrace_shard.process import die_with_parent, end_in
-from millrace_shard.sampling.watermark import Watermark
-from millrace_shard.server.credentials import server_credentials
+from millrace_shard.process import START_AGAIN, die_with_parent, end_in, end_process
+from millrace_shard.server.address import SocketFile, for_this_user_only, server_credentials
 from millrace_shard.server.service import ShardService, new_server
-from millrace_shard.server.socket_file import SocketFile, for_this_user_only
-from millrace_shard.speculation.checkpoints import Checkpoints, find_draft
-from millrace_shard.speculation.loading import SpeculationLoader
-from millrace_shard.speculation.medusa_config import is_medusa
-from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
-from millrace_shard.structured_output.manager import GrammarManager
-from millrace_shard.variables import Variables
 
 STOP_SECONDS = 5.0
 """Time for running calls, a step among them, to finish after a signal."""
@@ -63,12 +31,16 @@ ENDED_SECONDS = 1.0
 """The same time when the engine has ended, and calls cannot be answered."""
 END_SECONDS = 0.9
 """Time after the router ends this rank, whose answer needs some of it."""
-START_AGAIN = 75
-"""Exit code of a rank whose group has to meet anew: EX_TEMPFAIL."""
 ABORT_SECONDS = 1.0
 """Further time to stop before the process is killed."""
 WAKE_SECONDS = 0.5
 STDERR = 2
+
+WITHOUT_EFFECT = {
+    "trust_remote_code": "code from a model repository is never run",
+    "max_input_tokens": "the router limits prompts",
+}
+"""Flags of TGI's `text-generation-server` that are accepted, and why they do nothing."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +63,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     end_process(0)
 
 
-def end_process(status: int) -> NoReturn:
-    """Exit at once: torch's teardown takes seconds, and a normal exit would wait for blocked threads."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 def serve(config: ShardConfig) -> None:
     """Load the model, then listen, wait for a signal, and stop.
 
@@ -112,7 +76,7 @@ def serve(config: ShardConfig) -> None:
     if socket is not None:
         socket.check_free()
     device = choose_device(config)
-    engine = _engine(config, device)
+    engine = build_engine(config, device)
     engine.start()
     loaded = engine.submit(lambda: load(config, device)).result()
     engine.attach(loaded)
@@ -157,23 +121,6 @@ def _end_of(engine: Engine) -> EngineEnded | RanksMissing:
     return EngineEnded("the engine has ended")
 
 
-def _engine(config: ShardConfig, device: torch.device) -> Engine:
-    threads = config.cpu_threads or max(1, usable_cores() // config.world_size)
-    return Engine(
-        limits=MemoryLimits(
-            kv_memory=config.kv_memory,
-            cuda_memory_fraction=config.cuda_memory_fraction,
-            adapters=AdapterMemory(
-                bytes=config.adapter_memory, fraction=config.adapter_memory_fraction
-            ),
-        ),
-        device=device,
-        cpu_threads=threads if device.type == "cpu" else None,
-        overlap=device.type == "cuda",
-        graphs=graph_settings(config, device),
-    )
-
-
 def _first_of(stops: SimpleQueue[int | None]) -> int | None:
     while True:
         # The timeout lets this thread run signal handlers: a signal delivered to another thread does not end its wait.
@@ -181,118 +128,12 @@ def _first_of(stops: SimpleQueue[int | None]) -> int | None:
             return stops.get(timeout=WAKE_SECONDS)
 
 
-def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
-    group = ProcessGroup.connect(
-        config.rank,
-        config.world_size,
-        master_addr=config.master_addr,
-        master_port=config.master_port,
-        device=device,
-        # On one host the launcher restarts all ranks together.
-        when_broken=_leave if config.address else None,
-    )
-    if is_deterministic(config, device):
-        group.add_in_rank_order()
-    if config.one_shot_all_reduce and config.world_size > 1 and device.type == "cuda":
-        group.use_one_shot(SymmetricMemory(device))
-    return group
+def notices(config: ShardConfig) -> Iterator[str]:
+    """A line for each flag that was set and has no effect."""
+    for name, reason in WITHOUT_EFFECT.items():
+        if getattr(config, name):
+            yield f"{_option(name)} has no effect: {reason}"
 
 
-def _leave(reason: str) -> None:
-    logger.warning("this rank ends, so that its supervisor starts it anew: %s", reason)
-    end_process(START_AGAIN)
-
-
-def load(config: ShardConfig, device: torch.device) -> LoadedModel:
-    """Connect the ranks, then read this rank's weights."""
-    config = with_folders(config)
-    group = _connect(config, device)
-    dtype = choose_dtype(config, device)
-    cache_dtype = choose_cache_dtype(config, device, dtype)
-    kernels = chosen_kernels(config, device, dtype)
-    adapters = AdapterTable(device) if config.enable_lora else None
-    started = time.monotonic()
-    model = load_model(
-        config.model_folder,
-        dtype=dtype,
-        kernels=kernels,
-        group=group,
-        device=device,
-        rope_override=_rope_override(config),
-        max_total_tokens=config.max_total_tokens,
-        adapters=adapters,
-        quantize=config.quantize,
-        allow_unlisted=config.allow_unlisted_model,
-    )
-    draft_folder = None if config.draft_model is None else Path(config.draft_model)
-    loader = SpeculationLoader(
-        folder=config.model_folder,
-        dtype=dtype,
-        kernels=kernels,
-        group=group,
-        device=device,
-        max_total_tokens=config.max_total_tokens,
-        allow_unlisted=config.allow_unlisted_model,
-    )
-    model, speculation = loader.load(
-        model, draft_folder=draft_folder, max_draft_tokens=config.speculate
-    )
-    size = readable_size(checkpoint_bytes(config.model_folder))
-    logger.info("weights loaded in %.2f s, %s", time.monotonic() - started, size)
-    if is_coded(cache_dtype):
-        logger.info("keys and values are kept in %s", cache_dtype_name(cache_dtype))
-    return LoadedModel(
-        model=model,
-        kernels=kernels,
-        group=group,
-        device=device,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        grammars=_grammars(config, model.info, device),
-        speculation=speculation,
-        watermark=Watermark(config.watermark_gamma, config.watermark_delta),
-        adapters=_adapter_store(config, adapters, dtype),
-    )
-
-
-def with_folders(config: ShardConfig) -> ShardConfig:
-    """`config` with local folders of model and draft model, either of which may be on the hub. Raises ModelError."""
-    settings = HubSettings.of(Variables())
-    folder = config.model_folder
-    if folder.is_dir() and config.draft_model is not None:
-        draft = find_draft(config.draft_model, settings)
-        return config.model_copy(update={"draft_model": str(draft)})
-    if folder.is_dir() and not is_medusa(folder):
-        return config
-    found = Checkpoints.find(
-        str(folder), draft_model=config.draft_model, revision=config.revision, settings=settings
-    )
-    draft_model = None if found.draft is None else str(found.draft)
-    return config.model_copy(update={"model_folder": found.model, "draft_model": draft_model})
-
-
-def _grammars(config: ShardConfig, info: ModelInfo, device: torch.device) -> GrammarManager:
-    compiler = GrammarCompiler.load(
-        config.model_folder,
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
-        timeout=config.grammar_timeout,
-        max_source_bytes=config.max_grammar_bytes,
-    )
-    return GrammarManager(compiler, info.vocab_size, overlap=device.type != "cpu")
-
-
-def _adapter_store(
-    config: ShardConfig, table: AdapterTable | None, dtype: torch.dtype
-) -> AdapterStore | None:
-    if table is None:
-        return None
-    if config.adapter_cache is None:
-        raise UnsupportedModel("--enable-lora needs --adapter-cache")
-    return AdapterStore(table, config.adapter_cache, dtype)
-
-
-def _rope_override(config: ShardConfig) -> RopeOverride | None:
-    if config.rope_scaling is None and config.rope_factor is None:
-        return None
-    return RopeOverride(config.rope_scaling or "linear", config.rope_factor or 1.0)
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -42,7 +42,6 @@ class SymmetricMemory:
         self._group_name = world.group_name
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Allocate and exchange addresses."""
         buffer = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self._device)
         symmetric_memory.rendezvous(buffer, self._group_name)
         return buffer

@@ -1,23 +1,119 @@
-"""The ranks of one tensor-parallel model: collectives over torch.distributed, which a single rank skips."""
+"""The ranks of one tensor-parallel model: collectives over torch.distributed, which a single rank skips.
+
+Supervisors on several hosts restart ranks one by one, but a group whose rank is gone cannot go on: its collectives wait
+for that process. So a rank that comes back makes the ranks that it left end, too; then all meet anew.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Thread
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
 
-from millrace_shard.device import membership
-from millrace_shard.device.network import use_interface_to
 from millrace_shard.device.one_shot import OneShotAllReduce, SharedMemory
 
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+DISCARD_PORT = 9
+"""Connecting a datagram socket sends nothing; the port is of no account."""
+
 logger = logging.getLogger(__name__)
+
+
+def use_interface_to(host: str) -> None:
+    """Make gloo and NCCL use the interface that leads to `host`; settings of the environment are kept.
+
+    By default they take the interface of this machine's name, or the first one, which may not reach the other ranks.
+    """
+    missing = [name for name in VARIABLES if name not in os.environ]
+    interface = interface_to(host) if missing else None
+    if interface is not None:
+        os.environ.update(dict.fromkeys(missing, interface))
+        logger.debug("collectives use the interface %s, which leads to %s", interface, host)
+
+
+def interface_to(host: str) -> str | None:
+    """The interface from which `host` is reached; None if no route leads there."""
+    try:
+        family, socket_type, _, _, address = socket.getaddrinfo(
+            host, DISCARD_PORT, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, socket_type) as probe:
+            probe.connect(address)
+            local_address = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        # An IPv6 address of a link has its interface after a percent sign.
+        if any(
+            each.address.partition("%")[0] == local_address.partition("%")[0] for each in addresses
+        ):
+            return name
+    return None
+
+
+LEFT = "a-rank-has-left"
+RETRY_SECONDS = 0.2
+FOREVER = timedelta(days=365)
+
+
+def meet(
+    rank: int, world_size: int, *, master_addr: str, master_port: int, timeout: timedelta
+) -> Store:
+    """The store of rank 0, in which this rank is for the first time.
+
+    Waits up to `timeout` for rank 0; a store in which this rank has been before belongs to a group that now ends.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        store = TCPStore(
+            master_addr,
+            master_port,
+            world_size,
+            is_master=rank == 0,
+            timeout=left,
+            wait_for_workers=False,
+        )
+        if store.add(f"rank-{rank}", 1) == 1:
+            return store
+        logger.info("rank %d was in this group before; waiting until the group has ended", rank)
+        try:
+            store.set(LEFT, str(rank))
+        except dist.DistError:
+            logger.debug("rank 0 has ended")
+        del store
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError("the group that this rank left does not end")
+        time.sleep(RETRY_SECONDS)
+
+
+def watch_members(master_addr: str, master_port: int, *, then: Callable[[str], None]) -> None:
+    """Call `then` with the reason, from another thread, once a rank of the group has left or rank 0 is gone."""
+    # Waiting in a store occupies it.
+    store = TCPStore(master_addr, master_port, is_master=False, wait_for_workers=False)
+
+    def watch() -> None:
+        try:
+            store.wait([LEFT], FOREVER)
+        except (dist.DistError, RuntimeError):
+            then("rank 0 has ended")
+        else:
+            then(f"rank {store.get(LEFT).decode()} has left its group")
+
+    Thread(target=watch, name="membership", daemon=True).start()
+
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 GROUP_ID_BITS = 63
@@ -84,18 +180,18 @@ class ProcessGroup:
             return group
         use_interface_to(master_addr)
         try:
-            store = membership.meet(
+            store = meet(
                 rank, world_size, master_addr=master_addr, master_port=master_port, timeout=timeout
             )
             if when_broken is not None:
-                membership.when_broken(master_addr, master_port, then=when_broken)
+                watch_members(master_addr, master_port, then=when_broken)
             group._join(store, timeout)
         except GroupError:
             raise
         except (dist.DistError, RuntimeError, ValueError) as error:
-            place = f"{master_addr}:{master_port}"
+            endpoint = f"{master_addr}:{master_port}"
             raise RanksMissing(
-                f"rank {rank} of {world_size} found no group at {place}: {error}"
+                f"rank {rank} of {world_size} found no group at {endpoint}: {error}"
             ) from error
         return group
 
@@ -188,9 +284,9 @@ class ProcessGroup:
             return part[:, :vocab_size].float().contiguous()
         share = part.shape[1]
         whole = part.new_empty(part.shape[0], vocab_size, dtype=torch.float32)
-        for start, found in zip(range(0, vocab_size, share), self._gather(part), strict=False):
-            own = whole[:, start : start + share]
-            own.copy_(found[:, : own.shape[1]])
+        for start, rank_part in zip(range(0, vocab_size, share), self._gather(part), strict=False):
+            columns = whole[:, start : start + share]
+            columns.copy_(rank_part[:, : columns.shape[1]])
         return whole
 
     def _gather(self, t: Tensor) -> Tensor:
@@ -258,5 +354,5 @@ def refuse_shared_gpus(store: Store, rank: int, world_size: int, name: str) -> N
     owners = [str(each) for each in range(world_size) if names[each] == name]
     if len(owners) > 1:
         raise GroupError(
-            f"ranks {' and '.join(owners)} have the same GPU, {name}; each shard needs a GPU of its own"
+            f"ranks {' and '.join(owners)} have the same GPU, {name}; each shard needs its own GPU"
         )

@@ -25,7 +25,7 @@ class Event(Protocol):
         """Wait until the device reaches the point, without the interpreter lock."""
 
     def elapsed_time(self, end_event: Self) -> float:
-        """Milliseconds on the device from this point to that of another event; both must have been reached."""
+        """Milliseconds on the device from this event to another one; both must have been reached."""
 
 
 class NewEvent(Protocol):
@@ -115,7 +115,7 @@ class Stopwatch:
         """Nanoseconds from the start to mark `mark`, counted from 1; `wait` must have returned."""
         if self._by_device:
             return int(self._events[0].elapsed_time(self._events[mark]) * 1e6)
-        assert self._reached is not None, "nobody has waited"
+        assert self._reached is not None, "the step has not been waited for"
         # If a later step was waited for first, `began_ns` is past the marks.
         return max(0, self._reached.marks_ns[mark - 1] - self._reached.began_ns)
 

@@ -1,13 +1,17 @@
-"""Asynchronous copies between host and device: through pinned memory on CUDA, and no copies on CPU.
+"""Copies between host and device: asynchronous through pinned memory on CUDA, and no copies on CPU.
 
 torch's allocator of pinned memory reuses a buffer only when the copies submitted from it are done, so a buffer may be
 freed while its copy is in progress.
+
+A copy from pageable memory, such as a mapped file, passes through small buffers of the driver and waits for each. With
+two pinned buffers, the host fills one while the device reads the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -78,7 +82,7 @@ def start_downloads(columns: Sequence[Tensor]) -> list[Tensor]:
 
 
 def start_download_of_words(words: Tensor) -> list[Tensor]:
-    """As `start_downloads` of ids, log probabilities and flags, from `as_words`, which may be overwritten later."""
+    """The same as `start_downloads` of ids, log probabilities and flags, from `as_words`, which may be overwritten."""
     host = words.clone() if words.device.type == "cpu" else start_download(words)
     ids, logprobs, flags = host.unbind()
     return [ids, logprobs.view(torch.float32), flags]
@@ -106,3 +110,78 @@ def download_on_side_stream(values: Tensor) -> NDArray[Any]:
 def is_synchronous(device: torch.device) -> bool:
     """Whether work on `device` is done when its call returns, so that the host may read results at once: on CPU."""
     return device.type == "cpu"
+
+
+BUFFER_BYTES = 64 << 20
+NUM_BUFFERS = 2
+
+Copy = Callable[[Tensor, Tensor], None]
+"""Overwrites a tensor on the device with a host tensor of its shape, which has been read when the call returns."""
+
+
+class Pending(Protocol):
+    """A copy that is in progress."""
+
+    def synchronize(self) -> None:
+        """Wait until the copy is done."""
+
+
+Send = Callable[[Tensor, Tensor], Pending]
+"""Starts a copy to a tensor on the device from a tensor in pinned memory."""
+
+
+class StagedCopies:
+    """Copies in pieces, each through one of a few buffers, whose turns are fixed."""
+
+    def __init__(self, buffers: list[Tensor], send: Send) -> None:
+        """`buffers` [bytes] uint8 have equal sizes and are in memory from which `send` reads at any time."""
+        self._num_bytes = buffers[0].numel()
+        self._free = deque(buffers)
+        self._sent: deque[tuple[Tensor, Pending]] = deque()
+        self._send = send
+
+    def __call__(self, out: Tensor, values: Tensor) -> None:
+        """Overwrite `out` on the device with `values` of its shape, rounded to its dtype; see Copy.
+
+        Work that is submitted to the device later reads the new values.
+        """
+        if out.numel() == 0:
+            return
+        row_bytes = out.nbytes // out.shape[0] if out.dim() else out.nbytes
+        if not out.dim() or row_bytes > self._num_bytes:
+            out.copy_(values)
+            return
+        rows = self._num_bytes // row_bytes
+        for piece, source in zip(torch.split(out, rows), torch.split(values, rows), strict=True):
+            buffer = self._next_buffer()
+            staged = buffer[: piece.nbytes].view(out.dtype).view(piece.shape)
+            staged.copy_(source)
+            self._sent.append((buffer, self._send(piece, staged)))
+
+    def _next_buffer(self) -> Tensor:
+        """A buffer that no copy reads; waits for the oldest copy if all are in use."""
+        if self._free:
+            return self._free.popleft()
+        buffer, pending = self._sent.popleft()
+        pending.synchronize()
+        return buffer
+
+
+def copy_directly(out: Tensor, values: Tensor) -> None:
+    out.copy_(values)
+
+
+def copy_to(device: torch.device) -> Copy:
+    if device.type != "cuda":
+        return copy_directly
+    buffers = [
+        torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_BUFFERS)
+    ]
+    return StagedCopies(buffers, _send)
+
+
+def _send(out: Tensor, staged: Tensor) -> Pending:
+    out.copy_(staged, non_blocking=True)
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

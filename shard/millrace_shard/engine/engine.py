@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.batch.step import (
     FailureKind,
     Filter,
@@ -30,14 +31,56 @@ from millrace_shard.batch.step import (
 )
 from millrace_shard.device.failures import clear_frames, is_lost, is_out_of_memory
 from millrace_shard.device.process_group import CollectiveError
-from millrace_shard.engine.epoch import Epoch
 from millrace_shard.engine.kv_capacity import Capacity, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.threads import EngineThreads
 from millrace_shard.engine.warmup import MemoryLimits, WarmedUp, warm_up
 from millrace_shard.errors import EngineEnded, StepInvalid, WrongEpoch
-from millrace_shard.model_runner.graph_settings import GraphSettings, empty_cache
+from millrace_shard.model_runner.graph_capture import GraphSettings, empty_cache
 from millrace_shard.model_runner.launched_step import LaunchedStep
+
+
+class Epoch:
+    """The open epoch, if any. `Open` starts the next one, even after a failure."""
+
+    def __init__(self) -> None:
+        self._epoch: int | None = None
+        self._number = 0
+        self._has_failed = False
+        self.last_answered = 0
+
+    def is_current(self, epoch: int) -> bool:
+        return self._epoch == epoch
+
+    def refusal(self, step: Step) -> str | None:
+        """The reason not to run `step`; None accepts the step and counts it."""
+        if isinstance(step.work, Open):
+            if step.number != 0 or step.epoch == self._epoch:
+                return f"an epoch is opened once, by step 0, and not by step {step.number}"
+            self._epoch, self._number, self._has_failed = step.epoch, 0, False
+            return None
+        if step.epoch != self._epoch:
+            return f"epoch {step.epoch} is not open"
+        if self._has_failed:
+            return "an earlier step of this epoch failed"
+        if step.number != self._number + 1:
+            return f"step {step.number} came instead of step {self._number + 1}"
+        self._number += 1
+        return None
+
+    def answered(self, step: Step) -> None:
+        """Count the answer to `step`, if the step was accepted."""
+        if step.epoch == self._epoch and step.number <= self._number:
+            self.last_answered = step.number
+
+    def fail(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            self._has_failed = True
+
+    def end(self) -> None:
+        self._epoch = None
+        self._has_failed = False
+
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -45,7 +88,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The progress of the engine."""
+    """Counters of the engine for health checks."""
 
     last_step: int
     """Number of the last step answered in the current epoch."""
@@ -57,7 +100,10 @@ class Progress:
 
 
 class Engine:
-    """Order of calls: `start`, `submit(load).result()`, `attach`, `warm_up`, then steps, `close`."""
+    """Runs the steps of a model on its own thread.
+
+    The order of calls is `start`, `submit(load).result()`, `attach`, `warm_up`, then steps, then `close`.
+    """
 
     def __init__(
         self,
@@ -95,12 +141,10 @@ class Engine:
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model of `attach`."""
         assert self._loaded is not None, "no model is attached"
         return self._loaded
 
     def start(self) -> None:
-        """Start to run work."""
         self._threads.start()
 
     def attach(self, loaded: LoadedModel) -> None:
@@ -146,7 +190,7 @@ class Engine:
         return self.submit(checked)
 
     def check_epoch(self, epoch: int) -> None:
-        """Raise WrongEpoch unless `epoch` is open; any thread may ask, and another one may open meanwhile."""
+        """Raise WrongEpoch unless `epoch` is open. Any thread may call this; another epoch may open meanwhile."""
         if not self._epoch.is_current(epoch):
             raise WrongEpoch(f"epoch {epoch} is not open")
 
@@ -170,7 +214,7 @@ class Engine:
         self._threads.when_ended(call)
 
     def is_alive(self) -> bool:
-        """Whether the threads of the engine run."""
+
         return self._threads.are_alive()
 
     def _warm_up(self, request: WarmupRequest) -> Capacity:
@@ -256,7 +300,9 @@ class Engine:
             case Open():
                 runner.clear()
             case Unknown():
-                raise StepInvalid("the step has no work that this shard knows")
+                raise StepInvalid(
+                    "the work of the step is unknown to this shard; the router may be newer"
+                )
         return StepResult()
 
     def _finish(self, step: Step, future: Future[StepReply], launched: LaunchedStep) -> None:
@@ -297,3 +343,35 @@ class Engine:
             self._last_progress_ns = time.monotonic_ns()
             self._epoch.answered(step)
         future.set_result(StepReply(step.epoch, step.number, outcome))
+
+
+class AdapterLoading:
+    """Loads adapters into the slots of an engine's model. Methods raise WrongEpoch, and EngineEnded with the engine."""
+
+    def __init__(self, engine: Engine, store: AdapterStore) -> None:
+        self._engine = engine
+        self._store = store
+
+    def load(self, epoch: int, slot: int, digest: str) -> None:
+        """Put the adapter `digest` into `slot`, in place of any other, and wait until it is there.
+
+        Raises AdapterInvalid or AdapterMemoryFull, and leaves the slot as it was.
+        """
+        self._engine.check_epoch(epoch)
+        with self._store.loading():
+            if self._store.holds(slot, digest):
+                return
+            adapter = self._store.read(slot, digest, partial(self._between_steps, epoch))
+            try:
+                self._between_steps(epoch, partial(self._store.put, slot, adapter))
+            except BaseException:
+                self._store.discard(slot, adapter)
+                raise
+
+    def unload(self, epoch: int, slot: int) -> None:
+        """Empty `slot`, and wait until it is empty."""
+        self._between_steps(epoch, partial(self._store.remove, slot))
+
+    def _between_steps(self, epoch: int, change: Callable[[], None]) -> None:
+        """Run `change` on the engine thread, and wait for it."""
+        self._engine.between_steps(epoch, change).result()

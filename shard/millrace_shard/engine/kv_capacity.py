@@ -74,7 +74,6 @@ class Capacity:
 
     @property
     def max_batch_total_tokens(self) -> int:
-        """Tokens in the cache."""
         return (self.num_blocks - 1) * self.block_size
 
 

@@ -1,4 +1,4 @@
-"""A loaded model of one rank, with all that runs it."""
+"""A loaded model of one rank, with everything that runs it, and the memory of its adapters."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from millrace_shard.adapters.adapter_store import AdapterStore
+from millrace_shard.adapters.arena import PAGE_BYTES
+from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.engine.kv_capacity import CacheShape
+from millrace_shard.device.resources import available_memory, free_cuda_memory
+from millrace_shard.engine.kv_capacity import CacheShape, CapacityError, WarmupRequest
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.kv.codes import head_bytes
+from millrace_shard.kernels.kv_cache import head_bytes
+from millrace_shard.model_runner.graph_capture import GraphSettings, empty_cache
 from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.sampling.watermark import Watermark
-from millrace_shard.speculation.factory import Speculation
+from millrace_shard.speculation.loading import Speculation
 from millrace_shard.structured_output.manager import GrammarManager
 
 
@@ -48,7 +52,7 @@ class LoadedModel:
 
     @property
     def layers(self) -> tuple[KVLayer, ...]:
-        """Each layer with a KV cache, those of the draft model last."""
+        """Each layer with a KV cache; the draft model's layers are last."""
         drafts = () if self.speculation is None else self.speculation.layers
         return (*self.model.geometry.layers, *drafts)
 
@@ -75,3 +79,50 @@ class LoadedModel:
         """Empty all adapter slots: a router that has just started does not know what an earlier one loaded."""
         if self.adapters is not None:
             self.adapters.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterMemory:
+    """Memory that the operator allows for the adapters of this shard."""
+
+    bytes: int | None = None
+    fraction: float = 0.1
+    """Part of the free memory of the device, without `bytes`."""
+
+
+def reserve_adapter_pages(
+    loaded: LoadedModel,
+    request: WarmupRequest,
+    memory: AdapterMemory,
+    graphs: GraphSettings | None,
+) -> int:
+    """Drop all adapters and reserve memory for `request`; returns the pages. A collective if there are adapters.
+
+    Either the memory of the pages is reserved, or the pages are counted, and allocated with each adapter. Raises
+    CapacityError.
+    """
+    if loaded.adapters is None:
+        return 0
+    loaded.adapters.resize(0, 0)
+    empty_cache(loaded.device, graphs)
+    pages = 0
+    if request.adapter_pages is not None:
+        pages = request.adapter_pages
+    elif request.max_adapters:
+        pages = loaded.group.minimum(_bytes(loaded, memory) // PAGE_BYTES)
+    try:
+        loaded.adapters.resize(request.max_adapters, pages)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CapacityError(f"Not enough memory for {pages} pages of adapters") from error
+    return pages
+
+
+def _bytes(loaded: LoadedModel, memory: AdapterMemory) -> int:
+    if memory.bytes is not None:
+        return memory.bytes
+    if loaded.device.type == "cuda":
+        free, _ = free_cuda_memory(loaded.device)
+        return int(free * memory.fraction)
+    return int(available_memory() * memory.fraction)

@@ -32,7 +32,6 @@ class EngineThreads:
         self._when_ended: list[Call] = []
 
     def start(self) -> None:
-        """Start to run calls."""
         for thread in self._threads:
             thread.start()
 
@@ -67,7 +66,6 @@ class EngineThreads:
             call()
 
     def are_alive(self) -> bool:
-        """Whether both threads run."""
         return all(thread.is_alive() for thread in self._threads)
 
     def _run(self, calls: SimpleQueue[Call | None]) -> None:

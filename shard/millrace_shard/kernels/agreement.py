@@ -1,6 +1,6 @@
 """The agreement check: compiled kernels are used on a machine only if they agree with plain torch on a small case.
 
-CPU kernels take this check alone; CUDA kernels take that of `cuda/served_agreement`, which includes it.
+CPU kernels must pass this check, CUDA kernels the check in `cuda/served_agreement`, which includes it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace_shard.kernels import experts_agreement
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache
-from millrace_shard.kernels.experts import experts_agreement
-from millrace_shard.kernels.greedy import choose_greedy
-from millrace_shard.kernels.layer.blocks import ComposedBlocks
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
-from millrace_shard.kernels.layer.rotation import Rotation
+from millrace_shard.kernels.layer_blocks import ComposedBlocks
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.kernels.masks import MaskTable, RowMasks
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    HeadNorms,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.scores import MaskTable, RowMasks, choose_greedy
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 QUERIES = (70, 1, 9)
@@ -168,7 +172,6 @@ def _batch(kernels: Kernels, random: Random) -> RaggedBatch:
 
 
 def rope_table(head_dim: int, num_positions: int) -> Tensor:
-    """A table for `Kernels.rope_store`."""
     angles = torch.arange(num_positions).unsqueeze(1) / torch.arange(1, head_dim // 2 + 1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
@@ -239,7 +242,6 @@ def _head_norms(random: Random, head_dim: int) -> HeadNorms:
 
 
 def mlp_weights(random: Random, *, optional: bool) -> MlpWeights:
-    """Random weights, with biases if `optional`."""
     return MlpWeights(
         norm=NormWeights(weight=1 + random(HIDDEN) / 8, eps=EPS),
         gate_up=_linear(random, 2 * INTER, HIDDEN, bias=optional),

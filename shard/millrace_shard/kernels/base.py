@@ -9,12 +9,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights, MixtureWeights
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import HeadNorms
-from millrace_shard.kernels.lora.lora_site import LoraSite
+from millrace_shard.kernels.expert_weights import ExpertsWeights, MixtureWeights
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    HeadNorms,
+    LinearWeights,
+    MlpWeights,
+)
+from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.kernels.sampling_kernels import SamplingKernels
+from millrace_shard.kernels.scores import SamplingKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class LayerCache:
     def zero(self, blocks: Tensor) -> None:
         """Zero `blocks` [n] int64."""
         for each in self.by_block:
-            # There is no index_fill_ for fp8.
+            # index_fill_ does not support fp8.
             (each.view(torch.int8) if each.itemsize == 1 else each).index_fill_(0, blocks, 0)
 
 
@@ -181,7 +185,7 @@ class Kernels(Protocol):
     ) -> LayerCache:
         """The cache of a layer; its memory is uninitialised.
 
-        `dtype` is that of the model, or of codes. `scales` are those of keys and values in fp8.
+        `dtype` is the model's, or a dtype of codes. `scales` belong to keys and values in fp8.
         """
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
@@ -229,7 +233,7 @@ class Kernels(Protocol):
         """Causal attention of `queries` [T, num_heads, head_dim] over the paged cache: [T, num_heads * head_dim].
 
         A query at position p sees the keys in (p - window, p], or all keys up to p. `sinks` [num_heads] float32 are
-        scores that take part in the softmax of their head and have no value. If deterministic, a row's bits
+        scores without a value that take part in the softmax of their head. If deterministic, a row's bits
         depend neither on the composition of the batch nor on the prefill chunks.
         """
 

@@ -1,8 +1,8 @@
 """Compiles the CPU operators, once per machine and version of torch, into a cache folder, and loads them.
 
 The folder is $MILLRACE_CACHE, or millrace below $XDG_CACHE_HOME or ~/.cache. A lock serialises concurrent builds, and a
-library is published atomically. Its name ends with an identity of the compiler: a process with a compiler uses only the
-libraries of that compiler, a process without one those of any compiler.
+library is published atomically. Its name ends with an identity of the compiler: a process with a compiler uses only
+this compiler's libraries, a process without one any compiler's. Triton's kernels are kept there too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Toolchain:
                 "-fopenmp",
                 "-fno-math-errno",
                 "-march=native",
-                # Torch's capability may have been limited below that of the CPU.
+                # Torch's capability may have been limited below the CPU's.
                 *(("-mno-avx512f",) if capability == "AVX2" else ()),
                 f"-DCPU_CAPABILITY={capability}",
                 f"-DCPU_CAPABILITY_{capability}",
@@ -79,14 +79,14 @@ class Toolchain:
 
 
 def find_library(source: Path, folder: Path, toolchain: Toolchain) -> Path | None:
-    """The library of `source` and the headers beside it, if `folder` has it.
+    """The library of `source` and the headers in its folder, if `folder` has it.
 
     Without a compiler, it is the newest library of any compiler: an image may be built with a compiler and run without
     one. Raises BuildError if another user could have written it.
     """
     try:
-        found = folder.glob(_file_name(source, toolchain))
-        library = max(found, key=lambda file: file.stat().st_mtime, default=None)
+        libraries = folder.glob(_file_name(source, toolchain))
+        library = max(libraries, key=lambda file: file.stat().st_mtime, default=None)
         if library is not None:
             check_owners(folder, library)
     except FileNotFoundError:
@@ -98,10 +98,10 @@ def find_library(source: Path, folder: Path, toolchain: Toolchain) -> Path | Non
 
 
 def compile_library(source: Path, folder: Path, toolchain: Toolchain) -> Path:
-    """The library of `source` and the headers beside it; it is compiled unless `folder` has it.
+    """The library of `source` and the headers in its folder; it is compiled unless `folder` has it.
 
-    Raises BuildError if the folder cannot be written, if there is no compiler, if the compiler fails, and if another
-    user could have written the library.
+    Raises BuildError if the folder cannot be written, if a compiler is missing or fails, and if another user could
+    have written the library.
     """
     if (built := find_library(source, folder, toolchain)) is not None:
         return built
@@ -208,7 +208,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _file_name(source: Path, toolchain: Toolchain) -> str:
-    """The file name of the library; without a compiler, a pattern that matches those of all compilers."""
+    """The file name of the library; without a compiler, a pattern that matches every compiler's."""
     compiler = toolchain.compiler
     identity = "*" if compiler is None else _identity(compiler)
     return f"{source.stem}-{_key(source, toolchain)}-{identity}.so"
@@ -275,3 +275,27 @@ def _find_compiler() -> tuple[str, ...] | None:
 def _openmp(libraries: Path) -> str:
     """The OpenMP runtime of the torch package, if any, so that the process has one thread pool."""
     return next((str(file) for file in sorted(libraries.glob("libgomp*.so*"))), "-lgomp")
+
+
+VARIABLE = "TRITON_CACHE_DIR"
+
+
+def use_triton_cache() -> None:
+    """Let Triton use TRITON_CACHE_DIR, or else the folder triton in Millrace's cache; call this before Triton compiles.
+
+    Raises BuildError if the folder cannot be written, or if other users can write to Millrace's.
+    """
+    named = Variables().triton_cache_dir
+    folder = named or cache_folder("triton")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if named is None:
+            check_owners(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        changed = "MILLRACE_CACHE" if named is None else VARIABLE
+        raise BuildError(
+            f"Triton cannot keep compiled kernels: {error}; {changed} names another folder"
+        ) from error
+    os.environ[VARIABLE] = str(folder)

@@ -11,11 +11,15 @@ from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.build import BuildError, disable_operators, load_operators
+from millrace_shard.kernels.build import (
+    BuildError,
+    disable_operators,
+    load_operators,
+    use_triton_cache,
+)
 from millrace_shard.kernels.cpu.operators import DTYPES, HEAD_DIM_STEP, CpuKernels
 from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_difference
-from millrace_shard.kernels.cuda.triton_cache import use_triton_cache
-from millrace_shard.kernels.kv.codes import cache_dtype_name
+from millrace_shard.kernels.kv_cache import cache_dtype_name
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.lora.lora_agreement import adapter_difference
 from millrace_shard.kernels.plain import PlainKernels

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from millrace_shard.kernels.quantized.code_format import CodeFormat
+from millrace_shard.kernels.quantized import CodeFormat
 
 AttentionKind = tuple[int | None, float | None]
 """Window and soft cap of a layer's attention."""
@@ -30,7 +30,7 @@ class LayerShape:
     head: tuple[int, int] | None = None
     """Outputs and inputs of the output head, if known."""
     cache_dtype: torch.dtype | None = None
-    """The dtype of keys and values in the cache; None: that of the model."""
+    """The dtype of keys and values in the cache; None: the model's."""
     formats: tuple[CodeFormat, ...] = ()
     """The formats of the linears and the head whose weights are codes, each once."""
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache, Linear
 from millrace_shard.kernels.elementwise import elementwise
-from millrace_shard.kernels.kv.rows import new_layer_cache, store_rows
-from millrace_shard.kernels.layer.blocks import ComposedBlocks, normalise_heads
-from millrace_shard.kernels.layer.norm_weights import HeadNorms
+from millrace_shard.kernels.kv_cache import new_layer_cache, store_rows
+from millrace_shard.kernels.layer_blocks import ComposedBlocks, normalise_heads
+from millrace_shard.kernels.layer_weights import HeadNorms
 from millrace_shard.kernels.plain_attention import ScoreRule, attend_fast, attend_fixed
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -94,7 +94,6 @@ class PlainKernels(ComposedBlocks):
         return (wide * scale).to(x.dtype) * weight
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`residual += x`, then its norm."""
         residual += x
         return self.rms_norm(residual, weight, eps)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.kv.rows import read_blocks
+from millrace_shard.kernels.kv_cache import read_blocks
 from millrace_shard.kernels.ragged import RaggedBatch
 
 QUERY_TILE = 16
@@ -34,17 +34,16 @@ class ScoreRule:
     window: int | None
     softcap: float | None
     sinks: Tensor | None = None
-    """[H] float32: a score of each head that takes part in the softmax and has no value."""
+    """[H] float32: a score of each head that takes part in the softmax without a value."""
 
     def scores(self, products: Tensor) -> Tensor:
-        """Scale and cap `products`."""
         scores = products * self.scale
         if self.softcap is None:
             return scores
         return torch.tanh(scores / self.softcap) * self.softcap
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """The weights of `scores` [..., K, rows, C] float32, whose rows are those of whole heads, as `_fold_heads`."""
+        """The weights of `scores` [..., K, rows, C] float32, with the rows of whole heads, as in `_fold_heads`."""
         if self.sinks is None:
             return scores.softmax(-1)
         sinks = self.sink_rows(scores.shape[-3], scores.shape[-2])
@@ -95,7 +94,7 @@ def attend_fast(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: Sc
 def attend_fixed(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule) -> Tensor:
     """Attend by query tiles and key chunks on a grid of absolute positions, with online softmax in float32: [T, H * D].
 
-    The place of a query in its tile, and the chunks and their order, depend on its position alone.
+    The place of a query in its tile, and the chunks and their order, depend only on its position.
     """
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     start = 0

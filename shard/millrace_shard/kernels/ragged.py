@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class RaggedBatch:
     query_starts: Tensor
     """[B + 1] int32."""
     context_lengths: Tensor
-    """[B] int32, number of keys of each sequence, those of this step included."""
+    """[B] int32, number of keys of each sequence, including this step's."""
     block_tables: Tensor
     """[B, max_blocks] int32, padded with block 0."""
     logit_rows: Tensor

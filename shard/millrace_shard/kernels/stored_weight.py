@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace_shard.device.staged_copies import Copy, copy_directly
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.device.transfers import Copy, copy_directly
+from millrace_shard.kernels.quantized import QuantizedTensor
 
 ELEMENTS_PER_PASS = 1 << 18
 """Elements that are widened to float32 at a time: intermediate tensors stay in the cache."""
@@ -36,15 +36,14 @@ class StoredWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
     def tensors(self) -> tuple[Tensor, ...] | None:
         """The parts, if all are tensors of the model's dtype."""
-        found = tuple(part for part in self.parts if isinstance(part, Tensor))
-        is_whole = len(found) == len(self.parts)
-        return found if is_whole and all(part.dtype is self.dtype for part in found) else None
+        tensors = tuple(part for part in self.parts if isinstance(part, Tensor))
+        is_whole = len(tensors) == len(self.parts)
+        return tensors if is_whole and all(part.dtype is self.dtype for part in tensors) else None
 
     def copied(self) -> Tensor:
         """A copy [out, in] in the model's dtype and device; codes are multiplied in float32, then rounded once."""

@@ -1,4 +1,4 @@
-"""Forward passes of decodes with adapters as graphs, beside the graphs of decodes without.
+"""Graphs of forward passes of decodes with adapters, in addition to the graphs of decodes without.
 
 A graph reads the adapters of its rows from a buffer that never moves, and the addresses of adapters from the table, so
 that it holds for any adapters. Its logits lie where the graph without adapters puts them.
@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.kernels.lora.adapter_rows import BLOCK_ROWS, AdapterRows, most_blocks
-from millrace_shard.kernels.lora.adapter_table import AdapterTable
+from millrace_shard.kernels.lora.adapter_table import (
+    BLOCK_ROWS,
+    AdapterRows,
+    AdapterTable,
+    most_blocks,
+)
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun
-from millrace_shard.model_runner.graph_capture import Capture, Captured
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import Capture, Captured, GraphSettings
 
 KIND = "CUDA graphs of decodes with adapters"
 
@@ -112,7 +115,6 @@ class AdapterGraphs:
         )
 
     def _rows_of(self, size: int, table: AdapterTable) -> AdapterRows:
-        """Rows whose adapters are those of the buffer."""
         rows = AdapterRows(
             host=np.zeros(size, dtype=np.int64),
             slots=torch.zeros(size, dtype=torch.int32, device=table.device),

@@ -14,8 +14,12 @@ from torch import Tensor
 
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.device.process_group import CollectiveError, ProcessGroup
-from millrace_shard.model_runner.graph_capture import Capture, CaptureError
-from millrace_shard.model_runner.graph_settings import GraphSettings, empty_cache
+from millrace_shard.model_runner.graph_capture import (
+    Capture,
+    CaptureError,
+    GraphSettings,
+    empty_cache,
+)
 
 Graph = TypeVar("Graph")
 logger = logging.getLogger(__name__)
@@ -27,7 +31,7 @@ Only kernels that are not deterministic may differ at all, as a library may choo
 """
 
 
-class Outcome(IntEnum):
+class StageOutcome(IntEnum):
     """The end of a stage; the ranks agree on the least of their outcomes."""
 
     CAPTURE_FAILED = 0
@@ -52,7 +56,7 @@ class Candidate(Generic[Graph]):
 class _Ending:
     """The outcome of a stage, and the text of its error."""
 
-    outcome: Outcome
+    outcome: StageOutcome
     reason: str = ""
 
 
@@ -70,28 +74,29 @@ class CaptureRun:
     ) -> dict[int, Graph]:
         """The graphs of `sizes`, which are descending so that the memory of the first one has room for the others.
 
-        If a rank runs out of memory, no rank has graphs of this size and of larger ones. If work cannot be captured,
-        or if a replay differs from the eager pass, there are no graphs, and the settings say so. Both log a warning.
+        If a rank runs out of memory, all ranks drop the graphs of this size and of larger ones. If work cannot be
+        captured, or a replay differs from the eager pass, all graphs are dropped, and the settings record this. Both
+        log a warning.
         Raises CollectiveError.
         """
         graphs: dict[int, Graph] = {}
         started = time.monotonic()
         capture = self.settings.new_capture()
         for number, size in enumerate(sizes, 1):
-            found = self._attempt(candidate(capture, size))
-            if not isinstance(found, _Ending):
-                graphs[size] = found
+            attempt = self._attempt(candidate(capture, size))
+            if not isinstance(attempt, _Ending):
+                graphs[size] = attempt
                 logger.info("%s: captured %d/%d, size %d", self.kind, number, len(sizes), size)
                 continue
             graphs.clear()
-            if found.outcome is not Outcome.OUT_OF_MEMORY:
+            if attempt.outcome is not StageOutcome.OUT_OF_MEMORY:
                 self.settings.not_capturable.add(self.kind)
-                if found.outcome is Outcome.CAPTURE_FAILED:
+                if attempt.outcome is StageOutcome.CAPTURE_FAILED:
                     self.settings.capture_failed = True
-                logger.warning("running without %s: %s", self.kind, found.reason)
+                logger.warning("running without %s: %s", self.kind, attempt.reason)
                 return graphs
             logger.warning(
-                "no %s from size %d on, out of memory: %s", self.kind, size, found.reason
+                "no %s from size %d on, out of memory: %s", self.kind, size, attempt.reason
             )
             empty_cache(self.device, self.settings)
             capture = self.settings.new_capture()
@@ -108,11 +113,11 @@ class CaptureRun:
             lambda: candidate.compare(graphs[0]),
         )
         for stage in stages:
-            own = _run(stage)
+            ending = _run(stage)
             # Ranks in different stages would call different collectives.
-            agreed = Outcome(self.group.minimum(own.outcome))
-            if agreed is not Outcome.GOOD:
-                return _Ending(agreed, own.reason or "another rank has failed")
+            agreed = StageOutcome(self.group.minimum(ending.outcome))
+            if agreed is not StageOutcome.GOOD:
+                return _Ending(agreed, ending.reason or "another rank has failed")
         return graphs[0]
 
 
@@ -121,13 +126,15 @@ def _run(stage: Callable[[], None]) -> _Ending:
     try:
         stage()
     except CaptureError as error:
-        return _Ending(Outcome.CAPTURE_FAILED, f"a capture has failed: {error}")
+        return _Ending(StageOutcome.CAPTURE_FAILED, f"a capture has failed: {error}")
     except CollectiveError:
         raise
     except RuntimeError as error:
-        outcome = Outcome.OUT_OF_MEMORY if is_out_of_memory(error) else Outcome.NOT_CAPTURABLE
+        outcome = (
+            StageOutcome.OUT_OF_MEMORY if is_out_of_memory(error) else StageOutcome.NOT_CAPTURABLE
+        )
         return _Ending(outcome, str(error))
-    return _Ending(Outcome.GOOD)
+    return _Ending(StageOutcome.GOOD)
 
 
 def check_equal(replayed: Tensor, eager: Tensor, *, deterministic: bool) -> None:

@@ -1,8 +1,8 @@
-"""Forward passes of decodes as graphs, one for each of a few batch sizes; a smaller batch is padded.
+"""Graphs of forward passes of decodes, one for each of a few batch sizes; a smaller batch is padded.
 
 The input of a graph is a few columns, such as the slots and positions of its rows. The graph reads the ids and block
 tables of these slots itself, and a second graph chooses the tokens of most steps, so that a step is one small copy and
-two launches. Padding rows have a slot and a block of their own.
+two launches. Padding rows have a separate slot and block.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from millrace_shard.batch.batch import Batch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.transfers import upload_columns, upload_columns_into, upload_into
 from millrace_shard.kernels.base import Kernels, LayerCache
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.adapter_graphs import AdaptedWork, AdapterGraphs
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun, check_equal
-from millrace_shard.model_runner.graph_capture import Capture, Captured
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import Capture, Captured, GraphSettings
 from millrace_shard.model_runner.token_graphs import NUM_INPUTS, Choice, TokenGraphs
 from millrace_shard.model_runner.trial_sequence import TrialSequence, trial_sequence
 from millrace_shard.models.interface import CausalModel
@@ -132,7 +131,7 @@ class DecodeGraphs:
         return self._bucket(num_rows).captured.replay()[:num_rows]
 
     def tokens(self, choice: Choice, num_rows: int) -> Tensor | None:
-        """Choose and store tokens from the logits of the last replay, see TokenGraphs; None if there is no graph."""
+        """Choose and store tokens from the logits of the last replay, see TokenGraphs.replay."""
         return self._tokens.replay(choice, self._size(num_rows), num_rows)
 
     def _size(self, num_rows: int) -> int:
@@ -162,7 +161,6 @@ class DecodeGraphs:
         )
 
     def _adapted(self, bucket: _Bucket, trial: TrialSequence) -> AdaptedWork:
-        """The work of `bucket` for rows with adapters."""
         return AdaptedWork(
             pad=partial(self._pad, bucket.inputs),
             forward=partial(self._forward, bucket.inputs),
@@ -171,7 +169,6 @@ class DecodeGraphs:
         )
 
     def _pad(self, inputs: Tensor) -> None:
-        """Let all rows be padding."""
         nothing = DecodeColumns(no_ints(), no_ints(), no_ints())
         upload_into(inputs, self._padded(nothing, inputs.shape[1]))
 

@@ -1,9 +1,10 @@
-"""CUDA graphs: work on the device that is recorded once and replayed over the same memory."""
+"""CUDA graphs: work on the device that is recorded once and replayed over the same memory, for some batch sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -46,12 +47,11 @@ class CudaCapture:
     """Graphs in one memory pool, recorded on a separate stream and replayed on the stream of the caller."""
 
     def __init__(self) -> None:
-        """Create a memory pool and a stream on the current device."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def warm_up(self, compute: Callable[[], Tensor]) -> None:
-        """Run `compute` twice, as Capture says; compilation may wait for the device, so only the second run may not."""
+        """Run `compute` twice; compilation may wait for the device, so only the second run may not."""
         caller = torch.cuda.current_stream()
         self._stream.wait_stream(caller)
         try:
@@ -63,7 +63,6 @@ class CudaCapture:
             caller.wait_stream(self._stream)
 
     def record(self, compute: Callable[[], Tensor]) -> Captured:
-        """Record `compute`, as Capture says."""
         graph = torch.cuda.CUDAGraph()
         try:
             # A failed capture may leave its stream current. Other threads that watch collectives and copies continue
@@ -92,7 +91,6 @@ class CudaGraph:
         self.output = output
 
     def replay(self) -> Tensor:
-        """Submit the graph to the current stream."""
         self._graph.replay()
         return self.output
 
@@ -106,3 +104,53 @@ def waits_as_errors() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(earlier)
+
+
+SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
+"""The sizes without `--cuda-graphs`: above 8 rows a batch gets at most 7 rows of padding, above 64 at most 15.
+
+The number of sizes bounds the time of the captures.
+"""
+FIRST_TO_END_FAILED_CAPTURES = (2, 13)
+"""Earlier versions of torch leave a failed capture open: torch.cuda.empty_cache() raises an error ever after."""
+
+
+@dataclass(slots=True)
+class GraphSettings:
+    """The graphs to capture and the way to capture them; the captures of a process share one instance."""
+
+    sizes: tuple[int, ...] | None
+    """None: SIZES up to the largest batch, and this batch."""
+    new_capture: Callable[[], Capture]
+    not_capturable: set[str] = field(default_factory=set)
+    """Kinds of graphs whose work has turned out to wait or to be replayed wrongly. No later warm-up captures them."""
+    capture_failed: bool = False
+    """Whether a capture has failed, whose memory is lost until the process ends. No other capture follows."""
+
+    def sizes_up_to(self, max_batch_size: int) -> list[int]:
+        """The sizes to capture for batches of at most `max_batch_size` rows, largest first."""
+        if self.sizes is None:
+            sizes = {min(size, max_batch_size) for size in SIZES}
+        else:
+            sizes = {size for size in self.sizes if 0 < size <= max_batch_size}
+        return sorted(sizes, reverse=True)
+
+    def may_capture(self, kind: str) -> bool:
+        return not self.capture_failed and kind not in self.not_capturable
+
+    @property
+    def holds_cache(self) -> bool:
+        """Whether torch can never return its cached memory to the device, because a failed capture is open."""
+        return self.capture_failed and not ends_failed_captures(torch.__version__)
+
+
+def ends_failed_captures(version: str) -> bool:
+    """Whether torch of this version, such as 2.13.0+cu130, ends a graph capture that fails."""
+    major, minor = version.split(".")[:2]
+    return (int(major), int(minor)) >= FIRST_TO_END_FAILED_CAPTURES
+
+
+def empty_cache(device: torch.device, graphs: GraphSettings | None) -> None:
+    """Return the memory that torch caches to a CUDA device, if torch can."""
+    if device.type == "cuda" and not (graphs is not None and graphs.holds_cache):
+        torch.cuda.empty_cache()

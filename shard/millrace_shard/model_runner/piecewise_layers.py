@@ -1,6 +1,6 @@
-"""Layers of steps that are no plain decodes, whose work between attentions is replayed from graphs.
+"""Layers of steps that are not plain decodes, whose work between attentions is replayed from graphs.
 
-All work of a layer but its attention is a function of the number of tokens alone. So it is captured in pieces for a few
+All work of a layer but its attention is a function of only the number of tokens. So it is captured in pieces for a few
 numbers of tokens. A step is padded to the next number, and its attentions are launched between the replays.
 """
 
@@ -17,11 +17,10 @@ from torch import Tensor
 from millrace_shard.batch.batch import Batch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache, Layers, Reduce
-from millrace_shard.kernels.layer.blocks import ComposedAttention
+from millrace_shard.kernels.layer_blocks import ComposedAttention
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun, check_equal
-from millrace_shard.model_runner.graph_capture import Capture, Captured
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import Capture, Captured, GraphSettings
 from millrace_shard.model_runner.trial_sequence import trial_sequence
 from millrace_shard.models.interface import CausalModel
 
@@ -61,7 +60,6 @@ class _Buffers:
         return cls(residual, columns, queries.new_zeros(queries.shape), attended, padding_row)
 
     def load(self, residual: Tensor, batch: RaggedBatch, size: int) -> None:
-        """Copy the tokens of a step, and pad them to `size`."""
         count = len(residual)
         self.residual[:count] = residual
         self.residual[count:size] = 0
@@ -71,7 +69,7 @@ class _Buffers:
 
 
 class PiecewiseLayers:
-    """A Layers over layers with a ComposedAttention. Steps without pieces run as `eager` does."""
+    """Layers with a ComposedAttention. A step for which there are no pieces runs through `eager`."""
 
     def __init__(self, layers: Sequence[Layer], reduce: Reduce | None, eager: Layers) -> None:
         self._attentions = [
@@ -86,16 +84,14 @@ class PiecewiseLayers:
         self._buffers: _Buffers
 
     def allocate(self, num_tokens: int, caches: Sequence[LayerCache], padding_row: int) -> None:
-        """Allocate buffers for pieces over `caches`."""
         self._caches = caches
         self._buffers = _Buffers.allocate(num_tokens, self._attentions[0], caches[0], padding_row)
 
     def use(self, pieces: dict[int, list[Captured]]) -> None:
-        """Replay `pieces`, by number of tokens, from now on."""
         self._pieces = dict(sorted(pieces.items()))
 
     def piece(self, index: int, size: int) -> Tensor:
-        """The work on `size` tokens after the attention of layer `index` - 1 and before that of layer `index`."""
+        """The work on `size` tokens between the attentions of layers `index` - 1 and `index`."""
         buffers, attentions = self._buffers, self._attentions
         residual, x = buffers.residual[:size], None
         if index:
@@ -129,10 +125,10 @@ class PiecewiseLayers:
     ) -> Tensor:
         """[T, hidden], valid until the next step; `residual` is changed in place."""
         count, counts = len(residual), tuple(self._pieces)
-        place = bisect_left(counts, count)
-        if place == len(counts) or batch.adapters is not None:
+        index = bisect_left(counts, count)
+        if index == len(counts) or batch.adapters is not None:
             return self._eager(residual, batch, caches)
-        buffers, size = self._buffers, counts[place]
+        buffers, size = self._buffers, counts[index]
         buffers.load(residual, batch, size)
         *pieces, last = self._pieces[size]
         for piece, attention, cache in zip(pieces, self._attentions, caches, strict=True):

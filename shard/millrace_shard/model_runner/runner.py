@@ -13,17 +13,20 @@ from torch import Tensor
 
 from millrace_shard.arrays import Ints, no_ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward
-from millrace_shard.batch.step_layout import StepLayout
+from millrace_shard.batch.step_layout import DraftTokens, StepLayout
 from millrace_shard.batch.step_tokens import StepTokens, expected
 from millrace_shard.device.stopwatch import DeviceProgress, Stopwatch
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
-from millrace_shard.model_runner.launched_step import LaunchedStep
-from millrace_shard.model_runner.pooled_rows import PooledRows, pooled_rows
-from millrace_shard.model_runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from millrace_shard.model_runner.launched_step import (
+    LaunchedStep,
+    PooledRows,
+    PromptLogprobs,
+    pooled_rows,
+    prompt_logprobs,
+)
 from millrace_shard.model_runner.step_inputs import StepInputs, upload_inputs
 from millrace_shard.model_runner.step_planner import StepPlan, StepPlanner
 from millrace_shard.model_runner.token_graphs import Choice
@@ -32,8 +35,7 @@ from millrace_shard.sampling.sampler import Sampled, Sampler
 from millrace_shard.sampling.sampling_rows import SamplingRows
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.speculation.proposer import Proposer
-from millrace_shard.structured_output.manager import GrammarManager
-from millrace_shard.structured_output.step_masks import GrammarConstraints, StepMasks
+from millrace_shard.structured_output.manager import GrammarConstraints, GrammarManager, StepMasks
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ def noop() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingFeatures:
-    """Optional parts of decoding beside the model."""
+    """Optional parts of decoding."""
 
     grammars: GrammarManager | None = None
     """None: a sequence with a grammar fails."""
@@ -54,7 +56,7 @@ class DecodingFeatures:
 
 
 class StepRunner:
-    """The model with its KV cache and batch."""
+    """Runs the steps of a batch through the model, its KV cache and the sampler."""
 
     def __init__(
         self,
@@ -88,7 +90,6 @@ class StepRunner:
         self.batch = batch
 
     def clear(self) -> None:
-        """Drop every sequence."""
         self.batch.clear()
         self._step_masks.clear()
         self._sampler.clear()
@@ -172,7 +173,7 @@ class StepRunner:
         parameters = sequence.parameters
         self._sampler.admit(sequence.slot, parameters.bias, parameters.rules)
         if not self._step_masks.admit(sequence):
-            logger.error("a sequence fails: it has a grammar, which this model does not support")
+            logger.error("a sequence fails: its grammar is not supported with this model")
             self._fail(np.array([sequence.slot]))
         if self._proposer is not None:
             self._proposer.admit(sequence)
@@ -254,7 +255,7 @@ class StepRunner:
             self.batch.device,
         )
         ends = (layout.starts + layout.counts - layout.num_drafts)[layout.yields[rows]]
-        slots, positions = forced.places(layout.yield_slots[rows], ends)
+        slots, positions = forced.table_index(layout.yield_slots[rows], ends)
         self.batch.token_table.write(slots, positions, forced.ids)
 
     def _tokens_of(

@@ -11,12 +11,11 @@ from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.device import transfers
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.decode_graphs import DecodeColumns, DecodeGraphs
-from millrace_shard.sampling.fixed_point import uniforms
-from millrace_shard.sampling.sampling_rows import SamplingRows
-from millrace_shard.sampling.slot_parameters import DeviceRows
+from millrace_shard.sampling.sampling_rows import DeviceRows, SamplingRows
+from millrace_shard.sampling.thresholds import uniforms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +25,7 @@ class StepInputs:
     ragged: RaggedBatch | None
     """The model's input; None if the graphs have it."""
     adapters: AdapterRows | None = None
-    """Those of the rows, if the graphs have the model's input."""
+    """The rows' adapters, if the graphs have the model's input."""
     rows: SamplingRows
     cleared: Tensor
     """Blocks to clear before the forward pass."""

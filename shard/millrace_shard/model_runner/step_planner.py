@@ -9,11 +9,9 @@ import numpy as np
 
 from millrace_shard.arrays import Ints, no_ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.draft_tokens import DraftTokens
-from millrace_shard.batch.pending_verification import PendingVerification
 from millrace_shard.batch.step import Forward
-from millrace_shard.batch.step_layout import MultiTokenRows, StepLayout, StepRows
-from millrace_shard.batch.step_tokens import StepTokens
+from millrace_shard.batch.step_layout import DraftTokens, MultiTokenRows, StepLayout, StepRows
+from millrace_shard.batch.step_tokens import PendingVerification, StepTokens
 from millrace_shard.speculation.proposer import Proposer
 
 
@@ -39,7 +37,6 @@ class StepPlanner:
         self._no_drafts = DraftTokens.none(0, batch.device)
 
     def clear(self) -> None:
-        """Every sequence has left."""
         self._pending.clear()
 
     def plan(self, step: Forward, on_ready: Callable[[], None]) -> StepPlan:
@@ -68,7 +65,6 @@ class StepPlanner:
         )
 
     def add(self, tokens: StepTokens) -> None:
-        """A planned step was launched."""
         if self._reads_tokens or len(tokens.unverified):
             self._pending.add(tokens)
 
@@ -130,7 +126,7 @@ class StepPlanner:
             return self._none(len(rows.slots))
         drafts = self._proposer.propose(rows)
         if len(drafts):
-            slots, positions = drafts.places(rows.slots, rows.num_tokens)
+            slots, positions = drafts.table_index(rows.slots, rows.num_tokens)
             self._batch.token_table.write(slots, positions, drafts.ids)
         return drafts
 

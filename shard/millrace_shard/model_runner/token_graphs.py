@@ -18,12 +18,11 @@ from millrace_shard.batch.batch import Batch
 from millrace_shard.device import transfers
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.transfers import as_words
-from millrace_shard.kernels.greedy import Best, choose_greedy
+from millrace_shard.kernels.scores import Best, choose_greedy
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun
-from millrace_shard.model_runner.graph_capture import Capture, Captured
-from millrace_shard.model_runner.graph_settings import GraphSettings
-from millrace_shard.sampling.plain_choice import choose_plain
-from millrace_shard.sampling.processors import tile_height
+from millrace_shard.model_runner.graph_capture import Capture, Captured, GraphSettings
+from millrace_shard.sampling.sampling_rows import tile_height
+from millrace_shard.sampling.warpers import choose_plain
 
 KIND = "CUDA graphs of the choice of tokens"
 NUM_INPUTS = 4
@@ -104,12 +103,11 @@ class TokenGraphs:
         )
 
     def _choose(self, choice: Choice, work: _Work) -> Tensor:
-        """The recorded work."""
         height = tile_height(work.logits.device, work.logits.shape[1])
-        places = range(0, len(work.logits), height)
+        starts = range(0, len(work.logits), height)
         tiles = [
-            _Work(work.inputs[:, place : place + height], work.logits[place : place + height])
-            for place in places
+            _Work(work.inputs[:, start : start + height], work.logits[start : start + height])
+            for start in starts
         ]
         parts = [self._choose_tile(choice, tile) for tile in tiles]
         ids, logprobs, failed = (

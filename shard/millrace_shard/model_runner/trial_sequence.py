@@ -31,8 +31,8 @@ class TrialSequence:
 
     def rows(self, size: int) -> tuple[Ints, Ints]:
         """Slots and positions of `size` tokens of the sequence, the last token first; all differ from padding."""
-        places = np.arange(size, dtype=np.int64) * STRIDE % self._num_tokens
-        return np.zeros(size, dtype=np.int64), self._num_tokens - 1 - places
+        offsets = np.arange(size, dtype=np.int64) * STRIDE % self._num_tokens
+        return np.zeros(size, dtype=np.int64), self._num_tokens - 1 - offsets
 
     def last(self, count: int, batch: Batch) -> RaggedBatch:
         """The last `count` tokens of the sequence as a step of one chunk, or as many as there are."""
@@ -43,7 +43,6 @@ class TrialSequence:
     def compute(
         self, model: CausalModel, kernels: Kernels, cache: Sequence[LayerCache], batch: Batch
     ) -> None:
-        """Admit the sequence and compute its keys and values."""
         num_blocks = -(-self._num_tokens // batch.limits.block_size)
         ids = (np.arange(self._num_tokens, dtype=np.int64) * 7 + 1) % batch.limits.vocab_size
         blocks = batch.apply(

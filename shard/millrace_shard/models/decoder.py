@@ -13,13 +13,12 @@ from torch import Tensor
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache, Layers, Reduce
 from millrace_shard.kernels.elementwise import elementwise
-from millrace_shard.kernels.layer.normalised import added_and_normalised
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
-from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
+from millrace_shard.kernels.layer_blocks import added_and_normalised
+from millrace_shard.kernels.lora.adapter_table import AdapterRows, AdapterTable, running
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.interface import KVGeometry, KVLayer, MakeLayers, ModelInfo
 from millrace_shard.models.layer_loader import LayerLoader
-from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.spec import DecoderSpec
 from millrace_shard.models.split import kv_heads_per_rank
 
 
@@ -74,7 +73,6 @@ class Decoder:
         return added_and_normalised(self._kernels, x, residual, self._norm)
 
     def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """Logits [R, vocab] float32 of `states` [R, hidden]."""
         if states.shape[0] == 0:
             return states.new_empty(0, self.info.vocab_size, dtype=torch.float32)
         with running(self._adapters, logits=adapters):
@@ -83,14 +81,12 @@ class Decoder:
         return finished_logits(logits, self.spec.logit_multiplier, self.spec.logit_softcap)
 
     def first_layers(self, count: int) -> Decoder:
-        """See CausalModel."""
         first = copy.copy(self)
         first.geometry = KVGeometry(self.geometry.layers[:count])
         first.run_layers = self._runner_of(self._layers[:count])
         return first
 
     def with_layers(self, make: MakeLayers) -> Decoder:
-        """See CausalModel."""
         other = copy.copy(self)
         other.run_layers = make(self._layers[: len(self.geometry.layers)], self._reduce)
         return other

@@ -1,4 +1,4 @@
-"""What the folder of a model says about it, before any weight is read."""
+"""The description of a model by the files of its folder, before any weight is read."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from huggingface_hub.errors import StrictDataclassError
 
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.model_loader.json_object import read_json_object
 from millrace_shard.models import split
-from millrace_shard.models.config.config_reader import LARGEST_COUNT, LARGEST_COUNTS
-from millrace_shard.models.config.kv_cache_scheme import cache_dtype_of, kv_cache_scheme
-from millrace_shard.models.config.text_part import text_part
+from millrace_shard.models.config import (
+    LARGEST_COUNT,
+    LARGEST_COUNTS,
+    cache_dtype_of,
+    kv_cache_scheme,
+    text_part,
+)
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import ModelInfo
-from millrace_shard.models.rope import longest_position
-from millrace_shard.models.rope_override import RopeOverride, override_config, override_spec
-from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.rope import (
+    RopeOverride,
+    longest_position,
+    override_config,
+    override_spec,
+)
+from millrace_shard.models.spec import DecoderSpec
+from millrace_shard.weights.json_object import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,11 +47,11 @@ class ModelDescription:
     dtype: torch.dtype | None
     """Dtype of the weights; None if the config names none of float16, bfloat16 and float32."""
     eos_token_ids: tuple[int, ...]
-    """Those of generation_config.json, else of the config."""
+    """The ids in generation_config.json, else in the config."""
     spec: DecoderSpec | None = None
     config: PretrainedConfig | None = None
     kv_cache_scheme: object = None
-    """How the checkpoint says that its KV cache is quantised, unchecked."""
+    """The checkpoint's setting for a quantised KV cache, unchecked."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelDescription:
@@ -73,7 +81,7 @@ class ModelDescription:
         )
 
     def cache_dtype(self) -> torch.dtype | None:
-        """The dtype of the KV cache that the checkpoint asks for, if any. Raises UnsupportedModel for other schemes."""
+        """The dtype of the KV cache that the checkpoint requests, if any. Raises UnsupportedModel for other schemes."""
         return cache_dtype_of(self.kv_cache_scheme)
 
     def with_rope(self, override: RopeOverride | None) -> ModelDescription:
@@ -87,7 +95,7 @@ class ModelDescription:
         return self
 
     def info(self) -> ModelInfo:
-        """What the router needs to know."""
+        """The facts about the model that the router needs."""
         if self.spec is not None:
             windows = {layer.attention.window for layer in self.spec.layers}
             return ModelInfo(
@@ -98,7 +106,7 @@ class ModelDescription:
                 eos_token_ids=self.eos_token_ids,
                 window_size=windows.pop() if len(windows) == 1 else None,
             )
-        from millrace_shard.models.transformers_backend.transformers_rope import longest_sequence  # noqa: PLC0415
+        from millrace_shard.models.transformers_backend.rotary import longest_sequence  # noqa: PLC0415
 
         assert self.config is not None
         return ModelInfo(
@@ -115,7 +123,7 @@ class ModelDescription:
         if self.spec is not None:
             return split.layer_shape(self.spec, world_size)
         # The classes of transformers are imported only where one of them runs.
-        from millrace_shard.models.transformers_backend.tensor_parallel.class_split import (  # noqa: PLC0415
+        from millrace_shard.models.transformers_backend.tensor_parallel import (  # noqa: PLC0415
             layer_shape,
         )
 
@@ -133,12 +141,12 @@ def read_any_config(folder: Path) -> PretrainedConfig:
     raw = read_json_object(folder / "config.json")
     if raw is None:
         raise ModelError(f"no config.json in {folder}")
-    kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         from millrace_shard.models.transformers_backend.supported import SUPPORTED  # noqa: PLC0415
 
         raise UnsupportedModel(
-            f"model_type={kind!r} in {folder / 'config.json'} is not known; these are served:"
+            f"model_type={model_type!r} in {folder / 'config.json'} is not known; these are served:"
             f" {', '.join((*FAMILIES, *SUPPORTED))}"
         )
     try:
@@ -154,7 +162,7 @@ def read_any_config(folder: Path) -> PretrainedConfig:
         StrictDataclassError,
     ) as error:
         raise ModelError(
-            f"{folder / 'config.json'} is not a valid {kind} config: {error}"
+            f"{folder / 'config.json'} is not a valid {model_type} config: {error}"
         ) from error
     return config
 
@@ -162,15 +170,16 @@ def read_any_config(folder: Path) -> PretrainedConfig:
 def _longest_sequence(spec: DecoderSpec) -> int:
     """The positions that all rotations of a decoder support. Raises UnsupportedModel for more than are counted."""
     ropes = {layer.attention.rope for layer in spec.layers} - {None}
-    found = max((longest_position(rope) for rope in ropes if rope), default=spec.max_positions)
+    longest = max((longest_position(rope) for rope in ropes if rope), default=spec.max_positions)
     most = LARGEST_COUNTS["max_position_embeddings"]
-    if found > most:
-        raise UnsupportedModel(f"sequences of {found} tokens are not supported; at most {most} is")
-    return found
+    if longest > most:
+        raise UnsupportedModel(
+            f"sequences of {longest} tokens are not supported; at most {most} is"
+        )
+    return longest
 
 
 def _is_embedding(folder: Path, text: Mapping[str, Any]) -> bool:
-    """Whether the files say that the model is for embeddings."""
     classes = text.get("architectures")
     is_base = isinstance(classes, list) and any(str(name).endswith("Model") for name in classes)
     return is_base or (folder / SENTENCE_TRANSFORMERS).is_file()

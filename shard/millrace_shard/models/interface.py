@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from millrace_shard.kernels.base import Layer, LayerCache, Layers, Reduce
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 
 
@@ -70,14 +70,14 @@ class CausalModel(Protocol):
     def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Logits of any rows of these states [R, hidden], with the same bits as from `forward`.
 
-        `adapters` are those of the rows.
+        `adapters` belong to the rows.
         """
 
     def first_layers(self, count: int) -> CausalModel:
         """A model over the same weights with the first `count` layers, or with all if layers cannot be separated.
 
-        Layers reuse the same memory, so a step of two layers needs about as much of it, beside the cache, as a step of
-        all layers.
+        Layers reuse the same memory, so apart from the cache a step of two layers needs about as much of it as a step
+        of all layers.
         """
 
     def with_layers(self, make: MakeLayers) -> CausalModel:

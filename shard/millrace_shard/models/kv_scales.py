@@ -29,7 +29,7 @@ class ScaleReader(Protocol):
 def read_kv_scales(weights: ScaleReader, attention: str) -> tuple[float, float]:
     """Scales of keys and values of the module `attention`; 1 if the checkpoint has none.
 
-    Raises WeightsError for a scale that is no positive finite number, and if only one of the two is there.
+    Raises WeightsError for a scale that is not a positive finite number, and if only one of the two is there.
     """
     key, value = (
         _first(weights, attention, names + SHARED_NAMES) for names in (KEY_NAMES, VALUE_NAMES)
@@ -49,12 +49,12 @@ def _first(weights: ScaleReader, attention: str, names: tuple[str, ...]) -> str 
 
 
 def _scale(weights: ScaleReader, name: str) -> float:
-    found = weights.whole(name)
-    if found.numel() != 1:
+    tensor = weights.whole(name)
+    if tensor.numel() != 1:
         raise WeightsError(
-            f"tensor {name} has shape {list(found.shape)}; one scale per tensor is supported"
+            f"tensor {name} has shape {list(tensor.shape)}; one scale per tensor is supported"
         )
-    scale = float(found.float())
+    scale = float(tensor.float())
     if not (math.isfinite(scale) and scale > 0):
         raise WeightsError(f"tensor {name} is {scale}; a scale must be a positive finite number")
     return scale

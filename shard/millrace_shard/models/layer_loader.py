@@ -9,22 +9,30 @@ from torch import Tensor
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import AttentionBlock, Finish, Kernels, Layer, Linear, MlpBlock
-from millrace_shard.kernels.layer.blocks import ResultNorm
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
-from millrace_shard.kernels.layer.rotation import Rotation
+from millrace_shard.kernels.layer_blocks import ResultNorm
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    HeadNorms,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.model_loader.quantized.module_tensors import KINDS
-from millrace_shard.model_loader.weights import Weights
-from millrace_shard.models.experts_loader import ExpertsLoader
 from millrace_shard.models.kv_scales import read_kv_scales
-from millrace_shard.models.linear_loader import LinearLoader, Part
-from millrace_shard.models.rope_tables import RopeTables
-from millrace_shard.models.spec.attention_spec import AttentionSpec
-from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
-from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec
-from millrace_shard.models.spec.norm_spec import NormPlaces, NormSpec
+from millrace_shard.models.linear_loader import ExpertsLoader, LinearLoader, Part
+from millrace_shard.models.rope import RopeTables
+from millrace_shard.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    NormPlaces,
+    NormSpec,
+)
 from millrace_shard.models.split import kv_heads_per_rank
+from millrace_shard.weights.quantized.module_tensors import KINDS
+from millrace_shard.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +60,6 @@ class LayerLoader:
         self._experts = ExpertsLoader(spec.hidden_size, weights, self._linears, group)
 
     def embedding(self) -> Tensor:
-        """The rank's rows of the embedding."""
         return self._vocabulary(self._spec.names.embedding)
 
     @property
@@ -63,7 +70,7 @@ class LayerLoader:
 
     @property
     def _file_has_head(self) -> bool:
-        return any(f"{self._spec.names.head}.{kind}" in self._weights for kind in KINDS)
+        return any(f"{self._spec.names.head}.{suffix}" in self._weights for suffix in KINDS)
 
     def head(self, embedding: Tensor) -> Linear:
         """The output head, which is the embedding if the config ties them, or if there is none.
@@ -104,7 +111,6 @@ class LayerLoader:
         return not is_used
 
     def last_norm(self) -> NormWeights:
-        """The norm before the head."""
         spec = self._spec
         return self._norm(spec.names.norm, spec.norm, spec.hidden_size)
 
@@ -113,7 +119,6 @@ class LayerLoader:
         return read_kv_scales(self._weights, f"{self._spec.names.layers}.{index}.self_attn")
 
     def layer(self, index: int) -> Layer:
-        """Load layer `index`."""
         prefix, layer = f"{self._spec.names.layers}.{index}.", self._spec.layers[index]
         names = self._spec.names.layer
         attention = self._attention(prefix, layer)
@@ -198,26 +203,26 @@ class LayerLoader:
         return Rotation(table=self._ropes.table(spec.rope), interleaved=spec.rope.interleaved)
 
     def _head_norms(self, prefix: str, spec: AttentionSpec) -> HeadNorms | None:
-        found, names = spec.head_norm, self._spec.names.layer
-        if found is None:
+        head_norm, names = spec.head_norm, self._spec.names.layer
+        if head_norm is None:
             return None
 
         def norm(name: str, heads: int) -> NormWeights:
-            if found.whole_width or found.weight_per_head:
-                return self._norm_of_heads(prefix + name, found.norm, heads, spec.head_dim)
-            return self._norm(prefix + name, found.norm, spec.head_dim)
+            if head_norm.whole_width or head_norm.weight_per_head:
+                return self._norm_of_heads(prefix + name, head_norm.norm, heads, spec.head_dim)
+            return self._norm(prefix + name, head_norm.norm, spec.head_dim)
 
         return HeadNorms(
             query=norm(names.query_norm, spec.num_heads),
             key=norm(names.key_norm, spec.num_kv_heads),
-            whole_width=found.whole_width,
-            after_rope=found.after_rope,
+            whole_width=head_norm.whole_width,
+            after_rope=head_norm.after_rope,
         )
 
     def _norm_of_heads(self, name: str, norm: NormSpec, heads: int, head_dim: int) -> NormWeights:
         """A norm with weights for each head, of which the rank has its own."""
-        own = self._linears.own_heads(f"{name}.weight", heads, head_dim)
-        return _norm_weights(own, norm)
+        weight = self._linears.own_heads(f"{name}.weight", heads, head_dim)
+        return _norm_weights(weight, norm)
 
     def _optional_norm(self, prefix: str, name: str | None, norm: NormSpec) -> NormWeights | None:
         return None if name is None else self._norm(prefix + name, norm, self._spec.hidden_size)

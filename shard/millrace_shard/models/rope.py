@@ -1,20 +1,29 @@
-"""Tables of the cosines and sines of rotary position embeddings."""
+"""Tables of the cosines and sines of rotary position embeddings, and the flags that replace their scaling."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from millrace_shard.models.spec.rope_spec import (
+from millrace_shard.errors import UnsupportedModel
+from millrace_shard.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
     DynamicScaling,
+    LayerSpec,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     RopeSpec,
     YarnScaling,
 )
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 POSITIONS_PER_STEP = 8192
 
@@ -23,7 +32,7 @@ def rope_table(rope: RopeSpec, num_positions: int, *, long_context: bool = False
     """A table [num_positions, rotary_dim] float32 on CPU: cosines in the first half, sines in the second, both scaled.
 
     Two kinds depend on a length. transformers takes the longest one in the batch, so that the keys of a sequence depend
-    on the other sequences and on its prefill chunks. Here a row of the table depends on its position alone:
+    on the other sequences and on its prefill chunks. Here a row of the table depends only on its position:
 
     - dynamic: position p is rotated as in a sequence of p + 1 tokens. That equals `generate` for prompts within
       `max_position_embeddings`, even if the generation exceeds it.
@@ -101,8 +110,8 @@ def _dynamic(rope: RopeSpec, scaling: DynamicScaling, positions: Tensor) -> Tens
 def _llama3(scaling: Llama3Scaling, plain: Tensor) -> Tensor:
     turns = scaling.original_positions / (2 * math.pi / plain)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * plain / scaling.factor + kept * plain
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - share) * plain / scaling.factor + share * plain
 
 
 def _yarn(rope: RopeSpec, scaling: YarnScaling, wavelengths: Tensor) -> Tensor:
@@ -120,3 +129,72 @@ def _yarn(rope: RopeSpec, scaling: YarnScaling, wavelengths: Tensor) -> Tensor:
     stretched = ((torch.arange(len(wavelengths)).float() - low) / (high - low)).clamp(0, 1)
     plain = 1.0 / wavelengths
     return (1.0 / (scaling.factor * wavelengths)) * stretched + plain * (1 - stretched)
+
+
+_KINDS: dict[str, type[LinearScaling] | type[DynamicScaling]] = {
+    "linear": LinearScaling,
+    "dynamic": DynamicScaling,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeOverride:
+    """A scaling. Raises UnsupportedModel for an unknown kind and for factors below 1."""
+
+    kind: str
+    """"linear" or "dynamic"."""
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise UnsupportedModel(f"rope scaling {self.kind!r} is not one of: {', '.join(_KINDS)}")
+        if not self.factor >= 1:
+            raise UnsupportedModel(f"a rope factor is at least 1, not {self.factor}")
+
+
+def override_spec(spec: DecoderSpec, override: RopeOverride) -> DecoderSpec:
+    """`spec` with the scaling of `override` in every layer that rotates."""
+    scaling = _KINDS[override.kind](factor=override.factor)
+
+    def scaled(layer: LayerSpec) -> LayerSpec:
+        rope = layer.attention.rope
+        if rope is None:
+            return layer
+        rope = replace(rope, scaling=scaling)
+        return replace(layer, attention=replace(layer.attention, rope=rope))
+
+    return replace(spec, layers=tuple(map(scaled, spec.layers)))
+
+
+def override_config(config: PretrainedConfig, override: RopeOverride) -> None:
+    """Replace the scaling of `config` but keep its base and rotary share, as TGI does. Raises UnsupportedModel."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        raise UnsupportedModel(f"{config.model_type} has no rotary embedding to scale")
+    if "rope_type" not in parameters:
+        raise UnsupportedModel(f"rope_parameters {parameters!r} are not of one kind for all layers")
+    base = {k: v for k, v in parameters.items() if k in {"rope_theta", "partial_rotary_factor"}}
+    config.rope_parameters = {"rope_type": override.kind, "factor": override.factor, **base}
+
+
+class RopeTables:
+    """Makes each table once."""
+
+    def __init__(self, max_total_tokens: int | None, device: torch.device) -> None:
+        self._max_total_tokens = max_total_tokens
+        self._device = device
+        self._tables: dict[RopeSpec, Tensor] = {}
+
+    def query_factors(self, attention: AttentionSpec) -> Tensor | None:
+        """[positions] float32: the factors of queries; None if they are not scaled by their position."""
+        scaling, rope = attention.query_scaling, attention.rope
+        if scaling is None or rope is None:
+            return None
+        positions = torch.arange(len(self.table(rope)), dtype=torch.float)
+        steps = torch.floor(positions / scaling.positions)
+        return (1 + scaling.beta * torch.log(1 + steps)).to(self._device)
+
+    def table(self, rope: RopeSpec) -> Tensor:
+        if rope not in self._tables:
+            self._tables[rope] = model_rope_table(rope, self._max_total_tokens).to(self._device)
+        return self._tables[rope]

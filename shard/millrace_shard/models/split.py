@@ -1,4 +1,4 @@
-"""How a decoder is split over the ranks of a tensor-parallel group."""
+"""The split of a decoder over the ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Iterable
 
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.models.spec.attention_spec import AttentionSpec
-from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
-from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec, FeedForwardSpec
+from millrace_shard.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    LayerSpec,
+)
 
 
 def kv_heads_per_rank(attention: AttentionSpec, world_size: int) -> int:
@@ -77,12 +81,12 @@ def _widths(layers: Iterable[LayerSpec]) -> set[int]:
 
 def _linears(spec: FeedForwardSpec, hidden_size: int, world_size: int) -> set[tuple[int, int]]:
     """Outputs and inputs of the linears of a rank's part of a feed-forward half."""
-    found = set()
+    shapes = set()
     for width in spec.widths:
         inter = width // world_size
-        found |= {(2 * inter, hidden_size), (hidden_size, inter)}
+        shapes |= {(2 * inter, hidden_size), (hidden_size, inter)}
     if isinstance(spec, ExpertsSpec):
-        found.add((spec.router.num_experts, hidden_size))
+        shapes.add((spec.router.num_experts, hidden_size))
         if spec.shared is not None and spec.shared.gated:
-            found.add((1, hidden_size))
-    return found
+            shapes.add((1, hidden_size))
+    return shapes

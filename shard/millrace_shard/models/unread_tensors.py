@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that no part of the model asked for, because its config does not name them."""
+"""Tensors of a checkpoint that no part of the model has read, because its config does not name them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import logging
 from collections.abc import Iterable
 
 from millrace_shard.errors import WeightsError
-from millrace_shard.model_loader.gguf.files import GgufFiles
-from millrace_shard.model_loader.safetensor_files import LAYER, SafetensorFiles
-from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
-from millrace_shard.models.spec.feed_forward_spec import GatedSpec
-from millrace_shard.models.spec.weight_names import LayerNames
+from millrace_shard.models.spec import DecoderSpec, GatedSpec, LayerNames, LayerSpec
+from millrace_shard.weights.gguf.files import GgufFiles
+from millrace_shard.weights.safetensor_files import LAYER, SafetensorFiles
 
 WITHOUT_EFFECT = (
     ".inv_freq",
@@ -77,33 +75,33 @@ def _refuse_biases(files: SafetensorFiles, names: Iterable[str]) -> None:
 
 def _is_denied(name: str, spec: DecoderSpec) -> bool:
     """Whether the tensor is a bias of a layer, and the layer has none there."""
-    found = LAYER.match(name)
-    if found is None or not name.endswith(BIAS) or int(found[1]) >= len(spec.layers):
+    match = LAYER.match(name)
+    if match is None or not name.endswith(BIAS) or int(match[1]) >= len(spec.layers):
         return False
-    given = _biases(spec.layers[int(found[1])], spec.names.layer)
-    return not name[found.end() :].startswith(given)
+    biases = _biases(spec.layers[int(match[1])], spec.names.layer)
+    return not name[match.end() :].startswith(biases)
 
 
 def _biases(layer: LayerSpec, names: LayerNames) -> tuple[str, ...]:
-    """How the names of all biases of a layer begin, relative to the layer."""
+    """Prefixes of the names of all biases of a layer, relative to the layer."""
     attention, half = layer.attention, layer.feed_forward
-    found = list[str]()
+    prefixes = list[str]()
     if attention.qkv_bias:
         qkv = (names.query, names.key, names.value) if names.qkv is None else (names.qkv,)
-        found += [f"{name}." for name in qkv]
+        prefixes += [f"{name}." for name in qkv]
     if attention.out_bias:
-        found.append(f"{names.out}.")
+        prefixes.append(f"{names.out}.")
     if isinstance(half, GatedSpec):
         gate_up = (names.gate, names.up) if names.gate_up is None else (names.gate_up,)
-        found += [f"{name}." for name in (*gate_up, names.down) if half.bias]
-        return tuple(found)
+        prefixes += [f"{name}." for name in (*gate_up, names.down) if half.bias]
+        return tuple(prefixes)
     for each in names.experts:
-        found += [f"{each.experts}."] * half.bias
-        found += [f"{each.router}.bias"] * half.router.bias
-        found += [f"{each.router}.e_score_correction_bias"] * half.router.correction
-    return tuple(found)
+        prefixes += [f"{each.experts}."] * half.bias
+        prefixes += [f"{each.router}.bias"] * half.router.bias
+        prefixes += [f"{each.router}.e_score_correction_bias"] * half.router.correction
+    return tuple(prefixes)
 
 
 def _is_of_layers(name: str, count: int) -> bool:
-    found = LAYER.match(name)
-    return found is not None and int(found[1]) < count
+    match = LAYER.match(name)
+    return match is not None and int(match[1]) < count

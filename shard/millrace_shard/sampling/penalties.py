@@ -1,11 +1,19 @@
-"""Penalties for the tokens that a sequence contains, and forbidden ids. Rows are independent and exact."""
+"""Penalties, biases and forbidden ids over rows of scores, and counts of tokens. Rows are independent and exact."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from millrace_shard.arrays import Ints
+from millrace_shard.device.transfers import upload
+from millrace_shard.kernels.scores import SamplingKernels
+from millrace_shard.sampling.sampling_rows import PENALTIES, SamplingRows
 
 _GENERATED = 1 << 32
 """One int64 holds two counts of an id: of all tokens in the low half, of generated tokens in the high half."""
@@ -46,8 +54,8 @@ def penalise(scores: Tensor, rows: Tensor, tokens: PastTokens, penalties: Penalt
     # Padding is replaced by the row's first token: the same value is then written to its score several times.
     ids = torch.where(held, tokens.ids, tokens.ids[:, :1])
     line = scores.view(-1)
-    places = rows[:, None] * scores.shape[1] + ids
-    before = line[places]
+    index = rows[:, None] * scores.shape[1] + ids
+    before = line[index]
     penalty = penalties.repetition
     after = finite(torch.where(before < 0, before * penalty, before / penalty), before)
     if penalties.uses_counts:
@@ -60,7 +68,7 @@ def penalise(scores: Tensor, rows: Tensor, tokens: PastTokens, penalties: Penalt
         after = finite(after - penalties.frequency * in_all / tokens.lengths, after)
         after = finite(after - penalties.presence * (generated > 0), after)
         after = finite(after - penalties.openai_frequency * generated, after)
-    line[places] = after
+    line[index] = after
 
 
 def finite(changed: Tensor, before: Tensor) -> Tensor:
@@ -76,9 +84,144 @@ def forbid(scores: Tensor, rows: Tensor, ids: Tensor) -> None:
 
 def forbid_if_others(scores: Tensor, rows: Tensor, ids: Tensor) -> None:
     """Forbid `ids` as `forbid` does, except in rows that would have no possible token left."""
-    place = (rows[:, None], ids[None, :])
-    before = scores[place]
-    scores[place] = float("-inf")
+    index = (rows[:, None], ids[None, :])
+    before = scores[index]
+    scores[index] = float("-inf")
     has_others = scores.index_select(0, rows).amax(-1, keepdim=True) > float("-inf")
     # With a NaN in the row the comparison is false: the scores stay as they are, and the row fails.
-    scores[place] = torch.where(has_others, float("-inf"), before)
+    scores[index] = torch.where(has_others, float("-inf"), before)
+
+
+Bias = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SlotBias:
+    ids: Tensor
+    """[b] int64."""
+    values: Tensor
+    """[b] float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """The biases of all rows of one step, concatenated. Consecutive steps usually have the same rows."""
+
+    key: tuple[bytes, bytes, int]
+    index: Tensor
+    """[B] int64, indexes into the flattened scores."""
+    values: Tensor
+    """[B] float32."""
+
+
+class BiasTable:
+    """Biases by slot. Only the engine thread uses it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._biases: dict[int, _SlotBias] = {}
+        self._layout: _Layout | None = None
+
+    def put(self, slot: int, bias: Bias) -> None:
+        """Replace the biases of `slot` by `bias`, which may be empty: pairs of a distinct id and the value to add."""
+        self._layout = None
+        if not bias:
+            self._biases.pop(slot, None)
+            return
+        ids, values = zip(*bias, strict=True)
+        self._biases[slot] = _SlotBias(
+            self._upload(np.array(ids, dtype=np.int64)),
+            self._upload(np.array(values, dtype=np.float32)),
+        )
+
+    def drop(self, slots: Ints) -> None:
+        """Remove the biases of `slots`; slots without a bias are ignored."""
+        self._layout = None
+        for slot in slots.tolist():
+            self._biases.pop(slot, None)
+
+    def clear(self) -> None:
+        self._layout = None
+        self._biases.clear()
+
+    def add(self, scores: Tensor, rows: Ints, slots: Ints) -> None:
+        """Add the biases of `slots` [n] to `rows` [n] of the scores [R, V] float32, contiguous, in place.
+
+        Finite scores stay finite, and infinite scores are unchanged.
+        """
+        layout = self._layout_of(rows, slots, scores.shape[1])
+        line = scores.view(-1)
+        before = line[layout.index]
+        line[layout.index] = finite(before + layout.values, before)
+
+    def _layout_of(self, rows: Ints, slots: Ints, size: int) -> _Layout:
+        key = (rows.tobytes(), slots.tobytes(), size)
+        if self._layout is None or self._layout.key != key:
+            # A slot may have several rows, but the ids within a row are distinct.
+            parts = [self._biases[slot] for slot in slots.tolist()]
+            starts = np.repeat(rows * size, [len(part.ids) for part in parts])
+            self._layout = _Layout(
+                key,
+                torch.cat([part.ids for part in parts]) + self._upload(starts),
+                torch.cat([part.values for part in parts]),
+            )
+        return self._layout
+
+    def _upload(self, values: NDArray[Any]) -> Tensor:
+        return upload(values, self._device)
+
+
+class TokenCounts:
+    """Counts by slot, so that a step counts only the tokens since the previous one. Only the engine thread uses it.
+
+    The table is allocated at the first use, with 8 bytes for each id of each slot.
+    """
+
+    def __init__(self, token_table: Tensor, kernels: SamplingKernels) -> None:
+        """`token_table` [slots, length] int32."""
+        self._table = token_table
+        self._kernels = kernels
+        self._counts: Tensor | None = None
+        self._num_counted = np.zeros(len(token_table), dtype=np.int64)
+        """[slots], the tokens of each slot that are counted; 0 means that its counts are undefined."""
+
+    def forget(self, slot: int) -> None:
+        self._num_counted[slot] = 0
+
+    def penalise(self, scores: Tensor, chosen: Ints, rows: SamplingRows) -> None:
+        """Penalise the rows `chosen` [n] of `scores` [R, V] float32, contiguous, in place; they are `rows`."""
+        slots, index = np.unique(rows.table_rows, return_inverse=True)
+        # A slot may have rows at several positions. The tokens past the first position are draft tokens, not counted.
+        ends = np.full(len(slots), np.iinfo(np.int64).max)
+        np.minimum.at(ends, index, rows.positions)
+        prompts = rows.parameters["num_prompt"]
+        num_prompt = np.empty_like(slots)
+        num_prompt[index] = prompts
+        counts = self._count(slots, ends, num_prompt, scores.shape[1])
+        columns = np.stack([chosen, rows.table_rows, ends[index], rows.positions, prompts])
+        self._kernels.penalise(
+            scores, counts, self._table, upload(columns, scores.device), _penalties(rows, scores)
+        )
+
+    def _count(self, slots: Ints, ends: Ints, num_prompt: Ints, size: int) -> Tensor:
+        """The counts [all slots, `size`] int64, of `slots` up to the positions `ends`, all [m]."""
+        device = self._table.device
+        if self._counts is None:
+            self._counts = torch.empty(len(self._table), size, dtype=torch.int64, device=device)
+        begins = self._num_counted[slots]
+        begins[begins > ends] = 0
+        if len(new := slots[begins == 0]):
+            self._counts.index_fill_(0, upload(new, device), 0)
+        spans = np.stack([slots, begins, ends, num_prompt])[:, begins < ends]
+        if spans.shape[1]:
+            longest = int((ends - begins).max())
+            self._kernels.count_tokens(self._counts, self._table, upload(spans, device), longest)
+        self._num_counted[slots] = ends
+        return self._counts
+
+
+def _penalties(rows: SamplingRows, scores: Tensor) -> Tensor:
+    """[4, n] float32 on the device of `scores`."""
+    if rows.device is not None:
+        return rows.device.penalties()
+    return upload(np.stack([rows.parameters[name] for name in PENALTIES]), scores.device)

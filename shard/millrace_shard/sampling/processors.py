@@ -5,7 +5,6 @@ The order is: watermark, penalties, biases, rules of sequences, the grammar's ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,32 +14,27 @@ from torch import Tensor
 
 from millrace_shard.arrays import Ints
 from millrace_shard.device.transfers import upload
-from millrace_shard.kernels.masks import MaskTable, RowMasks
-from millrace_shard.kernels.sampling_kernels import SamplingKernels
-from millrace_shard.sampling.biases import BiasTable
+from millrace_shard.kernels.scores import MaskTable, RowMasks, SamplingKernels
 from millrace_shard.sampling.penalties import (
+    BiasTable,
     PastTokens,
     Penalties,
+    TokenCounts,
     forbid,
     forbid_if_others,
     penalise,
 )
-from millrace_shard.sampling.row_indexes import RowIndexes
-from millrace_shard.sampling.sampling_rows import RowGroups, SamplingRows, is_counted, is_too_short
-from millrace_shard.sampling.sequence_rules.rule_table import RuleTable
-from millrace_shard.sampling.token_counts import TokenCounts
+from millrace_shard.sampling.sampling_rows import (
+    RowGroups,
+    RowIndexes,
+    SamplingRows,
+    is_counted,
+    is_too_short,
+    tile_height,
+    tiles,
+)
+from millrace_shard.sampling.sequence_rules import RuleTable
 from millrace_shard.sampling.watermark import Watermark
-
-TILE_ELEMENTS = 1 << 19
-"""Scores per tile on CPU, so that the result of a pass is still in the cache for the next pass."""
-DEVICE_TILE_ELEMENTS = 1 << 23
-"""Scores per tile elsewhere, which bounds scratch memory to some 40 bytes each whatever the batch is."""
-
-
-def tile_height(device: torch.device, width: int) -> int:
-    """The number of rows of `width` elements that are processed together."""
-    most = TILE_ELEMENTS if device.type == "cpu" else DEVICE_TILE_ELEMENTS
-    return max(1, most // width)
 
 
 class Processors:
@@ -56,7 +50,7 @@ class Processors:
     ) -> None:
         self._biases = biases
         self.rules = RuleTable(token_table)
-        """Rules by slot."""
+
         self._masks = MaskTable(token_table.device)
         self._watermark = watermark
         self._token_table = token_table
@@ -85,13 +79,13 @@ class Processors:
             self._forbid_ending(logits, np.flatnonzero(is_too_short(rows)), masks)
 
     def _apply_watermark(self, logits: Tensor, rows: SamplingRows, chosen: Ints) -> None:
-        for some in self._tiles(chosen, logits.shape[1]):
-            previous = self._token_table[self._last_places(rows.select(some))].long()
+        for some in tiles(chosen, self._device, logits.shape[1]):
+            previous = self._token_table[self._last_tokens(rows.select(some))].long()
             index = self._index(some)
             logits.index_copy_(0, index, self._watermark.apply(logits[index], previous))
 
-    def _last_places(self, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        """The places of the rows' last tokens in the token table."""
+    def _last_tokens(self, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        """Slots and positions of the rows' last tokens, an index into the token table."""
         if rows.device is not None:
             return rows.device.slots, rows.device.positions - 1
         return self._upload(rows.table_rows), self._upload(rows.positions - 1)
@@ -101,16 +95,16 @@ class Processors:
             self.counts.penalise(logits, chosen, rows.select(chosen))
             return
         width = max(logits.shape[1], int(rows.positions[chosen].max()))
-        for some in self._tiles(chosen, width):
-            mine = rows.select(some)
+        for some in tiles(chosen, self._device, width):
+            tile_rows = rows.select(some)
             penalties = Penalties(
-                repetition=self._column(mine, "repetition_penalty"),
-                frequency=self._column(mine, "frequency_penalty"),
-                presence=self._column(mine, "presence_penalty"),
-                openai_frequency=self._column(mine, "openai_frequency_penalty"),
-                uses_counts=bool(is_counted(mine.parameters).any()),
+                repetition=tile_rows.column("repetition_penalty", self._device),
+                frequency=tile_rows.column("frequency_penalty", self._device),
+                presence=tile_rows.column("presence_penalty", self._device),
+                openai_frequency=tile_rows.column("openai_frequency_penalty", self._device),
+                uses_counts=bool(is_counted(tile_rows.parameters).any()),
             )
-            penalise(logits, self._index(some), self._past_tokens(mine), penalties)
+            penalise(logits, self._index(some), self._past_tokens(tile_rows), penalties)
 
     def _past_tokens(self, rows: SamplingRows) -> PastTokens:
         longest = int(rows.positions.max())
@@ -122,7 +116,7 @@ class Processors:
         return PastTokens(
             ids=ids.long(),
             lengths=positions[:, None],
-            num_prompt=self._column(rows, "num_prompt"),
+            num_prompt=rows.column("num_prompt", self._device),
         )
 
     def _forbid_ending(self, logits: Tensor, chosen: Ints, masks: RowMasks | None) -> None:
@@ -133,16 +127,5 @@ class Processors:
         if len(masked := chosen[is_masked]):
             forbid_if_others(logits, self._index(masked), self._eos)
 
-    def _tiles(self, rows: Ints, width: int) -> Iterator[Ints]:
-        """Split `rows`, of `width` elements each, into parts that are processed together."""
-        height = tile_height(self._device, width)
-        return (rows[start : start + height] for start in range(0, len(rows), height))
-
     def _upload(self, values: NDArray[Any]) -> Tensor:
         return upload(values, self._device)
-
-    def _column(self, rows: SamplingRows, name: str) -> Tensor:
-        """One parameter of the rows, [n, 1] on the device."""
-        if rows.device is not None:
-            return rows.device.column(name)
-        return self._upload(rows.parameters[name])[:, None]

@@ -1,12 +1,15 @@
 """From logits to tokens: processors, warpers and choice, in TGI's order, vectorised over the rows of a step.
 
-The operations on a row depend on its own parameters and scores alone, and each operation treats rows independently, so
+The operations on a row depend only on its own parameters and scores, and each operation treats rows independently, so
 the bits of a row's token, log probability and top tokens do not depend on the composition of the batch.
+
+The number of top tokens that tie at the last place is on the device, and the host must not wait for it. The device
+therefore returns a few tokens more than requested; the host reads the whole row in the rare case that all of these tie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,40 +18,88 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace_shard.arrays import Ints
+from millrace_proto.sampling import NEUTRAL, NO_RULES, SequenceRules
+from millrace_shard.arrays import Floats, Ints
 from millrace_shard.device import transfers
-from millrace_shard.device.transfers import upload
-from millrace_shard.kernels.greedy import choose_greedy
-from millrace_shard.kernels.masks import RowMasks
-from millrace_shard.kernels.row_alignment import aligned
-from millrace_shard.kernels.sampling_kernels import SamplingKernels
-from millrace_shard.sampling.biases import Bias, BiasTable
-from millrace_shard.sampling.candidates import (
+from millrace_shard.device.transfers import download_on_side_stream, upload
+from millrace_shard.kernels.scores import RowMasks, SamplingKernels, aligned, choose_greedy
+from millrace_shard.sampling.penalties import Bias, BiasTable
+from millrace_shard.sampling.processors import Processors
+from millrace_shard.sampling.sampling_rows import RowGroups, RowIndexes, tiles
+from millrace_shard.sampling.sampling_rows import SamplingRows as SamplingRows
+from millrace_shard.sampling.thresholds import draw_from, find_threshold, uniforms
+from millrace_shard.sampling.warpers import (
     NUM_CANDIDATES,
     Candidates,
     CandidateWarpers,
+    apply_temperature,
     draw_candidate,
+    exclude_top_choices,
     find_candidates,
     join_candidates,
-)
-from millrace_shard.sampling.fixed_point import draw_from, uniforms
-from millrace_shard.sampling.processors import Processors, tile_height
-from millrace_shard.sampling.row_indexes import RowIndexes
-from millrace_shard.sampling.sampling_rows import RowGroups
-from millrace_shard.sampling.sampling_rows import SamplingRows as SamplingRows
-from millrace_shard.sampling.sequence_rules.rules import NO_RULES, SequenceRules
-from millrace_shard.sampling.thresholds import find_threshold
-from millrace_shard.sampling.top_tokens import TopTokens
-from millrace_shard.sampling.warpers import (
-    apply_temperature,
-    exclude_top_choices,
-    keep_min_p,
     keep_top_k,
     keep_top_n_sigma,
-    keep_top_p,
-    keep_typical,
+    shares,
 )
 from millrace_shard.sampling.watermark import Watermark
+
+TIE_ROOM = 16
+"""Tokens beyond the requested ones that may tie with the last one before the whole row is read."""
+LEAST = np.finfo(np.float32).min
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopTokens:
+    """The W best tokens of each of n rows."""
+
+    rows: Ints
+    """[n]."""
+    counts: Ints
+    """[n], at least 1 and at most V."""
+    best: Tensor
+    """[2, n, W] int32: ids and bits of log probabilities, the most likely first."""
+    logprobs: Tensor
+    """[n, V] float32, or [n, W] where `best` holds all possible tokens."""
+
+    @classmethod
+    def of(cls, logprobs: Tensor, rows: Ints, counts: Ints) -> TopTokens:
+        """The top tokens of `logprobs` [n, V] float32, without a wait for the device; `counts` is limited to V."""
+        counts = np.minimum(counts, logprobs.shape[1])
+        width = min(logprobs.shape[1], int(counts.max()) + TIE_ROOM)
+        values, ids = logprobs.topk(width, dim=-1)
+        best = torch.stack([ids.to(torch.int32), values.view(torch.int32)])
+        return cls(rows=rows, counts=counts, best=best, logprobs=logprobs)
+
+    @classmethod
+    def among(cls, ids: Tensor, logprobs: Tensor, rows: Ints, counts: Ints) -> TopTokens:
+        """The top tokens among `ids` [n, W] int64 with `logprobs` [n, W] float32, all possible tokens of each row."""
+        ordered = logprobs.sort(dim=-1, descending=True)
+        ids = ids.gather(1, ordered.indices).to(torch.int32)
+        best = torch.stack([ids, ordered.values.view(torch.int32)])
+        counts = np.minimum(counts, logprobs.shape[1])
+        return cls(rows=rows, counts=counts, best=best, logprobs=ordered.values)
+
+    def chosen(self, best: Tensor) -> tuple[Ints, Ints, Floats]:
+        """Row, id and log probability of the best `counts` tokens of each row, and of all that tie with the last one.
+
+        Impossible tokens are excluded. `best` is the host copy of the field of this name.
+        """
+        ids, bits = best.numpy()
+        values = bits.view(np.float32)
+        n, width = values.shape
+        last = np.maximum(values[np.arange(n), self.counts - 1], LEAST)[:, None]
+        is_chosen = values >= last
+        may_tie_on = is_chosen[:, -1] & (width < self.logprobs.shape[1])
+        overflows = np.flatnonzero(may_tie_on)
+        is_chosen[overflows] = False
+        owners, columns = np.nonzero(is_chosen)
+        parts = [(self.rows[owners], ids[owners, columns], values[owners, columns])]
+        for row in overflows:
+            whole = download_on_side_stream(self.logprobs[row])
+            tied = np.flatnonzero(whole >= last[row])
+            parts.append((np.full(len(tied), self.rows[row]), tied, whole[tied]))
+        rows, tokens, logprobs = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return rows, tokens.astype(np.int64), logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +119,6 @@ class Sampled:
 
     @classmethod
     def of_words(cls, words: Tensor) -> Sampled:
-        """Without top tokens."""
         ids, logprobs, failed = words
         return cls(
             ids=ids, logprobs=logprobs.view(torch.float32), failed=failed, top=(), words=words
@@ -90,7 +140,7 @@ class Sampler:
         self._index = RowIndexes(token_table.device)
         self._find_threshold = None if kernels is None else kernels.find_threshold
         self.biases = BiasTable(token_table.device)
-        """Biases by slot."""
+
         self._last: tuple[NDArray[np.void], RowGroups] | None = None
         self._processors = Processors(
             token_table, eos_token_ids, self.biases, watermark or Watermark(), kernels
@@ -104,12 +154,11 @@ class Sampler:
             self._processors.counts.forget(slot)
 
     def drop(self, slots: Ints) -> None:
-        """The sequences in `slots` leave."""
+
         self.biases.drop(slots)
         self._processors.rules.drop(slots)
 
     def clear(self) -> None:
-        """Every sequence leaves."""
         self.biases.clear()
         self._processors.rules.clear()
 
@@ -122,7 +171,7 @@ class Sampler:
         size = logits.shape[1]
         parts = [
             (tile, _choose_best(self._select_rows(logits, tile)))
-            for tile in self._tiles(np.flatnonzero(groups.is_greedy), size)
+            for tile in tiles(np.flatnonzero(groups.is_greedy), self._device, size)
         ]
         is_left = ~groups.is_greedy
         if transfers.is_synchronous(self._device):
@@ -132,7 +181,7 @@ class Sampler:
                     is_left[parts[-1][0]] = False
         parts += [
             (tile, self._sample_whole(self._select_rows(logits, tile), rows.select(tile)))
-            for tile in self._tiles(np.flatnonzero(is_left), size)
+            for tile in tiles(np.flatnonzero(is_left), self._device, size)
         ]
         return _join(parts, self._index)
 
@@ -145,37 +194,37 @@ class Sampler:
     def _sample_narrow(
         self, logits: Tensor, rows: SamplingRows, chosen: Ints
     ) -> tuple[Ints, Sampled]:
-        """Sample those of the `chosen` rows that are complete; returns these rows and their tokens."""
+        """Sample the complete ones of the `chosen` rows; returns these rows and their tokens."""
         warpers = CandidateWarpers(rows.parameters[chosen], self._device)
         has_top_k = bool(rows.parameters["top_k"][chosen[0]] > 0)
-        tiles = []
+        parts = []
         done = 0
-        for tile in self._tiles(chosen, logits.shape[1]):
+        for tile in tiles(chosen, self._device, logits.shape[1]):
             temperature = None if has_top_k else warpers.temperature[done : done + len(tile)]
-            tiles.append(find_candidates(self._select_rows(logits, tile), temperature))
+            parts.append(find_candidates(self._select_rows(logits, tile), temperature))
             done += len(tile)
-        candidates = join_candidates(tiles)
+        candidates = join_candidates(parts)
         scores, is_complete = warpers.apply(candidates)
-        kept = np.flatnonzero(is_complete.numpy())
-        mine = chosen[kept]
-        if len(kept) < len(chosen):
-            index = self._index(kept)
+        complete = np.flatnonzero(is_complete.numpy())
+        complete_rows = chosen[complete]
+        if len(complete) < len(chosen):
+            index = self._index(complete)
             scores, candidates = scores[index], candidates.select(index)
-        return mine, self._draw_narrow(candidates, scores, rows.select(mine))
+        return complete_rows, self._draw_narrow(candidates, scores, rows.select(complete_rows))
 
     def _draw_narrow(self, candidates: Candidates, scores: Tensor, rows: SamplingRows) -> Sampled:
         logprobs = scores.log_softmax(-1)
-        place = draw_candidate(candidates, scores, self._uniforms(rows))[:, None]
-        chosen_logprobs = logprobs.gather(1, place).squeeze(1)
-        wanted = rows.parameters["top_n_tokens"]
+        column = draw_candidate(candidates, scores, self._uniforms(rows))[:, None]
+        chosen_logprobs = logprobs.gather(1, column).squeeze(1)
+        counts = rows.parameters["top_n_tokens"]
         top: tuple[TopTokens, ...] = ()
-        if len(top_rows := np.flatnonzero(wanted > 0)):
+        if len(top_rows := np.flatnonzero(counts > 0)):
             index = self._index(top_rows)
             top = (
-                TopTokens.among(candidates.ids[index], logprobs[index], top_rows, wanted[top_rows]),
+                TopTokens.among(candidates.ids[index], logprobs[index], top_rows, counts[top_rows]),
             )
         return Sampled(
-            ids=candidates.ids.gather(1, place).squeeze(1),
+            ids=candidates.ids.gather(1, column).squeeze(1),
             logprobs=chosen_logprobs,
             failed=~chosen_logprobs.isfinite(),
             top=top,
@@ -186,9 +235,11 @@ class Sampler:
         p, size = rows.parameters, scores.shape[1]
         scores = aligned(scores)
         if len(chosen := np.flatnonzero(p["top_n_sigma"] > 0)):
-            keep = partial(_keep, keep_top_n_sigma, self._column(rows, "top_n_sigma", chosen))
+            keep = partial(
+                _keep, keep_top_n_sigma, rows.column("top_n_sigma", self._device, chosen)
+            )
             scores = self._change_rows(scores.clone(), chosen, keep)
-        scores = apply_temperature(scores, self._column(rows, "temperature"))
+        scores = apply_temperature(scores, rows.column("temperature", self._device))
         scores = self._warp(scores, rows)
         logprobs = scores.log_softmax(-1)
         drawn = np.flatnonzero(p["do_sample"])
@@ -212,25 +263,20 @@ class Sampler:
         """Scores [n, V], with dropped tokens at minus infinity."""
         p = rows.parameters
         if len(chosen := np.flatnonzero(p["top_k"] > 0)):
-            ks = self._column(rows, "top_k", chosen)
+            ks = rows.column("top_k", self._device, chosen)
             largest = int(p["top_k"].max())
             scores = self._change_rows(
                 scores, chosen, lambda some: keep_top_k(some, ks, largest, self._find_threshold)
             )
-        find = self._find_threshold or find_threshold
-        for name, off, keep_part in (
-            ("top_p", 1.0, partial(keep_top_p, find=find)),
-            ("typical_p", 1.0, partial(keep_typical, find=find)),
-            ("min_p", 0.0, keep_min_p),
-        ):
-            if len(chosen := np.flatnonzero(p[name] != off)):
-                keep = partial(_keep, keep_part, self._column(rows, name, chosen))
+        for name, keep_part in shares(self._find_threshold or find_threshold):
+            if len(chosen := np.flatnonzero(p[name] != NEUTRAL[name])):
+                keep = partial(_keep, keep_part, rows.column(name, self._device, chosen))
                 scores = self._change_rows(scores, chosen, keep)
         if len(chosen := np.flatnonzero(p["xtc_probability"] > 0)):
             exclude = partial(
                 exclude_top_choices,
-                probability=self._column(rows, "xtc_probability", chosen),
-                threshold=self._column(rows, "xtc_threshold", chosen),
+                probability=rows.column("xtc_probability", self._device, chosen),
+                threshold=rows.column("xtc_threshold", self._device, chosen),
                 uniforms=self._uniforms(rows, chosen),
             )
             scores = self._change_rows(scores, chosen, exclude)
@@ -252,24 +298,11 @@ class Sampler:
             return logits[first : last + 1]
         return logits[self._index(rows)]
 
-    def _tiles(self, rows: Ints, size: int) -> Iterator[Ints]:
-        """Split `rows`, of `size` scores each, into parts that are processed together."""
-        height = tile_height(self._device, size)
-        return (rows[start : start + height] for start in range(0, len(rows), height))
-
     def _uniforms(self, rows: SamplingRows, chosen: Ints | None = None) -> Tensor:
         if rows.device is not None:
             return (rows.device if chosen is None else rows.device.select(chosen)).uniforms
         drawn = uniforms(rows.parameters["seed"], rows.positions)
         return upload(drawn if chosen is None else drawn[chosen], self._device)
-
-    def _column(self, rows: SamplingRows, name: str, chosen: Ints | None = None) -> Tensor:
-        """One parameter of the rows, or of those that are `chosen`, [n, 1] on the device."""
-        if rows.device is not None:
-            some = rows.device if chosen is None else rows.device.select(chosen)
-            return some.column(name)
-        values = rows.parameters[name]
-        return upload(values if chosen is None else values[chosen], self._device)[:, None]
 
 
 def _keep(keep: Callable[[Tensor, Tensor], Tensor], column: Tensor, scores: Tensor) -> Tensor:
@@ -277,9 +310,8 @@ def _keep(keep: Callable[[Tensor, Tensor], Tensor], column: Tensor, scores: Tens
 
 
 def _join(parts: list[tuple[Ints, Sampled]], index: RowIndexes) -> Sampled:
-    """Concatenate the tokens of `parts` in the order of the rows."""
     sampled = [part for _, part in parts]
-    # The row numbers of top tokens become those of the whole step.
+    # Row numbers of top tokens within a part become row numbers of the step.
     tops = tuple(replace(top, rows=rows[top.rows]) for rows, part in parts for top in part.top)
     if len(parts) == 1:
         return replace(sampled[0], top=tops)

@@ -1,14 +1,141 @@
-"""The rows of a step to sample; all of it is known on the host before the forward pass ends."""
+"""The rows of a step to sample, and their parameters on the host and, by slot, on the device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from millrace_proto.sampling import SCALARS
 from millrace_shard.arrays import Ints
-from millrace_shard.sampling.slot_parameters import DeviceRows
+from millrace_shard.device import transfers
+from millrace_shard.device.transfers import upload
+
+MOST_KEPT = 64
+TILE_ELEMENTS = 1 << 19
+"""Scores per tile on CPU, so that the result of a pass is still in the cache for the next pass."""
+DEVICE_TILE_ELEMENTS = 1 << 23
+"""Scores per tile elsewhere, which bounds scratch memory to some 40 bytes each whatever the batch is."""
+
+
+def tile_height(device: torch.device, width: int) -> int:
+    most = TILE_ELEMENTS if device.type == "cpu" else DEVICE_TILE_ELEMENTS
+    return max(1, most // width)
+
+
+def tiles(rows: Ints, device: torch.device, width: int) -> Iterator[Ints]:
+    """Split `rows`, of `width` elements each, into parts that are processed together."""
+    height = tile_height(device, width)
+    return (rows[start : start + height] for start in range(0, len(rows), height))
+
+
+class RowIndexes:
+    """Uploads columns of row numbers once, as long as they recur. The results are for reading only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[bytes, Tensor] = {}
+
+    def __call__(self, rows: Ints) -> Tensor:
+        """`rows` [n] on the device, int64."""
+        if transfers.is_synchronous(self._device):
+            return upload(rows, self._device)
+        key = rows.tobytes()
+        index = self._kept.get(key)
+        if index is None:
+            if len(self._kept) == MOST_KEPT:
+                self._kept.clear()
+            index = self._kept[key] = upload(rows, self._device)
+        return index
+
+
+PENALTIES = (
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "openai_frequency_penalty",
+)
+FLOATS = (
+    *PENALTIES,
+    *(one.name for one in SCALARS if type(one.default) is float and one.name not in PENALTIES),
+)
+INTS = ("top_k", "do_sample", "num_prompt")
+WORDS = {name: index for index, name in enumerate((*FLOATS, *INTS))}
+LARGEST = np.iinfo(np.int32).max
+
+
+class SlotParameters:
+    """A column of words for each slot and one for padding, written when a sequence joins. See DeviceRows."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.indexes = RowIndexes(device)
+        self._words = torch.zeros(len(WORDS), num_slots + 1, dtype=torch.int32, device=device)
+        self._words[WORDS["temperature"]].view(torch.float32).fill_(1.0)
+
+    def admit(self, slots: Ints, parameters: NDArray[np.void]) -> None:
+        """Write the `parameters` [n], of dtype PARAMETERS, of the sequences that take over `slots` [n]."""
+        floats = np.stack([parameters[name] for name in FLOATS]).view(np.int32)
+        ints = np.stack([np.minimum(parameters[name], LARGEST) for name in INTS])
+        columns = np.concatenate([slots[None], floats, ints.astype(np.int32)])
+        rows = upload(columns.astype(np.int32), self._words.device)
+        self._words.index_copy_(1, rows[0].long(), rows[1:])
+
+    def words(self, slots: Tensor) -> Tensor:
+        """[words, n] int32 of `slots` [n]."""
+        return self._words.index_select(1, slots)
+
+
+@dataclass(eq=False)
+class DeviceRows:
+    """Columns of n rows to sample, on the device."""
+
+    slots: Tensor
+    """[n] int64."""
+    positions: Tensor
+    """[n] int64, as in SamplingRows."""
+    uniforms: Tensor
+    """[n] int64 of UNIFORM_BITS bits; undefined if no row draws."""
+    parameters: SlotParameters
+
+    @cached_property
+    def words(self) -> Tensor:
+        """[words, n] int32, the parameters of the rows."""
+        return self.parameters.words(self.slots)
+
+    def column(self, name: str) -> Tensor:
+        """[n, 1] float32 or int64, one parameter."""
+        return parameter(self.words, name)[:, None]
+
+    def penalties(self) -> Tensor:
+        """[4, n] float32, the parameters PENALTIES."""
+        return self.words[: len(PENALTIES)].view(torch.float32)
+
+    def select(self, rows: Ints) -> DeviceRows:
+        """Some of the rows, which ascend: without a copy where they are consecutive."""
+        first, last = int(rows[0]), int(rows[-1])
+        if len(rows) == len(self.slots):
+            return self
+        index: slice | Tensor = slice(first, last + 1)
+        if last - first + 1 > len(rows):
+            index = self.parameters.indexes(rows)
+        return DeviceRows(
+            slots=self.slots[index],
+            positions=self.positions[index],
+            uniforms=self.uniforms[index],
+            parameters=self.parameters,
+        )
+
+
+def parameter(words: Tensor, name: str) -> Tensor:
+    """[n], the parameter `name` among `words` [words, n]: float32 or int64."""
+    word = words[WORDS[name]]
+    return word.view(torch.float32) if name in FLOATS else word.long()
+
 
 Mask = NDArray[np.bool_]
 
@@ -27,13 +154,19 @@ class SamplingRows:
     """The same on the device, if it is there already."""
 
     def select(self, rows: Ints) -> SamplingRows:
-        """Some of the rows."""
         return SamplingRows(
             parameters=self.parameters[rows],
             positions=self.positions[rows],
             table_rows=self.table_rows[rows],
             device=None if self.device is None else self.device.select(rows),
         )
+
+    def column(self, name: str, target: torch.device, chosen: Ints | None = None) -> Tensor:
+        """One parameter of the rows, or of those that are `chosen`, [n, 1] on `target`."""
+        if self.device is not None:
+            return (self.device if chosen is None else self.device.select(chosen)).column(name)
+        values = self.parameters[name]
+        return upload(values if chosen is None else values[chosen], target)[:, None]
 
 
 def is_unfiltered(p: NDArray[np.void]) -> Mask:
@@ -68,7 +201,7 @@ def is_narrow(p: NDArray[np.void], num_candidates: int) -> Mask:
 
 
 def is_penalised(p: NDArray[np.void]) -> Mask:
-    """Which rows have a penalty."""
+
     penalised: Mask = (p["repetition_penalty"] != 1) | is_counted(p)
     return penalised
 
@@ -92,13 +225,13 @@ def is_too_short(rows: SamplingRows) -> Mask:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowGroups:
-    """Indexes of R rows by the operations that they need, ascending; they depend on the parameters alone."""
+    """Indexes of R rows by the operations that they need, ascending; they depend only on the parameters."""
 
     watermarked: Ints
     penalised: Ints
     biased: Ints
     ruled: Ints
-    """Rows of sequences with rules of their own."""
+    """Rows of sequences with rules."""
     has_minimum: bool
     """Whether any row has a minimum of new tokens."""
     is_greedy: Mask

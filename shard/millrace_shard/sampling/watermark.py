@@ -31,7 +31,7 @@ class Watermark:
     delta: float = 2.0
 
     def apply(self, scores: Tensor, previous: Tensor) -> Tensor:
-        """Scores [n, V] float32 with those of green ids raised; `previous` [n] int64 are the previous tokens."""
+        """Raise the green ids of `scores` [n, V] float32; `previous` [n] int64 are the previous tokens."""
         # -1 where an id is green, 0 elsewhere.
         signs = (_top_bits(previous, scores.shape[1]) - self._limit) >> 31
         return signs.to(torch.float32).mul_(-self.delta).add_(scores)
@@ -59,7 +59,6 @@ def top_bits(values: Tensor) -> Tensor:
 
 
 def _wrapped(values: Tensor) -> Tensor:
-    """The low 32 bits of int64 values, as int32."""
     half = _WORD >> 1
     return (((values + half) & (_WORD - 1)) - half).to(torch.int32)
 

@@ -14,22 +14,21 @@ from grpc_reflection.v1alpha import reflection
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_proto.sequence import Grammar
 from millrace_shard.batch.step import StepReply
-from millrace_shard.engine.adapter_loading import AdapterLoading
-from millrace_shard.engine.engine import Engine
+from millrace_shard.engine.engine import AdapterLoading, Engine
 from millrace_shard.engine.kv_capacity import CapacityError
 from millrace_shard.errors import AdapterInvalid, AdapterMemoryFull, EngineEnded, WrongEpoch
 from millrace_shard.server.wire import (
     capacity_to_pb,
-    grammar_from_pb,
     info_to_pb,
     progress_to_pb,
     reply_to_pb,
     step_from_pb,
     warmup_from_pb,
 )
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar_process import CompilerBusy
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.manager import NO_GRAMMARS
 
 SERVER_OPTIONS = (
@@ -68,7 +67,6 @@ class ShardService(pb_grpc.ShardServiceServicer):
         self._prefill_logprobs = prefill_logprobs
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
-        """Describe the loaded model."""
         return info_to_pb(
             self.engine.loaded,
             deterministic=self._deterministic,
@@ -111,7 +109,7 @@ class ShardService(pb_grpc.ShardServiceServicer):
         if grammars is None or grammars.compiler is None:
             return pb.CompileGrammarResponse(error=NO_GRAMMARS)
         try:
-            grammars.compiler.check(grammar_from_pb(request.grammar))
+            grammars.compiler.check(Grammar.from_pb(request.grammar))
         except GrammarInvalid as error:
             return pb.CompileGrammarResponse(error=str(error))
         except CompilerBusy as error:

@@ -1,7 +1,7 @@
 """Spans of the calls that prepare steps, exported over OTLP with OpenTelemetry's SDK.
 
-The module is imported only if traces are asked for. A stream of steps has no span: a step serves many requests, whose
-prefill and decode are spans of the router.
+The module is imported only if traces are requested. A stream of steps does not get a span: a step serves many requests,
+whose prefill and decode are spans of the router.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def interceptor_to(endpoint: str, config: ShardConfig) -> TracingInterceptor:
 
 def _exporter(endpoint: str, protocol: str | None) -> SpanExporter:
     parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
-    # Each protocol's exporter brings a client library of its own.
+    # Each protocol's exporter brings its own client library.
     if (protocol or "") == "grpc" or (protocol is None and not parts.netloc.endswith(":4318")):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
             OTLPSpanExporter as GrpcExporter,

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from millrace_proto import generate_pb2 as pb
+from millrace_proto.sampling import Sampling
+from millrace_proto.sequence import Grammar, Pooling
 from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.pooling.pooling import Pooling
-from millrace_shard.batch.sequence import Grammar, GrammarKind, Sequence
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import (
     BatchChange,
     FailureKind,
@@ -27,8 +28,7 @@ from millrace_shard.batch.step import (
 from millrace_shard.engine.engine import Progress
 from millrace_shard.engine.kv_capacity import Capacity, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
-from millrace_shard.kernels.kv.codes import cache_dtype_name
-from millrace_shard.server.parameters import parameters_from_pb
+from millrace_shard.kernels.kv_cache import cache_dtype_name
 
 KINDS = {
     FailureKind.FAILED: pb.StepError.KIND_FAILED,
@@ -36,15 +36,8 @@ KINDS = {
     FailureKind.REFUSED: pb.StepError.KIND_REFUSED,
 }
 
-GRAMMAR_KINDS = {
-    pb.Grammar.KIND_JSON_SCHEMA: GrammarKind.JSON_SCHEMA,
-    pb.Grammar.KIND_REGEX: GrammarKind.REGEX,
-    pb.Grammar.KIND_LARK: GrammarKind.LARK,
-}
-
 
 def warmup_from_pb(message: pb.WarmupRequest) -> WarmupRequest:
-    """Read the router's limits."""
     return WarmupRequest(
         max_batch_prefill_tokens=message.max_batch_prefill_tokens,
         max_batch_size=message.max_batch_size,
@@ -73,7 +66,6 @@ def capacity_to_pb(capacity: Capacity) -> pb.WarmupResponse:
 def info_to_pb(
     loaded: LoadedModel, *, deterministic: bool, prefill_logprobs: bool
 ) -> pb.InfoResponse:
-    """Describe the loaded model."""
     info = loaded.model.info
     return pb.InfoResponse(
         model_type=info.model_type,
@@ -123,7 +115,6 @@ def progress_to_pb(progress: Progress) -> pb.HealthResponse:
 
 
 def step_from_pb(message: pb.StepRequest) -> Step:
-    """Read a step."""
     return Step(message.epoch, message.number, _work(message))
 
 
@@ -169,21 +160,18 @@ def _sequence(message: pb.Sequence) -> Sequence:
         input_ids=_ints(message.input_ids),
         generated_tokens=message.generated_tokens,
         cached_tokens=message.cached_tokens,
-        parameters=parameters_from_pb(message),
+        parameters=Sampling.from_pb(message.parameters)
+        if message.HasField("parameters")
+        else Sampling(),
         top_n_tokens=message.top_n_tokens,
         prefill_logprobs=message.prefill_logprobs,
         prefill_top_n_tokens=message.prefill_top_n_tokens,
         min_new_tokens=message.min_new_tokens,
-        grammar=grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
+        grammar=Grammar.from_pb(message.grammar) if message.HasField("grammar") else None,
         close_within=message.close_within,
         adapter_slot=message.adapter_slot,
         pooling=Pooling(tuple(message.pooling.logit_ids)) if message.HasField("pooling") else None,
     )
-
-
-def grammar_from_pb(message: pb.Grammar) -> Grammar:
-    """Read a grammar; an unknown kind counts as a regular expression, as in TGI."""
-    return Grammar(GRAMMAR_KINDS.get(message.kind, GrammarKind.REGEX), message.source)
 
 
 def reply_to_pb(reply: StepReply, *, with_tokens: bool) -> pb.StepResponse:

@@ -1,5 +1,5 @@
 """Draft tokens from prompt lookup, a draft model or Medusa heads.
 
-Entry points: `proposer.Proposer`, `factory`.
-May import: models, model_loader, batch, kernels, device.
+Entry points: `proposer.Proposer`, `loading.SpeculationLoader`.
+May import: models, weights, batch, kernels, device.
 """

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step_layout import StepLayout, StepRows
+from millrace_shard.batch.step_layout import DraftTokens, StepLayout, StepRows
 from millrace_shard.batch.step_tokens import ForcedTokens
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.models.interface import CausalModel
@@ -108,17 +107,17 @@ class DraftProposer(Proposer):
         longest = int(num_drafts.max())
         drafted = torch.zeros(len(slots), longest, dtype=torch.int64, device=self._batch.device)
         active = np.arange(len(slots))
-        for place in range(longest):
-            if place:
-                active = np.flatnonzero(num_drafts > place)
+        for offset in range(longest):
+            if offset:
+                active = np.flatnonzero(num_drafts > offset)
                 ones = np.ones(len(active), dtype=np.int64)
-                positions = ends[active] + place - 1
+                positions = ends[active] + offset - 1
                 logits = self._forward(slots[active], positions, ones, np.arange(len(active)))
                 self._computed[slots[active]] += 1
             ids = logits[:, : self._vocab_size].argmax(-1)
-            drafted[self._batch.to_device(active), place] = ids
+            drafted[self._batch.to_device(active), offset] = ids
             # The next pass reads them there.
-            self._batch.token_table.write(slots[active], ends[active] + place, ids)
+            self._batch.token_table.write(slots[active], ends[active] + offset, ids)
         filled = np.flatnonzero((np.arange(longest) < num_drafts[:, None]).ravel())
         return drafted.view(-1)[self._batch.to_device(filled)]
 

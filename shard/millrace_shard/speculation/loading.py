@@ -1,4 +1,4 @@
-"""Loads a draft model, or Medusa heads for a decoder."""
+"""Loads a draft model, or Medusa heads for a decoder, and makes the proposer of a loaded model."""
 
 from __future__ import annotations
 
@@ -6,19 +6,122 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from millrace_shard.arrays import Ints, no_ints
+from millrace_shard.batch.batch import Batch
+from millrace_shard.batch.sequence import Sequence
+from millrace_shard.batch.step_layout import DraftTokens, StepRows
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel
-from millrace_shard.kernels.base import Kernels
-from millrace_shard.model_loader.checkpoint_files import TOKENIZER
-from millrace_shard.model_loader.json_object import parse_json
+from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.models.decoder import Decoder
-from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.factory import Speculation
-from millrace_shard.speculation.medusa import MedusaModel
-from millrace_shard.speculation.medusa_config import MedusaConfig
+from millrace_shard.speculation.checkpoints import MedusaConfig
+from millrace_shard.speculation.draft_model import DraftProposer
+from millrace_shard.speculation.medusa import MedusaModel, MedusaProposer
+from millrace_shard.speculation.proposer import Proposer
+from millrace_shard.weights.checkpoint_files import TOKENIZER
+from millrace_shard.weights.json_object import parse_json
+
+LONGEST_SUFFIX = 3
+
+
+class NgramProposer(Proposer):
+    """Searches a token table on the host."""
+
+    def __init__(self, tokens: NDArray[np.int32], device: torch.device) -> None:
+        """`tokens` [slots or more, length] has all tokens of a sequence when the proposer drafts."""
+        self._tokens = tokens
+        self._device = device
+
+    def has_drafts(self, slots: Ints, lengths: Ints) -> bool:
+        """Whether the last token of a sequence occurs earlier in it."""
+        rows = zip(slots.tolist(), (lengths - 1).tolist(), strict=True)
+        return any(
+            (self._tokens[slot, :last] == self._tokens[slot, last]).any() for slot, last in rows
+        )
+
+    def propose(self, rows: StepRows) -> DraftTokens:
+        """Draft tokens for each row that may have some and whose last token occurs earlier."""
+        drafts = [
+            lookup(self._tokens[slot, :length], int(count)) if count else no_ints()
+            for slot, length, count in zip(
+                rows.slots, rows.num_tokens, rows.max_draft_tokens, strict=True
+            )
+        ]
+        return DraftTokens.of(drafts, self._device)
+
+
+class CopyingNgramProposer(NgramProposer):
+    """Keeps a copy of all tokens on the host."""
+
+    reads_tokens = True
+
+    def __init__(self, num_slots: int, max_tokens: int, device: torch.device) -> None:
+        super().__init__(np.zeros((num_slots, max_tokens), dtype=np.int32), device)
+
+    def admit(self, sequence: Sequence) -> None:
+        self._tokens[sequence.slot, : sequence.num_inputs] = sequence.input_ids
+
+    def read(self, slots: Ints, positions: Ints, ids: Ints) -> None:
+        self._tokens[slots, positions] = ids
+
+
+def lookup(tokens: NDArray[np.int32], count: int) -> Ints:
+    """`count` tokens that may follow `tokens` [n], or none if their last token does not occur earlier.
+
+    If the earlier occurrence has fewer tokens after it, they repeat.
+    """
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+    if not len(ends):
+        return no_ints()
+    for back in range(1, LONGEST_SUFFIX):
+        if len(tokens) <= back:
+            break
+        longer = ends[(ends >= back) & (tokens[ends - back] == tokens[-1 - back])]
+        if not len(longer):
+            break
+        ends = longer
+    period = len(tokens) - 1 - int(ends[-1])
+    places = len(tokens) - period + np.arange(count) % period
+    return tokens[places].astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Draft tokens from a draft model or Medusa heads if there are any, else from n-grams."""
+
+    max_draft_tokens: int
+    """For one sequence in one step, at least 1."""
+    draft: CausalModel | None = None
+
+    @property
+    def layers(self) -> tuple[KVLayer, ...]:
+        """The layers of the draft model, which needs a KV cache."""
+        return () if self.draft is None else self.draft.geometry.layers
+
+    def proposer(
+        self,
+        model: CausalModel,
+        kernels: Kernels,
+        cache: list[LayerCache],
+        batch: Batch,
+        dtype: torch.dtype,
+    ) -> Proposer:
+        """A proposer for the sequences of `batch`, which `model` runs; `cache` is the KV cache of `layers`."""
+        if self.draft is not None:
+            return DraftProposer(self.draft, kernels, cache, batch)
+        if isinstance(model, MedusaModel):
+            return MedusaProposer(model, batch, dtype)
+        if (tokens := batch.token_table.on_host) is not None:
+            return NgramProposer(tokens, batch.device)
+        limits = batch.limits
+        return CopyingNgramProposer(limits.max_batch_size, limits.max_tokens + 1, batch.device)
+
 
 DRAFT_MODEL_TOKENS = 4
 """Draft tokens without `--speculate`: each of them costs a forward pass of the draft model."""
@@ -112,12 +215,12 @@ class SpeculationLoader:
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """The tokens of tokenizer.json; None if there is no such file, or its vocabulary is no mapping."""
+    """The tokens of tokenizer.json; None without such a file, or if its vocabulary is not a mapping."""
     path = folder / TOKENIZER
     try:
-        found = parse_json(path.read_bytes())["model"]["vocab"]
+        vocabulary = parse_json(path.read_bytes())["model"]["vocab"]
     except (OSError, KeyError, TypeError):
         return None
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
-    return found if isinstance(found, dict) else None
+    return vocabulary if isinstance(vocabulary, dict) else None

@@ -18,19 +18,18 @@ from torch import Tensor
 
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step_layout import StepLayout, StepRows
+from millrace_shard.batch.step_layout import DraftTokens, StepLayout, StepRows
 from millrace_shard.batch.step_tokens import ForcedTokens
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache, Linear
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.interface import MakeLayers
-from millrace_shard.speculation.medusa_config import WEIGHTS, MedusaConfig
+from millrace_shard.speculation.checkpoints import WEIGHTS, MedusaConfig
 from millrace_shard.speculation.proposer import Proposer
+from millrace_shard.weights.weights import Weights
 
 NEWER_PREFIX = "medusa_head."
 """The prefix of tensor names in newer checkpoints."""
@@ -93,27 +92,22 @@ class MedusaModel:
         weights.close()
 
     def forward(self, batch: RaggedBatch, cache: Many[LayerCache]) -> Tensor:
-        """The decoder's logits."""
         self.last_states = self.decoder.states(batch, cache)
         return self.decoder.logits(self.last_states, batch.logit_adapters)
 
     def states(self, batch: RaggedBatch, cache: Many[LayerCache]) -> Tensor:
-        """The decoder's."""
         return self.decoder.states(batch, cache)
 
     def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """The decoder's."""
         return self.decoder.logits(states, adapters)
 
     def first_layers(self, count: int) -> MedusaModel:
-        """As CausalModel says, with all heads."""
         first = copy.copy(self)
         first.decoder = self.decoder.first_layers(count)
         first.geometry = first.decoder.geometry
         return first
 
     def with_layers(self, make: MakeLayers) -> MedusaModel:
-        """As CausalModel says."""
         other = copy.copy(self)
         other.decoder = self.decoder.with_layers(make)
         return other
@@ -134,7 +128,7 @@ class MedusaProposer(Proposer):
         self._batch = batch
         self._states = torch.zeros(size, model.hidden_size, dtype=dtype, device=batch.device)
         self._is_fresh = np.zeros(size, dtype=np.bool_)
-        """Whether the state is that of the second to last token."""
+        """Whether the state belongs to the second to last token."""
 
     def admit(self, sequence: Sequence) -> None:
         """The sequence has no state before its prompt is computed."""

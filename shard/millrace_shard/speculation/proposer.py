@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step_layout import StepLayout, StepRows
+from millrace_shard.batch.step_layout import DraftTokens, StepLayout, StepRows
 from millrace_shard.batch.step_tokens import ForcedTokens
 
 

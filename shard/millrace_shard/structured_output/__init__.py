@@ -1,5 +1,5 @@
 """Compiles grammars, follows them along sequences, and computes bitmasks of the allowed tokens.
 
 Entry points: `grammar_compiler.GrammarCompiler`, `manager.GrammarManager`.
-May import: batch, model_loader, kernels, device.
+May import: batch, weights, kernels, device.
 """

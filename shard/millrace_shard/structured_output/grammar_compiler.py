@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
 
-from millrace_shard.batch.sequence import Grammar
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid, lark_of
+from millrace_proto.sequence import Grammar
 from millrace_shard.structured_output.grammar_process import CompilerBusy, GrammarProcess
+from millrace_shard.structured_output.grammar_source import GrammarInvalid, lark_of
 from millrace_shard.structured_output.grammar_worker import use_idle_cpus
 from millrace_shard.structured_output.matcher import Lexer, Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary, load_vocabulary
@@ -83,21 +83,21 @@ class GrammarCompiler:
         Raises GrammarInvalid with the reason, CompilerBusy.
         """
         size, key = self._checked_size(grammar), _key(grammar)
-        with _place(self._calls):
+        with _call_in(self._calls):
             with self._lock:
-                known = self._find(key)
-                if known is None:
-                    known = self._pool.submit(self._try_out, grammar)
-                    self._keep(key, size, known)
+                cached = self._find(key)
+                if cached is None:
+                    cached = self._pool.submit(self._try_out, grammar)
+                    self._keep(key, size, cached)
             try:
-                known.result(wait_seconds)
+                cached.result(wait_seconds)
             except (TimeoutError, CancelledError):
                 # A grammar that has not begun to compile leaves its place to others.
-                known.cancel()
+                cached.cancel()
                 raise CompilerBusy("the machine is too busy to compile a grammar") from None
             finally:
-                if not _is_compiled(known):
-                    self._drop(key, known)
+                if not _is_compiled(cached):
+                    self._drop(key, cached)
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A new matcher at the start of a text, of a grammar that `check` has accepted.
@@ -108,11 +108,11 @@ class GrammarCompiler:
         """
         size, key = self._checked_size(grammar), _key(grammar)
         with self._lock:
-            known = self._find(key)
-        if known is not None and _is_compiled(known):
-            return known.result().copy()
+            cached = self._find(key)
+        if cached is not None and _is_compiled(cached):
+            return cached.result().copy()
         matcher = Matcher.of(lark_of(grammar), self.vocabulary)
-        if known is None:
+        if cached is None:
             compiled: Future[Matcher] = Future()
             compiled.set_result(matcher)
             with self._lock:
@@ -120,23 +120,22 @@ class GrammarCompiler:
         return matcher.copy()
 
     def renewed(self, grammar: Grammar, stale: Lexer) -> Matcher | None:
-        """As `matcher`, with another lexer than `stale`; None if that takes longer than a step may wait.
+        """The same as `matcher`, with another lexer than `stale`; None if that takes longer than a step may wait.
 
         Raises GrammarInvalid.
         """
         key = _key(grammar)
         with self._lock:
-            _, known = self._cache.get(key, (0, None))
-        is_stale = known is not None and _is_compiled(known) and known.result().lexer is stale
-        if known is not None and is_stale:
-            self._drop(key, known)
+            _, cached = self._cache.get(key, (0, None))
+        is_stale = cached is not None and _is_compiled(cached) and cached.result().lexer is stale
+        if cached is not None and is_stale:
+            self._drop(key, cached)
         is_slow = len(grammar.source) > MAX_RENEWED_CHARS or stale.compile_seconds > RENEW_SECONDS
-        if (known is None or is_stale) and is_slow:
+        if (cached is None or is_stale) and is_slow:
             return None
         return self.matcher(grammar)
 
     def close(self) -> None:
-        """End the process and the threads."""
         self._process.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -180,13 +179,13 @@ def _is_compiled(future: Future[Matcher]) -> bool:
 
 
 @contextmanager
-def _place(places: BoundedSemaphore) -> Iterator[None]:
-    if not places.acquire(blocking=False):
+def _call_in(calls: BoundedSemaphore) -> Iterator[None]:
+    if not calls.acquire(blocking=False):
         raise CompilerBusy(f"{MAX_CALLS} requests wait for their grammars; try again later")
     try:
         yield
     finally:
-        places.release()
+        calls.release()
 
 
 def _key(grammar: Grammar) -> bytes:

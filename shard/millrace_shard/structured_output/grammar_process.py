@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from threading import Lock
 
-from millrace_shard.batch.sequence import Grammar
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
+from millrace_proto.sequence import Grammar
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar_worker import READY
 
 START_SECONDS = 50.0
@@ -40,7 +40,6 @@ class GrammarProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None while there is no process."""
         process = self._process
         return None if process is None else process.pid
 
@@ -74,7 +73,6 @@ class GrammarProcess:
         return said["lark"]
 
     def close(self) -> None:
-        """Kill the process and its forks."""
         with self._lock:
             self._end()
 

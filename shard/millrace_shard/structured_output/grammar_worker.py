@@ -1,4 +1,4 @@
-"""A process that tries out each grammar in a fork of its own, with limits on CPU time, memory and stack.
+"""A process that tries out each grammar in a separate fork, with limits on CPU time, memory and stack.
 
 Command: `python -m millrace_shard.structured_output.grammar_worker FOLDER VOCAB_SIZE EOS_IDS`, with a Unix socket as
 standard input. The process sends `ready`, then receives connections over this socket, one for each grammar. A fork
@@ -26,9 +26,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from millrace_shard.batch.sequence import Grammar, GrammarKind
+from millrace_proto.sequence import Grammar, GrammarKind
 from millrace_shard.process import die_with_parent
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid, lark_of
+from millrace_shard.structured_output.grammar_source import GrammarInvalid, lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary, load_vocabulary
 
@@ -36,7 +36,7 @@ STACK_BYTES = 1 << 20
 """Half the stack of the smallest thread of the shard: a grammar that overflows a stack overflows this one."""
 COMPILE_BYTES = 1 << 30
 NUM_TRIED = 12
-"""Tokens of a text that are tried out: some limits show only behind the first tokens, such as that of alternatives."""
+"""Tokens of a text that are tried out: some limits, such as the number of alternatives, show only after a few."""
 TICK_SECONDS = 0.01
 """Least time between looks at the CPU time of a fork."""
 READY = b"ready\n"
@@ -62,14 +62,14 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     # Forks share the memory of objects that are never collected.
     gc.freeze()
-    own = os.getpid()
+    parent = os.getpid()
     with socket.socket(fileno=sys.stdin.fileno()) as control:
         control.sendall(READY)
         while descriptors := socket.recv_fds(control, 1, 1)[1]:
             # When the fork fails, the shard finds the connection closed.
             with socket.socket(fileno=descriptors[0]) as connection, suppress(OSError):
                 if os.fork() == 0:
-                    _serve_one(connection, vocabulary, parent=own)
+                    _serve_one(connection, vocabulary, parent=parent)
         control.detach()
     return 0
 
@@ -144,12 +144,12 @@ def _try_out(grammar: Grammar, vocabulary: Vocabulary) -> str:
     """The grammar as Lark, after it has compiled here, has allowed a text, and has reached no limit at its start."""
     lark = lark_of(grammar)
     matcher, random = Matcher.of(lark, vocabulary), np.random.default_rng(0)
-    for place in range(NUM_TRIED):
+    for length in range(NUM_TRIED):
         mask = np.frombuffer(matcher.inner.compute_bitmask(), dtype=np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         _check(matcher)
         if not len(allowed):
-            if place == 0:
+            if length == 0:
                 raise GrammarInvalid("no text matches")
             break
         matcher.consume(int(random.choice(allowed)))

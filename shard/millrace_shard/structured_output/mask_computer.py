@@ -6,19 +6,91 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from time import perf_counter
 
-from millrace_shard.batch.sequence import Grammar
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par
+from numpy.typing import NDArray
+
+from millrace_proto.sequence import Grammar
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
-from millrace_shard.structured_output.mask_filler import (
-    Bits,
-    MaskFiller,
-    MaskLines,
-    allows,
-    bits_of,
-    only_tokens,
-)
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.matcher import Matcher
+
+Bits = NDArray[np.int32]
+
+NUM_THREADS = 2
+"""Most masks take 2 to 20 us, so that more threads would only take cores from the forward pass."""
+NUM_SHARED = 4
+"""The least number of masks for which threads may be faster."""
+ALONE_SECONDS = 0.5e-3
+"""Time of one thread before others help: to wake threads costs as much while the forward pass has every core."""
+
+
+class MaskLines:
+    """[M, W] int32 at a fixed address.
+
+    To create an array and to find its address takes longer than most masks, especially while the forward pass fills
+    the caches.
+    """
+
+    def __init__(self, num_lines: int, width: int) -> None:
+        self.bits: Bits = np.empty((num_lines, width), dtype=np.int32)
+        self.address = self.bits.ctypes.data
+        self.num_bytes = self.bits.strides[0]
+        """Bytes of a line."""
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+
+class MaskFiller:
+    """Fills masks for one thread at a time. The number of threads does not change a mask."""
+
+    def __init__(self, *, overlap: bool) -> None:
+        """With `overlap` another thread needs the interpreter, so that threads fill `NUM_SHARED` masks or more."""
+        self._alone_seconds = 0.0 if overlap else ALONE_SECONDS
+        self._executor = LLExecutor(NUM_THREADS)
+
+    def fill(self, matchers: Sequence[tuple[LLMatcher, int]], lines: MaskLines) -> None:
+        """Fill the mask of each matcher into its line, which must exist.
+
+        The calling thread fills masks with the interpreter lock until this has taken too long; threads fill the rest.
+        """
+        address, num_bytes, num_lines = lines.address, lines.num_bytes, len(lines)
+        until = perf_counter() + self._alone_seconds
+        for index, (matcher, line) in enumerate(matchers):
+            if len(matchers) - index >= NUM_SHARED and perf_counter() >= until:
+                fill_next_token_bitmask_par(self._executor, list(matchers[index:]), lines.bits)
+                return
+            assert 0 <= line < num_lines
+            matcher.unsafe_compute_mask_ptr(address + line * num_bytes, num_bytes)
+
+
+def bits_of(ids: Sequence[int], width: int) -> Bits:
+    """[width]: the mask of `ids`."""
+    allowed = np.zeros(width * 32, dtype=np.bool_)
+    allowed[list(ids)] = True
+    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
+
+
+def allows(mask: Bits, token: int) -> bool:
+    return 0 <= token < mask.size * 32 and bool(mask[token >> 5] >> (token & 31) & 1)
+
+
+def only_tokens(masks: Bits) -> list[tuple[int, int]]:
+    """The lines of `masks` [N, W] that allow exactly one token, with this token."""
+    forced = []
+    octets, size = masks.tobytes(), masks.shape[1] * masks.itemsize
+    for line in range(len(masks)):
+        mask = octets[line * size : (line + 1) * size]
+        # From both ends, so that most bytes of a mask with many tokens are not read.
+        rest = mask.strip(b"\0")
+        if len(rest) == 1 and rest[0].bit_count() == 1:
+            forced.append((line, 8 * mask.index(rest) + rest[0].bit_length() - 1))
+    return forced
+
 
 MAX_RENEWED = 2
 """Lexers that a row may change to in a step: other sequences may have filled the first one too."""
@@ -79,7 +151,7 @@ class MaskRow:
     num_ahead: int = 0
     """Tokens of this step that its matcher has consumed."""
     num_open: int | None = None
-    """How many of them came before the text was closed; None if it is not."""
+    """The part of `num_ahead` before the text was closed; None if it is not closed."""
     num_renewed: int = 0
 
 
@@ -101,7 +173,6 @@ class MaskComputer:
         self._ends = bits_of(ends, self._width)
 
     def compute(self, rows: list[MaskRow], num_masks: int) -> Bitmasks:
-        """The masks of `rows`, `num_masks` in all."""
         if len(self._lines) < num_masks:
             self._lines = MaskLines(num_masks, self._width)
         lines, bits = self._lines, self._lines.bits[:num_masks]
@@ -138,10 +209,10 @@ class MaskComputer:
                 _fail(row, _error(row) or f"token {token} does not match")
                 return
 
-    def _fill(self, places: Sequence[tuple[MaskRow, int]], lines: MaskLines) -> None:
+    def _fill(self, mask_rows: Sequence[tuple[MaskRow, int]], lines: MaskLines) -> None:
         """Fill the mask of each row, in its current state, into its line; a row without a mask fails."""
-        asked, bits = [], lines.bits
-        for row, index in places:
+        pending, bits = [], lines.bits
+        for row, index in mask_rows:
             if row.matcher is None:
                 continue
             if row.matcher.has_ended:
@@ -151,9 +222,9 @@ class MaskComputer:
                 if row.num_open is None:
                     row.num_open = row.num_ahead
             else:
-                asked.append((row, row.matcher, index))
-        self._filler.fill([(matcher.inner, index) for _, matcher, index in asked], lines)
-        for row, matcher, index in asked:
+                pending.append((row, row.matcher, index))
+        self._filler.fill([(matcher.inner, index) for _, matcher, index in pending], lines)
+        for row, matcher, index in pending:
             error = matcher.error()
             while error is not None and (renewed := self._renew(row)) is not None:
                 self._filler.fill([(renewed.inner, index)], lines)
@@ -224,7 +295,6 @@ class MaskComputer:
         return True
 
     def _consume(self, row: MaskRow, token: int) -> bool:
-        """Whether the row's matcher has consumed `token`."""
         if row.matcher is None:
             return False
         return row.matcher.consume(token) or (

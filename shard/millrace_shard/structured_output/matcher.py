@@ -9,9 +9,8 @@ from time import perf_counter
 
 from llguidance import LLMatcher, LLParserLimits
 
-from millrace_shard.structured_output.closing.closing import Closing, ClosingState
-from millrace_shard.structured_output.closing.ending import Ending
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
+from millrace_shard.structured_output.closing import Closing, ClosingState, Ending
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.vocabulary import Vocabulary
 
 MAX_MESSAGE = 500
@@ -21,7 +20,7 @@ LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
 WORDING = {
     "Unimplemented keys:": "not supported:",
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
-        "`oneOf` is supported only where a type or a required property tells its options apart"
+        "`oneOf` is supported only where a type or a required property distinguishes its options"
     ),
 }
 """Messages of llguidance for programmers, and our wording for users who write schemas."""
@@ -61,7 +60,7 @@ class Matcher:
         self.has_ended = False
         """Whether it has consumed an end-of-sequence id; later tokens do not count."""
         self.closing: Closing | None = None
-        """What closes its text within a limit of tokens, if it has one."""
+        """The closing of its text within a limit of tokens, if there is a limit."""
         self._eos_token_ids = eos_token_ids
         self._consumed: list[int] = []
 
@@ -97,9 +96,9 @@ class Matcher:
         """The only token that the limit allows next; None without a limit, or if it allows what the grammar allows."""
         if self.closing is None:
             return None
-        place = len(self._consumed)
-        self.closing.look(self.inner, place)
-        return self.closing.next_token(place)
+        position = len(self._consumed)
+        self.closing.look(self.inner, position)
+        return self.closing.next_token(position)
 
     def follow(self, other: Matcher) -> bool:
         """Consume the text of `other`, from its start; returns whether it matches."""
@@ -134,7 +133,6 @@ class Matcher:
         return True
 
     def mark(self) -> Mark:
-        """The current state, for `return_to`."""
         closing = None if self.closing is None else self.closing.state
         return Mark(self.has_ended, len(self._consumed), closing)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from millrace_shard.model_loader.checkpoint_files import TOKENIZER
-from millrace_shard.structured_output.closing.closing_tokens import ClosingTokens
+from millrace_shard.structured_output.closing import ClosingTokens
+from millrace_shard.weights.checkpoint_files import TOKENIZER
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -34,7 +34,7 @@ class Vocabulary:
     """The tokens of a model for llguidance."""
 
     tokenizer: LLTokenizer
-    """It has exactly as many tokens as the model has logits; ids without text have no bytes."""
+    """It has exactly as many tokens as the model has logits; ids without text have empty bytes."""
     size: int
     eos_token_ids: tuple[int, ...]
     """At least one; each of them ends a text and has no text itself."""

@@ -57,7 +57,7 @@ def python_of(environment: str) -> str:
     """The Python of an environment."""
     python = prepare.interpreter(environment)
     if python is None:
-        raise NotInstalled(f"no .venvs/{environment}: make test-ecosystem makes it")
+        raise NotInstalled(f"no .venvs/{environment}: make test-all SUITE=ecosystem makes it")
     return str(python)
 
 
@@ -73,7 +73,7 @@ def run_codex(script: str, url: str, folder: Path) -> None:
     """Let Codex write a file with a command, and read it."""
     command = prepare.codex()
     if command is None:
-        raise NotInstalled("Codex is missing: make test-ecosystem installs it")
+        raise NotInstalled("Codex is missing: make test-all SUITE=ecosystem installs it")
     home, work = folder / "home", folder / "work"
     home.mkdir()
     work.mkdir()

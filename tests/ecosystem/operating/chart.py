@@ -35,7 +35,7 @@ def rendered(values: Sequence[Object]) -> list[Object]:
     """What Helm says of each of the values; see `clients/helm/chart.py`."""
     python = prepare.interpreter("helm")
     if python is None:
-        pytest.skip("no environment for helm: make test-ecosystem makes it")
+        pytest.skip("no environment for helm: make test-all SUITE=ecosystem makes it")
     program = [str(python), str(SCHEMAS / "chart.py"), str(CHART), RELEASE, NAMESPACE]
     answer = subprocess.run(
         program, input=json.dumps(values), capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""`python -m tests.ecosystem.operating.first_hour`: runs what docs/first-hour.md shows, and writes down its output.
+"""`python -m tests.ecosystem.operating.first_hour` records the output of the commands in docs/when-a-start-fails.md.
 
 A fresh clone of the last commit is installed and served as the README says, on a machine where port 3000 is free. Paths
 are shortened, and long outputs and lines are cut where the page says `…`.
@@ -18,7 +18,7 @@ from threading import Event, Thread
 
 from millrace_testing.project import ROOT
 
-PAGE = ROOT / "docs" / "first-hour.md"
+PAGE = ROOT / "docs" / "when-a-start-fails.md"
 BLOCK = re.compile(r"(?<=<!-- recorded: )([\w-]+)( -->\n```text\n)(.*?)(?=```\n)", re.DOTALL)
 MOST_LINES = 12
 WIDTH = 140

@@ -55,10 +55,6 @@ class Prometheus:
         """The result vector; fails when the expression is not valid."""
         return self._get("query", query=expression)
 
-    def query_range(self, expression: str, *, start: float, end: float, step: float) -> list[Any]:
-        """The result matrix between two Unix times, with a sample every `step` seconds."""
-        return self._get("query_range", query=expression, start=start, end=end, step=step)
-
     def _get(self, route: str, **parameters: str | float) -> list[Any]:
         answer = get_json(f"{self.url}/api/v1/{route}?" + urllib.parse.urlencode(parameters))
         assert answer["status"] == "success", answer

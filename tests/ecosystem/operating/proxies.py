@@ -21,7 +21,7 @@ from tests.ecosystem import prepare
 from millrace_router.engine.infer import SHORTEST
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.launcher.certificates import certificate
+from millrace_testing.launcher.deployment import certificate
 from millrace_testing.router.edge import LIMITS, Edge, serving
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -61,7 +61,7 @@ class Proxy:
         found = shutil.which(self.name, path=f"{prepare.SEARCHED}:{ENVOY}")
         if found is None:
             pytest.skip(
-                f"{self.name} is not installed: make test-ecosystem installs it where it may"
+                f"{self.name} is not installed: make test-all SUITE=ecosystem installs it where it may"
             )
         return found
 

@@ -96,7 +96,7 @@ def test_helm_and_kubernetes_accept_it(shape: str, answers: dict[str, Object]) -
 def test_extensions_accept_their_objects(answers: dict[str, Object]) -> None:
     node = prepare.node()
     if node is None or not (prepare.CLIENTS / "js" / "node_modules" / ".package.json").exists():
-        pytest.skip("no Node: make test-ecosystem installs it")
+        pytest.skip("no Node: make test-all SUITE=ecosystem installs it")
     objects = [
         one
         for answer in answers.values()

@@ -23,7 +23,7 @@ def test_dynamos_radix_tree_finds_what_our_cache_has() -> None:
     python = prepare.interpreter("dynamo")
     if python is None:
         pytest.skip(
-            "ai-dynamo-runtime is not installed: make test-ecosystem installs it where it may"
+            "ai-dynamo-runtime is not installed: make test-all SUITE=ecosystem installs it where it may"
         )
     recorder, choose = EventRecorder(BLOCK_SIZE), random.Random(3)
     # The tree does not tell adapters apart: it finds tokens alone.

@@ -8,15 +8,17 @@ import shutil
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from bench.harness.server import RunningServer
 from tests.ecosystem.operating.prometheus import CONFIG, DASHBOARD, ROOT, Prometheus, poll, scraping
 
-from millrace_testing.contract.tgi_series import SERIES
+from millrace_testing.contract.contract import SERIES
 
 pytestmark = pytest.mark.ecosystem
 
@@ -35,7 +37,9 @@ LABEL = re.compile(r'\w+="[^"]*"')
 def program(name: str) -> str:
     path = shutil.which(name)
     if path is None:
-        pytest.skip(f"{name} is not installed: make test-ecosystem installs it where it may")
+        pytest.skip(
+            f"{name} is not installed: make test-all SUITE=ecosystem installs it where it may"
+        )
     return path
 
 
@@ -135,3 +139,225 @@ def test_promtool_accepts_the_configuration() -> None:
 def test_promtool_accepts_the_alerts() -> None:
     rules = CONFIG.with_name("alerts.yml")
     subprocess.run([program("promtool"), "check", "rules", str(rules)], check=True)
+
+
+RULES = Path(__file__).parents[3] / "deploy" / "prometheus" / "alerts.yml"
+GROUPS = yaml.safe_load(RULES.read_text())["groups"]
+ALERTS: dict[str, Any] = {rule["alert"]: rule for group in GROUPS for rule in group["rules"]}
+TARGET = 'instance="a:80", job="millrace"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Samples of a server, one a minute from minute 0, and whether an alert fires at `minute`."""
+
+    alert: str
+    name: str
+    series: Mapping[str, str]
+    """promtool's notation by name and labels; `0+6x30` is 0, 6, …, 180."""
+    minute: int = 30
+    summary: str | None = None
+    """None: it does not fire."""
+    labels: Mapping[str, str] = field(
+        default_factory=lambda: {"instance": "a:80", "job": "millrace"}
+    )
+
+    def __str__(self) -> str:
+        return f"{self.alert}-{self.name}"
+
+    def document(self) -> dict[str, Any]:
+        """promtool's file."""
+        rule = ALERTS[self.alert]
+        fired = {
+            "exp_labels": {**rule["labels"], **self.labels},
+            "exp_annotations": {**rule["annotations"], "summary": self.summary},
+        }
+        test = {
+            "interval": "1m",
+            "input_series": [
+                {"series": f"{name[:-1]}, {TARGET}}}" if "{" in name else f"{name}{{{TARGET}}}"}
+                | {"values": values}
+                for name, values in self.series.items()
+            ],
+            "alert_rule_test": [
+                {
+                    "eval_time": f"{self.minute}m",
+                    "alertname": self.alert,
+                    "exp_alerts": [] if self.summary is None else [fired],
+                }
+            ],
+        }
+        return {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}
+
+
+def refusals(share: float, err: str = "overloaded") -> dict[str, str]:
+    """A hundred requests a minute, of which a share fails."""
+    return {
+        "tgi_request_count": "0+100x30",
+        f'tgi_request_failure{{err="{err}"}}': f"0+{share * 100:g}x30",
+    }
+
+
+def first_tokens(quick: int, slow: int) -> dict[str, str]:
+    """Requests a minute with a first token in 1 to 2 s, and others in 8 to 16 s."""
+    buckets = {"1": 0, "2": quick, "8": quick, "16": quick + slow, "+Inf": quick + slow}
+    name = "millrace_time_to_first_token_seconds_bucket"
+    return {f'{name}{{le="{bound}"}}': f"0+{count}x30" for bound, count in buckets.items()}
+
+
+def blocks(in_use: int) -> dict[str, str]:
+    """A cache of a thousand blocks."""
+    return {"millrace_kv_blocks": "1000x30", "millrace_kv_blocks_in_use": f"{in_use}x30"}
+
+
+def recoveries(reason: str, values: str) -> dict[str, str]:
+    """Failures of the shards."""
+    return {f'millrace_recoveries_total{{reason="{reason}"}}': values}
+
+
+CASES = [
+    Case(
+        alert="ServerDown",
+        name="fires when a server stops answering",
+        series={"up": "1x9 0x20"},
+        minute=12,
+        summary="a:80 has not answered for a minute.",
+    ),
+    Case(alert="ServerDown", name="waits a minute", series={"up": "1x9 0x20"}, minute=10),
+    Case(alert="ServerDown", name="is silent", series={"up": "1x30"}),
+    Case(
+        alert="ServerDown",
+        name="fires when no server is found",
+        series={},
+        minute=2,
+        summary="Every server has not answered for a minute.",
+        labels={"job": "millrace"},
+    ),
+    Case(
+        alert="QueueGrowing",
+        name="fires",
+        series={"millrace_requests_waiting": "0+2x30"},
+        summary="a:80 gets more requests than it answers: its queue grows.",
+    ),
+    Case(
+        alert="QueueGrowing",
+        name="is silent while it shrinks",
+        series={"millrace_requests_waiting": "90-2x30"},
+    ),
+    Case(
+        alert="QueueGrowing",
+        name="is silent when it was empty",
+        series={"millrace_requests_waiting": "0x20 0 1 2 3 4 5 6 7 8 9"},
+        minute=30,
+    ),
+    Case(
+        alert="RequestsRefused",
+        name="fires",
+        series=refusals(0.06),
+        summary="a:80 answers 6% of its requests with 429.",
+    ),
+    Case(alert="RequestsRefused", name="is silent at 4 %", series=refusals(0.04)),
+    Case(
+        alert="RequestsRefused",
+        name="is silent about other errors",
+        series=refusals(0.5, "validation"),
+    ),
+    Case(
+        alert="RequestsFailing",
+        name="fires on failed steps",
+        series=refusals(0.02, "generation"),
+        summary="a:80 fails 2% of its requests.",
+    ),
+    Case(
+        alert="RequestsFailing",
+        name="fires on cut answers",
+        series=refusals(0.02, "incomplete"),
+        summary="a:80 fails 2% of its requests.",
+    ),
+    Case(
+        alert="RequestsFailing",
+        name="fires on defects",
+        series=refusals(0.02, "internal"),
+        summary="a:80 fails 2% of its requests.",
+    ),
+    Case(
+        alert="RequestsFailing",
+        name="is silent about errors of clients",
+        series=refusals(0.5, "validation"),
+    ),
+    Case(
+        alert="RequestsFailing",
+        name="is silent about clients that leave",
+        series=refusals(0.5, "dropped"),
+    ),
+    Case(alert="RequestsFailing", name="is silent at a few", series=refusals(0.009, "generation")),
+    Case(
+        alert="KvCacheFull",
+        name="fires",
+        series=blocks(960),
+        summary="Running requests hold 96% of the KV cache of a:80.",
+    ),
+    Case(alert="KvCacheFull", name="is silent", series=blocks(940)),
+    Case(
+        alert="SlowFirstToken",
+        name="fires",
+        series=first_tokens(90, 10),
+        summary="One request in twenty to a:80 waits 12s for its first token.",
+    ),
+    Case(alert="SlowFirstToken", name="is silent about a few", series=first_tokens(96, 4)),
+    Case(
+        alert="ShardsRecovering",
+        name="fires",
+        series={"millrace_recovering": "0x10 1x20"},
+        minute=14,
+        summary="The shards of a:80 have not served for two minutes.",
+    ),
+    Case(
+        alert="ShardsRecovering",
+        name="waits two minutes",
+        series={"millrace_recovering": "0x10 1x20"},
+        minute=12,
+    ),
+    Case(
+        alert="ShardsCrashLoop",
+        name="fires",
+        series=recoveries("lost", "0+1x30"),
+        summary="The shards of a:80 failed more than five times in ten minutes.",
+    ),
+    Case(
+        alert="ShardsCrashLoop",
+        name="is silent about planned restarts",
+        series=recoveries("planned", "0+1x30"),
+    ),
+    Case(
+        alert="RequestQuarantined",
+        name="fires",
+        series={"millrace_requests_quarantined_total": "0x25 1x5"},
+        summary="a:80 refused a request that breaks its shards.",
+    ),
+    Case(
+        alert="RequestQuarantined",
+        name="is silent",
+        series={"millrace_requests_quarantined_total": "1x30"},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_alert_fires_when_it_should(case: Case, tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip(
+            "promtool is not installed: make test-all SUITE=ecosystem installs it where it may"
+        )
+    file = tmp_path / "rules_test.yml"
+    file.write_text(yaml.safe_dump(case.document()))
+    answer = subprocess.run(
+        [promtool, "test", "rules", str(file)], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
+    for fires in (True, False):
+        assert {case.alert for case in CASES if (case.summary is not None) is fires} == set(ALERTS)

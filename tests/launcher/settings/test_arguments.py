@@ -8,9 +8,9 @@ import pytest
 from pydantic_settings import BaseSettings
 
 from millrace_launcher.settings.arguments import Settings, read_settings
-from millrace_launcher.settings.flags import all_flags
+from millrace_launcher.settings.flags import LAST, NAMES, OTHERS, all_flags, grouped
 from millrace_launcher.settings.foreign_flags import OURS as FOREIGN
-from millrace_launcher.settings.help_groups import LAST, NAMES, OTHERS, grouped
+from millrace_launcher.settings.foreign_flags import WORDS
 
 # (flag, a value, owner, what it becomes), by TGI's list; "" marks a switch.
 TGI_FLAGS = [
@@ -117,7 +117,6 @@ OURS = [
     ("--kv-reservation", "full", "router", "full"),
     ("--late-planning", "off", "router", "off"),
     ("--prefill-order", "arrival", "router", "arrival"),
-    ("--batching-policy", "static-naive", "router", "static-naive"),
     ("--target-inter-token-latency", "12.5", "router", 12.5),
     ("--fairness", "tenant", "router", "tenant"),
     ("--fairness", "adapter", "router", "adapter"),
@@ -430,6 +429,31 @@ def test_a_flag_of_another_server_has_a_tip(flag: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         read_settings([flag, "1"])
     assert f"tip: the flag is '{FOREIGN[flag]}' here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", sorted(WORDS))
+def test_a_flag_or_command_without_an_equal_has_a_tip(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert word not in {option.option for option in all_flags()} | FOREIGN.keys()
+    with pytest.raises(SystemExit):
+        read_settings([word])
+    assert f"tip: {WORDS[word]}\n" in capsys.readouterr().err
+
+
+LORAX_ALONE = (
+    "source default-adapter-source preloaded-adapter-source predibase-api-token embedding-model compile"
+    " compile-batch-size compile-max-batch-size compile-max-rank speculative-tokens speculation-max-batch-size"
+    " eager-prefill chunked-prefill merge-adapter-weights backend disable-sgmv memory-wiggle-room cors-allow-header"
+    " cors-expose-header cors-allow-method cors-allow-credentials download-only"
+)
+"""Flags of LoRAX's launcher that neither TGI's nor this one has."""
+
+
+def test_every_flag_of_lorax_has_a_tip() -> None:
+    flags = {f"--{name}" for name in LORAX_ALONE.split()}
+    assert len(flags) == 22
+    assert flags <= FOREIGN.keys() | WORDS.keys()
 
 
 def test_a_model_without_a_flag_has_a_tip(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,9 @@ import pytest
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import read_settings
 from millrace_launcher.settings.checks import VARIABLES_WITHOUT_EFFECT, check, notices
+from millrace_launcher.settings.commands import Commands, Programs
 from millrace_launcher.settings.flags import all_flags
+from millrace_launcher.settings.rank_arguments import prepare_ranks, read_rank_settings
 
 
 @pytest.fixture(autouse=True)
@@ -50,17 +52,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--ngrok --ngrok-authtoken=a --ngrok-edge=b", "--ngrok is not supported"),
         ("--quantize=exl2", "--quantize exl2 is not supported yet"),
         ("--port=0", "`port` must be > 0"),
-        (
-            "--prefill-chunking=off --max-batch-prefill-tokens=7 --max-input-tokens=8",
-            "`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: 7 and 8",
-        ),
-        (
-            "--prefill-chunking=off --max-batch-prefill-tokens=7 --max-input-length=8",
-            "`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: 7 and 8",
-        ),
     ],
 )
-def test_refused(argv: str, message: str) -> None:
+def test_wrong_calls_are_refused(argv: str, message: str) -> None:
     with pytest.raises(ArgumentValidation, match=re.escape(message)) as error:
         check(read_settings(argv.split()))
     assert error.value.variant == "ArgumentValidation"
@@ -82,8 +76,7 @@ def test_refused(argv: str, message: str) -> None:
         "--kv-cache-dtype=fp8_e5m2",
         "--kv-cache-dtype=int8",
         "--max-batch-prefill-tokens=7 --max-input-tokens=8",
-        "--prefill-chunking=off --max-batch-prefill-tokens=8 --max-input-tokens=8",
-        "--prefill-chunking=off --max-batch-prefill-tokens=7",
+        "--prefill-chunking=off --max-batch-prefill-tokens=7 --max-input-tokens=8",
     ],
 )
 def test_accepted(argv: str) -> None:
@@ -101,6 +94,7 @@ WITHOUT_EFFECT = {
     "--max-waiting-tokens": "3",
     "--ngrok-authtoken": "t",
     "--ngrok-edge": "e",
+    "--prefill-chunking": "off",
     "--prometheus-port": "9001",
     "--trust-remote-code": "",
     "--usage-stats": "off",
@@ -117,24 +111,6 @@ def test_every_flag_without_effect_is_reported_once(on_cpu: bool) -> None:
     settings = read_settings(EVERY_ONE)
     told = [line.split(" has no effect: ")[0] for line in notices(settings, on_cpu=on_cpu)]
     assert told == sorted([*WITHOUT_EFFECT, *(WITHOUT_EFFECT_ON_CPU if on_cpu else [])])
-
-
-@pytest.mark.parametrize(
-    ("chunking", "expected"),
-    [
-        ("on", ["--max-waiting-tokens", "--waiting-served-ratio"]),
-        ("off", ["--target-inter-token-latency"]),
-    ],
-)
-def test_what_has_an_effect_depends_on_chunking(chunking: str, expected: list[str]) -> None:
-    argv = [
-        "--max-waiting-tokens=3",
-        "--waiting-served-ratio=1.5",
-        "--target-inter-token-latency=20",
-        f"--prefill-chunking={chunking}",
-    ]
-    lines = notices(read_settings(argv), on_cpu=False)
-    assert [line.split(" has no effect: ")[0] for line in lines] == expected
 
 
 def test_flags_without_effect_are_reported_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +131,8 @@ def test_flags_without_effect_are_reported_only_when_set(monkeypatch: pytest.Mon
         ("HF_MODEL_ID", "a/b"),
         ("SM_NUM_GPUS", "2"),
         ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True"),
+        ("OLLAMA_HOST", "0.0.0.0:11434"),
+        ("OLLAMA_KEEP_ALIVE", "-1"),
     ],
 )
 def test_variables_of_others_without_effect_are_reported(
@@ -177,9 +155,105 @@ def test_what_is_said_to_be_without_effect_is_no_flag_and_what_is_named_instead_
     assert named <= flags
 
 
-@pytest.mark.parametrize(
-    "option", sorted(WITHOUT_EFFECT.keys() - {"--max-waiting-tokens", "--waiting-served-ratio"})
-)
+@pytest.mark.parametrize("option", sorted(WITHOUT_EFFECT))
 def test_help_says_what_never_has_an_effect(option: str) -> None:
     (flag,) = [flag for flag in all_flags() if flag.option == option]
     assert str(flag.field.description).startswith("No effect")
+
+
+TLS = "--shard-tls-cert=a", "--shard-tls-key=b", "--shard-tls-ca=c"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--remote-shards=a:1,b:2", "--num-shard=3", *TLS], "is 3, and `remote_shards` has 2"),
+        (["--remote-shards=a:1,b", *TLS], "b lacks a port"),
+        (["--remote-shards=a:1,:2", *TLS], ":2 lacks a port"),
+        (["--remote-shards=a:70000", *TLS], "a:70000: a port is 1 to 65535"),
+        (["--remote-shards=a:0", *TLS], "a:0: a port is 1 to 65535"),
+        (["--remote-shards=a:1,a:1", *TLS], "a:1 twice"),
+        (["--remote-shards=127.0.0.1:1,gpu7:2"], "would go to gpu7 in clear text"),
+        (["--remote-shards=a:1", "--cluster=ray", *TLS], "leave out --remote-shards"),
+        (["--shard-tls-cert=a"], "`shard_tls_cert` is for --remote-shards"),
+        (["--shards-per-node=2"], "`shards_per_node` is for --cluster"),
+        (["--cluster=ray", "--num-shard=3", "--shards-per-node=2"], r"multiple of .*\(2\)"),
+    ],
+)
+def test_contradictions_are_told(flags: list[str], words: str) -> None:
+    with pytest.raises(ArgumentValidation, match=words):
+        check(read_settings(flags, {}))
+
+
+def test_no_address_starts_no_shard_here(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(["--remote-shards=,"], {})
+    assert "--remote-shards" in capsys.readouterr().err
+
+
+def test_flags_of_ranks_are_told_to_have_no_effect_beside_ranks_elsewhere() -> None:
+    given = ["--dtype=float32", "--kv-memory=1G", "--enable-lora", "--adapter-cache=/a"]
+    told = notices(
+        read_settings([*given, "--remote-shards=127.0.0.1:1"], {}), on_cpu=False, environ={}
+    )
+    assert [line.split(" has no effect: ")[0] for line in told] == ["--dtype", "--kv-memory"]
+    assert list(notices(read_settings(given, {}), on_cpu=False, environ={})) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--remote-shards=localhost:1,127.0.0.1:2,[::1]:3"],
+        ["--remote-shards=a:1", "--remote-shards=b:1", *TLS],
+        ["--remote-shards=a:1,b:1", "--allow-insecure-tcp"],
+        ["--cluster=ray", "--num-shard=4", "--shards-per-node=2"],
+    ],
+)
+def test_the_rest_is_taken(flags: list[str]) -> None:
+    check(read_settings(flags, {}))
+
+
+def ranks_of(*flags: str) -> Commands:
+    """The commands of `millrace-launcher shards`."""
+    settings, rank = read_rank_settings(["--device=cpu", "--model-id=m", *flags], {})
+    return prepare_ranks(settings, rank, Programs())
+
+
+def test_ranks_of_a_host_have_the_ports_that_follow() -> None:
+    commands = ranks_of(
+        *("--world-size=4", "--first-rank=2", "--num-shard=2"),
+        *("--master-addr=one", "--address=0.0.0.0:9000", "--tls-cert=c"),
+    )
+    last = commands.shard(3, commands.settings.shard.model_folder).argv
+    assert {"--rank=3", "--world-size=4", "--address=0.0.0.0:9001", "--master-addr=one"} < {*last}
+    assert "--tls-cert=c" in last
+    assert commands.socket_paths() == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ((), "`address` must be given"),
+        (("--address=:9000",), "lacks a port"),
+        (("--address=localhost:65535", "--num-shard=2", "--world-size=2"), "leaves no ports for 2"),
+        (("--address=localhost:9000", "--first-rank=1"), "ranks 1 to 1 are outside a group of 1"),
+        (("--address=10.1.1.1:9000",), "can be reached from other hosts"),
+        (
+            ("--address=10.1.1.1:9000", "--world-size=2", "--allow-insecure-tcp"),
+            "`master_addr` must be the host of rank 0",
+        ),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ArgumentValidation, match=words):
+        ranks_of(*flags)
+
+
+@pytest.mark.parametrize("flag", ["--port", "--cluster", "--shards-per-node", "--remote-shards"])
+def test_flags_of_the_router_are_unknown_to_ranks(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ranks_of(f"{flag}=80")
+    assert ended.value.code == 2
+    assert f"unexpected argument '{flag}'" in capsys.readouterr().err

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+import os
+import pty
 import signal
 import socket
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from millrace_launcher.errors import (
     DownloadError,
     LaunchError,
     ShardCannotStart,
     WebserverCannotStart,
+    WebserverFailed,
 )
 from millrace_launcher.host.threads import find_intel_openmp
+from millrace_launcher.supervision.control import Control
 from millrace_launcher.supervision.launcher import EXIT_MARGIN_SECONDS
+from millrace_launcher.supervision.restarts import Breaker, delay_seconds, is_steady
 from millrace_router.app import RESPONSE_SECONDS
 from millrace_testing.launcher.deployment import SERVED, deploy
 
@@ -239,3 +251,325 @@ async def test_shards_compute_with_intels_openmp_where_there_is_one(
         }
     assert ("libiomp5" in maps["shard-0"]) == (find_intel_openmp() is not None)
     assert "libiomp5" not in maps["router"]
+
+
+class Heard(list[Mapping[str, Any]]):
+    """Events; `last` is set by one named `last`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = asyncio.Event()
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "last":
+            self.last.set()
+        else:
+            self.append(event)
+
+
+LAST = b'\n{"event": "last"}\n'
+
+
+def received(line: socket.socket) -> list[dict[str, object]]:
+    with line.makefile("rb") as file:
+        return [json.loads(text) for text in file if text.strip()]
+
+
+def drained(reader: socket.socket) -> bytes:
+    """All bytes that can be read now."""
+    parts = []
+    with suppress(BlockingIOError):
+        while part := reader.recv(1 << 20):
+            parts.append(part)
+    return b"".join(parts)
+
+
+async def test_messages_to_the_router() -> None:
+    control = Control(lambda _: None)
+    router = control.theirs.dup()
+    control.restarting("shard-0: killed", planned=False)
+    control.restarting("as planned", planned=True)
+    control.gave_up("x" * 5000)
+    control.close()
+    with router:
+        assert received(router) == [
+            {"event": "restarting", "planned": False, "reason": "shard-0: killed"},
+            {"event": "restarting", "planned": True, "reason": "as planned"},
+            {"event": "gave_up", "reason": "x" * 1000},
+        ]
+
+
+@given(
+    st.lists(st.binary(max_size=30).map(lambda line: line.replace(b"\n", b"")), max_size=5),
+    st.integers(1, 20),
+)
+@settings(deadline=None, max_examples=60)
+def test_events_are_read_despite_garbage_and_any_split(garbage: list[bytes], size: int) -> None:
+    async def play() -> Heard:
+        heard = Heard()
+        control = Control(heard.add)
+        good = b'{"event": "progress"}'
+        sent = b"\n".join([good, *garbage, good]) + LAST
+        for start in range(0, len(sent), size):
+            control.theirs.send(sent[start : start + size])
+            await asyncio.sleep(0)
+        await heard.last.wait()
+        control.close()
+        return heard
+
+    heard = asyncio.run(play())
+    assert heard.count({"event": "progress"}) == 2
+    assert len(heard) == 2
+
+
+@pytest.mark.parametrize("line", [b"[" * 30000, b'"' + b"x" * 10**6 + b'"', b"\xff\xfe", b"null"])
+async def test_long_deep_and_broken_lines_are_dropped(line: bytes) -> None:
+    heard = Heard()
+    control = Control(heard.add)
+    loop = asyncio.get_running_loop()
+    control.theirs.settimeout(0)
+    await loop.sock_sendall(control.theirs, line + b'\n{"event": "x"}' + LAST)
+    await heard.last.wait()
+    assert heard == [{"event": "x"}]
+    control.close()
+
+
+async def test_router_that_does_not_read_blocks_nothing() -> None:
+    control = Control(lambda _: None)
+    # The buffer is so small that lines are cut.
+    control._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    for _ in range(100):
+        control.restarting("é" * 900, planned=False)
+    control.theirs.settimeout(0)
+    cut = drained(control.theirs)
+    assert not cut.endswith(b"\n")
+    control.gave_up("end")
+    lines = (cut + drained(control.theirs)).split(b"\n")
+    assert json.loads(lines[-2]) == {"event": "gave_up", "reason": "end"}
+    control.close()
+
+
+async def test_router_that_is_gone_is_no_error() -> None:
+    control = Control(lambda _: None)
+    control.theirs.close()
+    control.gave_up("r")
+    control.close()
+    control.close()
+    control.gave_up("r")
+
+
+def restarts_until_no(breaker: Breaker) -> list[float]:
+    delays = []
+    while (delay := breaker.restart()) is not None:
+        delays.append(delay)
+    return delays
+
+
+def test_first_restart_comes_at_once_and_the_next_ones_after_longer_and_longer() -> None:
+    assert restarts_until_no(Breaker(10)) == [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+@given(st.integers(1, 10**9))
+def test_delays_never_shrink_and_never_exceed_30_s(restarts: int) -> None:
+    assert delay_seconds(restarts) <= delay_seconds(restarts + 1) <= 30
+
+
+@given(st.integers(0, 20), st.lists(st.integers(-5, 10**6), max_size=6))
+def test_a_search_has_its_own_restarts_and_no_more(max_restarts: int, suspects: list[int]) -> None:
+    breaker = Breaker(max_restarts)
+    for count in suspects:
+        breaker.suspect(count)
+    most = max(suspects, default=0)
+    own = 2 * math.ceil(math.log2(most)) + 4 if most > 0 else 0
+    delays = restarts_until_no(breaker)
+    assert len(delays) == own + max_restarts
+    assert delays[:own] == [0.0] * own
+
+
+@given(st.integers(1, 512))
+def test_a_narrowing_search_is_bounded_by_its_widest(count: int) -> None:
+    breaker = Breaker(0)
+    restarts = 0
+    narrowed = count
+    while True:
+        breaker.suspect(narrowed)
+        if breaker.restart() is None:
+            break
+        restarts += 1
+        narrowed = max(1, narrowed // 2)
+    assert restarts == 2 * math.ceil(math.log2(count)) + 4
+
+
+Move = st.one_of(
+    st.sampled_from(["progress", "restart"]), st.integers(0, 100).map(lambda n: ("suspect", n))
+)
+
+
+@given(st.integers(0, 5), st.lists(Move, max_size=60))
+def test_only_what_came_after_the_last_progress_counts(
+    max_restarts: int, moves: list[str | tuple[str, int]]
+) -> None:
+    """The oracle: a new breaker that gets only the events since then."""
+    breaker = Breaker(max_restarts)
+    since: list[str | tuple[str, int]] = []
+
+    def play(one: Breaker, move: str | tuple[str, int]) -> float | None:
+        if move == "restart":
+            return one.restart()
+        if isinstance(move, tuple):
+            one.suspect(move[1])
+        return None
+
+    for move in moves:
+        if move == "progress":
+            breaker.progressed()
+            since.clear()
+            continue
+        fresh = Breaker(max_restarts)
+        for earlier in since:
+            play(fresh, earlier)
+        since.append(move)
+        assert play(breaker, move) == play(fresh, move)
+
+
+def test_death_before_readiness_is_no_part_of_a_search() -> None:
+    breaker = Breaker(2)
+    breaker.suspect(2)
+    assert [breaker.restart(was_ready=False) for _ in range(3)] == [0, 0.5, None]
+    assert [breaker.restart() for _ in range(7)] == [0] * 6 + [None]
+
+
+@pytest.mark.parametrize(("count", "own"), [(1, 4), (2, 6), (3, 8), (50, 16), (64, 16)])
+def test_allowance_of_a_search(count: int, own: int) -> None:
+    breaker = Breaker(0)
+    breaker.suspect(count)
+    assert len(restarts_until_no(breaker)) == own
+
+
+@pytest.mark.parametrize(
+    ("ready_at", "now", "steady"),
+    [(None, 100.0, False), (90.1, 100.0, False), (90.0, 100.0, True), (0.0, 5.0, False)],
+)
+def test_who_served_long_enough_is_steady(ready_at: float | None, now: float, steady: bool) -> None:
+    assert is_steady(ready_at, now, enough_seconds=10) is steady
+
+
+BACK = "The router is back"
+
+
+async def test_router_is_restarted_and_the_shards_stay(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--num-shard=2") as deployment:
+        await deployment.until(SERVED)
+        for deaths, number in enumerate((signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM), start=1):
+            os.kill(deployment.pid("router"), number)
+            await deployment.until(BACK, times=deaths)
+            assert [len(deployment.lives(f"shard-{rank}")) for rank in (0, 1)] == [1, 1]
+            assert len(deployment.lives("router")) == deaths + 1
+            assert deployment.output.count(SERVED) == 1
+        # The new router has its own socket to the launcher.
+        await deployment.tell('{"event": "restart", "reason": "r"}')
+        await deployment.until("router heard")
+        family = deployment.family()
+        deployment.process.send_signal(signal.SIGTERM)
+        assert await deployment.end() == (0, "")
+        await deployment.assert_gone(family)
+
+
+async def test_router_that_will_not_stay_up_ends_the_launch(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--max-restarts=1", FAKE_ROUTER="serve,lost") as deployment:
+        await deployment.until(SERVED)
+        family = deployment.family()
+        os.kill(deployment.pid("router"), signal.SIGSEGV)
+        assert await deployment.end() == (1, f"Error: {WebserverFailed.sentence}\n")
+        assert "Webserver Crashed (killed by signal SIGSEGV)" in deployment.output
+        assert "has met its end" in deployment.output
+        assert len(deployment.lives("router")) == 2
+        await deployment.assert_gone(family)
+
+
+async def test_router_that_never_comes_up(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--max-restarts=1", FAKE_ROUTER="lost") as deployment:
+        assert await deployment.end() == (1, f"Error: {WebserverCannotStart.sentence}\n")
+        assert len(deployment.lives("router")) == 2
+
+
+async def test_another_server_on_the_port_is_not_taken_for_the_router(tmp_path: Path) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with deploy(tmp_path) as deployment:
+        # The port was free when the launcher looked.
+        await deployment.until("Starting check and download process")
+        other = await asyncio.start_server(answer, "127.0.0.1", deployment.port)
+        async with other:
+            code, errors = await deployment.end()
+        assert code == 1
+        assert (
+            "router cannot listen: [Errno 98] Address already in use" in errors + deployment.output
+        )
+        assert SERVED not in deployment.output
+
+
+async def test_progress_of_a_router_resets_its_breaker(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--max-restarts=1") as deployment:
+        await deployment.until(SERVED)
+        for deaths in (1, 2, 3):
+            await deployment.tell('{"event": "progress"}')
+            os.kill(deployment.pid("router"), signal.SIGKILL)
+            await deployment.until(BACK, times=deaths)
+
+
+async def test_router_dies_while_the_shards_load_again(tmp_path: Path) -> None:
+    async with deploy(tmp_path, FAKE_SHARD="serve,mute,serve") as deployment:
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        await deployment.until("is mute")
+        os.kill(deployment.pid("router"), signal.SIGKILL)
+        await deployment.until("Webserver Crashed")
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        await deployment.until(BACK)
+        assert len(deployment.lives("shard-0")) == 3
+        assert len(deployment.lives("router")) == 2
+        waited = deployment.output.index("The shards are back")
+        assert deployment.output.rindex("Starting Webserver") > waited
+        family = deployment.family()
+        deployment.process.send_signal(signal.SIGTERM)
+        assert await deployment.end() == (0, "")
+        await deployment.assert_gone(family)
+
+
+async def test_refusal_of_a_router_that_lost_its_shards_is_not_its_own(tmp_path: Path) -> None:
+    async with deploy(tmp_path, FAKE_ROUTER="mute,serve") as deployment:
+        await deployment.until("router is mute")
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        await deployment.until("The shards are back")
+        os.kill(deployment.pid("router"), signal.SIGUSR1)
+        await deployment.until(SERVED)
+        assert "Webserver failed to start (exit code 1)" in deployment.output
+
+
+async def test_sighup_reaches_a_router_with_a_file_of_keys_alone(tmp_path: Path) -> None:
+    for flags, has_heard in (([], False), ([f"--api-key-file={tmp_path}/keys"], True)):
+        async with deploy(tmp_path, *flags) as deployment:
+            await deployment.until(SERVED)
+            deployment.process.send_signal(signal.SIGHUP)
+            await deployment.until("The shards are back")
+            deployment.process.send_signal(signal.SIGTERM)
+            assert await deployment.end() == (0, "")
+            assert len(deployment.lives("router")) == 1 + has_heard
+            assert ("router hung up" in deployment.events()) == has_heard
+
+
+async def test_closed_terminal_ends_the_deployment(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    async with deploy(tmp_path, FAKE_TERMINAL=str(theirs)) as deployment:
+        os.close(theirs)
+        await deployment.until(SERVED)
+        family = deployment.family()
+        # A signal alone does not close it.
+        deployment.process.send_signal(signal.SIGHUP)
+        await deployment.until("The shards are back")
+        os.close(ours)
+        assert await deployment.end() == (0, "")
+        await deployment.assert_gone(family)

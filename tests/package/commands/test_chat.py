@@ -10,9 +10,7 @@ import signal
 import pytest
 from tests.package.programs import OpenAI, run, started
 
-from millrace.chat.conversation import Conversation
-from millrace.chat.screen import Screen
-from millrace.chat.session import HELP, Session
+from millrace.chat import HELP, Conversation, Screen, Session
 from millrace.http.client import Client
 from millrace_testing.router.sse import served_application
 
@@ -44,7 +42,7 @@ async def test_history_and_clear() -> None:
         status, out, err = await run("chat", url, text=text)
     assert (status, out) == (0, "answer 1\nanswer 1\n")
     assert err.splitlines() == [
-        *("user: One?", "assistant: answer 1", "there is no command /what; /help shows them")
+        *("user: One?", "assistant: answer 1", "unknown command /what; /help lists the commands")
     ]
 
 
@@ -82,7 +80,7 @@ async def test_a_refusal_ends_a_pipe_with_the_servers_words() -> None:
         (("http://127.0.0.1:9",), 1, "cannot connect"),
         (("http://127.0.0.1:9", "--", "--port=1"), 2, "flags after --"),
         (("--", "--prot=1"), 2, "'--port'"),
-        (("/no/folder",), 1, "error: there is no folder /no/folder"),
+        (("/no/folder",), 1, "error: folder /no/folder does not exist"),
         (("--max-tokens", "0"), 2, "--max-tokens"),
     ],
 )

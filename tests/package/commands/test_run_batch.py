@@ -12,9 +12,7 @@ import pytest
 from aiohttp import web
 from tests.package.programs import run, started
 
-from millrace.batch.lines import BadLine, BatchRequest, parse
-from millrace.batch.output import Output
-from millrace.batch.run import Counts, run_batch
+from millrace.batch import BadLine, BatchRequest, Counts, Output, parse, run_batch
 from millrace.http.client import Client
 from millrace_testing.router.sse import served_application
 
@@ -166,12 +164,12 @@ async def test_a_wrong_command_line_is_2(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[]", "no object"),
+        ("[]", "must be an object"),
         ("{}", "custom_id"),
         (line("a", "x", method="GET"), "method"),
         (line("a", "x", url="/v1/other"), "url is none of"),
-        (line("a", "x", body=[]), "body is no object"),
-        (line("a", "x", body={"stream": True}), "no streams"),
+        (line("a", "x", body=[]), "body must be an object"),
+        (line("a", "x", body={"stream": True}), "cannot stream"),
     ],
 )
 def test_bad_lines_say_why(text: str, reason: str) -> None:

@@ -1,14 +1,30 @@
-"""The load generator against a server whose every byte is known."""
+"""The load generator against a server whose every byte is known, its levels and its measurements."""
 
 from __future__ import annotations
 
+import asyncio
+import io
+import random
+import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from aiohttp import web
+from bench.comparison.cases import DEFAULT_LEVELS
+from bench.comparison.report import level_table
 
-from millrace.load.levels import Level, closed, poisson
-from millrace.load.load import run_level
+from millrace.load.levels import Level, closed, parse_level, poisson
+from millrace.load.live import START_OF_LINE, LiveLine, header, line_of, moving_line
+from millrace.load.load import RequestOutcome, run_level
+from millrace.load.measurement import (
+    Measurement,
+    Quantiles,
+    Timeline,
+    quantile,
+    summarise,
+)
+from millrace.load.texts import prompts_of, random_prompts
 from millrace_testing.router.sse import FakeServer, event, served, served_application, whole_stream
 
 LEVEL = closed(3, 5, 4, rounds=2)
@@ -130,3 +146,155 @@ async def test_events_of_something_else_are_failures(data: bytes) -> None:
     async with served(FakeServer(lambda _: [b"data: " + data + b"\n\n"])) as url:
         outcome = await run_level(url, LEVEL)
     assert (len(outcome.failures), outcome.timelines) == (6, [])
+
+
+MEASURED = closed(2, 4, 3, rounds=1)
+
+
+def test_figures_of_two_known_requests() -> None:
+    timelines = [Timeline(10.0, [10.5, 10.6, 10.8]), Timeline(10.2, [10.9, 11.2, 12.0])]
+    result = summarise("millrace", MEASURED, timelines, failures=["late"])
+    assert result.num_tokens == 6
+    assert result.wall_seconds == pytest.approx(2.0)
+    assert result.tokens_per_second == pytest.approx(3.0)
+    assert result.first_token_ms.p50 == pytest.approx(600.0)
+    assert result.between_tokens_ms.p50 == pytest.approx(250.0)
+    assert result.failures == ("late",)
+
+
+def test_quantiles_agree_with_the_standard_library() -> None:
+    generator = random.Random(7)
+    sample = sorted(generator.random() for _ in range(137))
+    expected = statistics.quantiles(sample, n=100, method="inclusive")
+    for percent in (1, 50, 90, 99):
+        assert quantile(sample, percent / 100) == pytest.approx(expected[percent - 1])
+
+
+def test_quantiles_of_little() -> None:
+    assert Quantiles.of([]) == Quantiles(0.0, 0.0, 0.0)
+    assert Quantiles.of([0.25]) == Quantiles(250.0, 250.0, 250.0)
+
+
+def test_no_good_request_is_an_error_that_names_the_reasons() -> None:
+    with pytest.raises(ValueError, match="every request failed: status 500"):
+        summarise("millrace", MEASURED, [], failures=["status 500", "status 500"])
+
+
+def measurement(server: str, tokens_per_second: float, *, other_cores: float = 0.0) -> Measurement:
+    return Measurement(
+        server=server,
+        level="c=2 <4+3>",
+        num_requests=2,
+        num_tokens=6,
+        failures=(),
+        wall_seconds=2.0,
+        tokens_per_second=tokens_per_second,
+        first_token_ms=Quantiles(1.0, 2.0, 3.0),
+        between_tokens_ms=Quantiles(4.0, 5.0, 6.0),
+        other_cores=other_cores,
+    )
+
+
+def test_the_table_gives_the_ratio_and_marks_a_disturbed_figure() -> None:
+    rows = level_table([measurement("millrace", 30.0), measurement("peer", 20.0, other_cores=0.5)])
+    ours, theirs = rows.splitlines()[2:]
+    assert [cell.strip() for cell in ours.split("|")[2:6]] == ["millrace", "30.0", "30.0", ""]
+    assert [cell.strip() for cell in theirs.split("|")[2:6]] == ["peer", "~20.0", "~20.0", "~1.50"]
+
+
+def test_repetitions_become_their_median_and_disturbed_ones_do_not_count() -> None:
+    runs = [measurement("millrace", rate) for rate in (30.0, 32.0, 40.0)]
+    runs.append(measurement("millrace", 5.0, other_cores=1.0))
+    (row,) = level_table(runs).splitlines()[2:]
+    assert [cell.strip() for cell in row.split("|")[3:5]] == ["32.0", "30.0 32.0 40.0 ~5.00"]
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("c8:128+64", closed(8, 128, 64)),
+        ("c32:128+128x1", closed(32, 128, 128, rounds=1)),
+        ("r4:128+64", poisson(4.0, 128, 64, num_requests=100)),
+        ("r0.5:16+8x10", poisson(0.5, 16, 8, num_requests=10)),
+    ],
+)
+def test_a_level_reads_as_it_is_written(text: str, level: object) -> None:
+    assert parse_level(text) == level
+
+
+@pytest.mark.parametrize("text", ["", "c", "x8:1+1", "c8", "c8:128", "c8:a+b", "c0:1+1", "c1:0+1"])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="level"):
+        parse_level(text)
+
+
+def test_no_two_default_levels_share_a_name() -> None:
+    for levels in DEFAULT_LEVELS.values():
+        assert len({level.name for level in levels}) == len(levels)
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def outcome() -> RequestOutcome:
+    """One request that has ended, and one that runs."""
+    done, running = Timeline(0.0, [0.5, 0.6, 0.8]), Timeline(0.0, [1.0])
+    return RequestOutcome([done], [], [done, running])
+
+
+def test_the_running_level_is_told_by_what_came_so_far() -> None:
+    cells = moving_line("c=2", 4, outcome(), 2.0).split()
+    assert cells == ["c=2", "1/4", "0", "0.50", "2.0", "750/950/995"]
+
+
+def test_a_level_that_has_ended_is_a_line_below_the_header() -> None:
+    measurement = summarise("m", closed(1, 4, 3, rounds=1), outcome().timelines, failures=["x"])
+    line = line_of(measurement)
+    assert line.split()[2:] == [
+        "1",
+        "1",
+        "1.25",
+        "3.8",
+        "500/500/500",
+        "150/190/199",
+        "800/800/800",
+    ]
+    assert {len(each) for each in (line, *header().splitlines())} == {len(line)}
+
+
+async def test_a_terminal_has_a_line_that_moves_and_goes() -> None:
+    terminal, pipe = Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        async with LiveLine(stream, "c=2", 4, outcome()):
+            await asyncio.sleep(0)
+    assert terminal.getvalue().startswith(f"{START_OF_LINE}       c=2")
+    assert terminal.getvalue().endswith(START_OF_LINE)
+    assert pipe.getvalue() == ""
+
+
+def test_random_prompts_differ_and_are_the_same_for_a_seed() -> None:
+    prompts = random_prompts(20, 5, seed=1)
+    assert len(set(prompts)) == 5
+    assert {len(prompt.split()) for prompt in prompts} == {20}
+    assert prompts == random_prompts(20, 5, seed=1) != random_prompts(20, 5, seed=2)
+
+
+def test_lines_are_text_or_json(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text('one\n\n{"inputs": "two"}\n{"text": "three", "x": 1}\n')
+    assert prompts_of(file) == ("one", "two", "three")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("", "no prompts"), ("a\n{", "line 2 is not JSON"), ('{"x": 1}', "line 1 lacks `prompt`")],
+)
+def test_what_is_no_prompt_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        prompts_of(file)

@@ -6,16 +6,24 @@ import errno
 import hashlib
 import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
+from millrace_router.adapters.fetching.errors import Invalid
+from millrace_router.adapters.fetching.tensors import parse_safetensors
 from millrace_router.request.adapter import AdapterModule
+from millrace_shard.adapters.packing import read_canonical
 from millrace_testing.adapters.fetch_jobs import fetch_folder
 from millrace_testing.adapters.peft_files import (
     canonical_deltas,
@@ -25,6 +33,7 @@ from millrace_testing.adapters.peft_files import (
     tiny_gpt2,
     tiny_llama,
 )
+from millrace_testing.models.adapters import write_canonical
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -170,7 +179,9 @@ def test_one_meaning_is_one_version(tmp_path: Path) -> None:
         lambda key: key.replace(".weight", ".default.weight"),
     ],
 )
-def test_variants_of_keys(rename: Callable[[str], str], tmp_path: Path) -> None:
+def test_variants_of_keys_give_the_same_digest(
+    rename: Callable[[str], str], tmp_path: Path
+) -> None:
     save_adapter(tmp_path / "a")
     first = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
     saved = load_file(tmp_path / "a" / WEIGHTS)
@@ -212,8 +223,8 @@ def spoilt(value: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
-    "no B": (without(B), f"'{A}' has no lora_B"),
-    "no A": (without(A), f"'{B}' has no lora_A"),
+    "no B": (without(B), f"'{A}' comes without its lora_B"),
+    "no A": (without(A), f"'{B}' comes without its lora_A"),
     "inputs": (changed(A, torch.zeros(8, 15)), rf"'{A}' has the shape [8, 15], .* needs [8, 16]"),
     "outputs": (changed(B, torch.zeros(17, 8)), rf"'{B}' has the shape [17, 8], .* needs [16, 8]"),
     "rank of A": (
@@ -260,7 +271,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "copy alone": (
         changed("base_model.model.lm_head.base_layer.weight", torch.zeros(40, 16)),
-        "has no lora_A beside it",
+        "comes without its lora_A",
     ),
     "surplus": (changed("x", torch.zeros(1)), "'x' is not of LoRA"),
     "bias": (
@@ -284,7 +295,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
-def test_what_is_wrong_is_named(
+def test_each_defect_is_named(
     change: Callable[[Tensors], Tensors], message: str, tmp_path: Path
 ) -> None:
     save_adapter(tmp_path / "a")
@@ -303,7 +314,7 @@ def test_what_is_wrong_is_named(
     [
         ({"r": 4}, "needs [4, 16]"),
         ({"rank_pattern": {"q_proj": 9}}, "needs [9, 16]"),
-        ({"lora_bias": True}, "has no bias beside it"),
+        ({"lora_bias": True}, "comes without its bias"),
         ({"lora_alpha": 1e300}, "lora_alpha"),
     ],
 )
@@ -316,7 +327,7 @@ def test_the_configuration_must_fit_the_tensors(
     assert (answer["error"], message in answer["reason"]) == ("invalid", True)
 
 
-def test_the_limit_of_ranks(tmp_path: Path) -> None:
+def test_a_rank_above_the_limit_is_refused(tmp_path: Path) -> None:
     save_adapter(tmp_path / "a", r=17)
     assert "digest" in fetch_folder(tmp_path / "a", tmp_path, LLAMA, max_rank=17)
     answer = fetch_folder(tmp_path / "a", tmp_path, LLAMA, max_rank=16)
@@ -361,3 +372,182 @@ def test_the_modules_come_in_the_models_order(tmp_path: Path) -> None:
     assert [name for name, *_ in answer["modules"]] == names
     only = [AdapterModule(name=Q0, inputs=16, outputs=16, bytes_per_slice=1)]
     assert fetch_folder(tmp_path / "a", tmp_path, only)["error"] == "invalid"
+
+
+LLAMA_MODULES: dict[str, dict[str, Any]] = {
+    "rank 1": {"r": 1, "target_modules": ["q_proj"]},
+    "all-linear of rank 17": {"r": 17, "target_modules": "all-linear"},
+    "lm_head and rslora": {"target_modules": ["lm_head", "v_proj"], "use_rslora": True, "r": 6},
+    "mixed ranks": {
+        "target_modules": ["k_proj", "down_proj"],
+        "rank_pattern": {"k_proj": 3},
+        "alpha_pattern": {"down_proj": 2.5},
+    },
+    "biases": {"target_modules": ["o_proj", "up_proj"], "lora_bias": True, "lora_alpha": 3},
+}
+GPT2: dict[str, dict[str, Any]] = {
+    "fused": {"target_modules": ["c_attn"], "fan_in_fan_out": True, "r": 5},
+    "all of Conv1D": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+}
+WRITTEN = [
+    *(pytest.param(tiny_llama, fields, id=name) for name, fields in LLAMA_MODULES.items()),
+    *(pytest.param(tiny_gpt2, fields, id=name) for name, fields in GPT2.items()),
+]
+
+
+def parts(path: Path) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """Tensors by name with their places, the metadata, and the values."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    metadata = header.pop("__metadata__")
+    return header, metadata | {"modules": json.loads(metadata["modules"])}, content[end:]
+
+
+@pytest.mark.parametrize(("make", "fields"), WRITTEN)
+def test_both_writers_agree(
+    make: Callable[[], Any], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    adapted: PeftModel = save_adapter(tmp_path / "a", model=make(), **fields)
+    answer = fetch_folder(tmp_path / "a", tmp_path / "fetched", modules_of(make()))
+    ours, theirs = answer["digest"], write_canonical(adapted, tmp_path / "written")
+    name = "adapter.safetensors"
+    fetched = parts(tmp_path / "fetched" / ours / name)
+    assert fetched == parts(tmp_path / "written" / theirs / name)
+    read = read_canonical(tmp_path / "fetched", ours)
+    expected = read_canonical(tmp_path / "written", theirs)
+    assert read.keys() == expected.keys() == {module for module, _, _ in answer["modules"]}
+    for module, one in expected.items():
+        assert torch.equal(read[module].a, one.a)
+        assert torch.equal(read[module].b, one.b)
+        assert torch.equal(read[module].scales, one.scales)
+        assert (read[module].bias is None) == (one.bias is None)
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def file_of(header: Any, body: bytes = b"", *, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + body
+
+
+def entry(begin: int = 0, end: int = 8, **fields: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [begin, end]} | fields
+
+
+@settings(max_examples=60)
+@given(
+    st.dictionaries(
+        st.text(max_size=9).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=4)),
+        max_size=5,
+    )
+)
+def test_files_of_the_library_are_read(tensors: dict[str, tuple[torch.dtype, list[int]]]) -> None:
+    made = {name: torch.randn(shape).to(dtype) for name, (dtype, shape) in tensors.items()}
+    data = save(made, metadata={"a": "b"})
+    file = parse_safetensors(data)
+    theirs = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
+    assert file.tensors.keys() == theirs.keys()
+    assert file.metadata == {"a": "b"}
+    for name, tensor in file.tensors.items():
+        assert tensor.dtype == theirs[name]["dtype"]
+        assert list(tensor.shape) == theirs[name]["shape"]
+        assert bytes(tensor.data) == bytes(theirs[name]["data"])
+
+
+WRONG: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "cut short"),
+    "seven bytes": (b"\0" * 7, "cut short"),
+    "header cut short": (file_of({}, length=100), "cut short"),
+    "header too long": (file_of({}, length=(8 << 20) + 1), "has 8388609 bytes"),
+    "header of 2^64": (file_of({}, length=(1 << 64) - 1), "bytes"),
+    "not JSON": (file_of(b"{x}"), "is not JSON"),
+    "a list": (file_of(b"[]"), "brace"),
+    "no brace": (file_of(b" {}"), "brace"),
+    "nothing": (file_of(b""), "brace"),
+    "not UTF-8": (file_of(b'{"\xff": 1}'), "is not JSON"),
+    "twice": (
+        file_of(b'{"a": %b, "a": %b}' % ((json.dumps(entry()).encode(),) * 2), b"\0" * 8),
+        "key 'a' twice",
+    ),
+    "field twice": (
+        file_of(
+            b'{"a": {"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', b"\0" * 8
+        ),
+        "key 'dtype' twice",
+    ),
+    "deep": (file_of(b"{" + b'"a":{' * 100_000 + b"}" * 100_001), "nested"),
+    "gap": (
+        file_of({"a": entry(), "b": entry(9, 17)}, b"\0" * 17),
+        "invalid offset for tensor `b`",
+    ),
+    "overlap": (
+        file_of({"a": entry(), "b": entry(4, 12)}, b"\0" * 12),
+        "invalid offset for tensor `b`",
+    ),
+    "the same": (file_of({"a": entry(), "b": entry()}, b"\0" * 8), "invalid offset for tensor"),
+    "a name of control characters, out of order": (
+        file_of({"a\r\n\x1b" + "b" * 1000: entry(4, 12)}, b"\0" * 12),
+        "invalid offset",
+    ),
+    "late": (file_of({"a": entry(4, 12)}, b"\0" * 12), "invalid offset for tensor `a`"),
+    "cut short": (file_of({"a": entry()}, b"\0" * 7), "file not fully covered"),
+    "more": (file_of({"a": entry()}, b"\0" * 9), "file not fully covered"),
+    "no tensors, but bytes": (file_of({}, b"\0"), "file not fully covered"),
+    "shape": (file_of({"a": entry(shape=[3])}, b"\0" * 8), "invalid shape"),
+    "overflow": (file_of({"a": entry(0, 0, shape=[1 << 62, 4])}), "overflow"),
+    "wide offsets": (
+        file_of({"a": entry(0, 1 << 66, shape=[1 << 64])}),
+        "expected usize",
+    ),
+    "backwards": (file_of({"a": entry(8, 0)}, b"\0" * 8), "invalid offset for tensor `a`"),
+    "three offsets": (
+        file_of({"a": entry(data_offsets=[0, 4, 8])}, b"\0" * 8),
+        "expected 2 elements",
+    ),
+    "negative": (file_of({"a": entry(data_offsets=[-8, 0])}), "expected usize"),
+    "truth as a number": (file_of({"a": entry(0, 4, shape=[True])}, b"\0" * 4), "expected usize"),
+    "a fraction": (file_of({"a": entry(shape=[2.0])}, b"\0" * 8), "expected usize"),
+    "no list": (file_of({"a": entry(shape={})}, b"\0" * 8), "expected a sequence"),
+    "dimensions": (file_of({"a": entry(shape=[2] + [1] * 8)}, b"\0" * 8), "'a' has 9 dimensions"),
+    "no dtype": (
+        file_of({"a": {"shape": [], "data_offsets": [0, 0]}}),
+        "'a' must have only dtype, shape and data_offsets",
+    ),
+    "one more field": (file_of({"a": entry(x=1)}, b"\0" * 8), "'a' must have only dtype"),
+    "no object": (file_of({"a": 3}), "'a' must have only dtype, shape and data_offsets"),
+    "metadata": (file_of({"__metadata__": {"a": 1}}), "not an object of strings"),
+    "metadata, a list": (file_of({"__metadata__": []}), "not an object of strings"),
+    "control characters": (file_of({"a\r\n\x1b": 3}), r"'a\r\n\x1b'"),
+    "half of a character": (file_of(b'{"a\\ud800": {}}'), r"at the key 'a\ud800'"),
+    "half of a character in metadata": (
+        file_of(b'{"__metadata__": {"a": "\\udc00"}}'),
+        "half of a character at the key 'a'",
+    ),
+    "a long name": (file_of({"a" * 10_000: 3}), "aaa…'"),
+} | {
+    dtype: (file_of({"a": entry(dtype=dtype)}, b"\0" * 8), f"'a' has the dtype '{dtype}'")
+    for dtype in ("F64", "F8_E4M3", "F8_E5M2", "I8", "I64", "U8", "BOOL", "f32", "", "F4")
+}
+
+
+@pytest.mark.parametrize(("data", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_tensor_files_are_named(data: bytes, message: str) -> None:
+    with pytest.raises(Invalid) as refusal:
+        parse_safetensors(data)
+    assert message in str(refusal.value)
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 500
+
+
+def test_the_order_of_the_header_is_free() -> None:
+    file = parse_safetensors(
+        file_of({"b": entry(8, 16), "e": entry(8, 8, shape=[0]), "a": entry()}, b"12345678abcdefgh")
+    )
+    assert {name: bytes(one.data) for name, one in file.tensors.items()} == {
+        "a": b"12345678",
+        "b": b"abcdefgh",
+        "e": b"",
+    }

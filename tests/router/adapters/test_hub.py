@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import pytest
 import structlog
 
 from millrace_router.adapters.cache import AdapterCache
-from millrace_router.adapters.fetch_request import FetchLimits, FetchSource
-from millrace_router.adapters.fetcher import Fetcher
+from millrace_router.adapters.fetcher import Fetcher, FetchLimits
 from millrace_router.adapters.fetching.errors import Forbidden, NotFound, Unavailable
 from millrace_router.adapters.fetching.hub import Hub
+from millrace_router.adapters.names import NamedSource
 from millrace_router.errors import (
     AdapterForbidden,
     AdapterInvalid,
@@ -27,7 +26,7 @@ from millrace_router.errors import (
     AdapterUnavailable,
     RouterError,
 )
-from millrace_router.request.adapter import AdapterSource, AdapterVersion
+from millrace_router.request.adapter import AdapterReference, AdapterSource, AdapterVersion
 from millrace_testing.adapters.hub_stub import HubStub, Repository, hub_stub
 from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_llama
 
@@ -57,21 +56,32 @@ class Clock:
 
 
 class Fetching:
-    """A fetcher beside a hub."""
+    """A fetcher and its hub."""
 
     def __init__(self, stub: HubStub, folder: Path) -> None:
         self.stub = stub
         self.clock = Clock()
         self.cache = AdapterCache(folder, max_bytes=1 << 30, clock=self.clock)
         self.cache.open()
-        self.fetcher = Fetcher(self.cache, needed=set, endpoint=f"{stub.url}/", clock=self.clock)
+        self.fetcher = Fetcher(
+            self.cache,
+            modules=LLAMA,
+            num_pages=1000,
+            limits=LIMITS,
+            needed=set,
+            endpoint=f"{stub.url}/",
+            clock=self.clock,
+        )
 
-    def source(self, id_: str = "org/a", **fields: Any) -> FetchSource:
-        return FetchSource(kind=AdapterSource.HUB, id=id_, name="mine", **fields)
+    async def fetch(
+        self, id_: str = "org/a", *, token: str | None = None, **fields: Any
+    ) -> AdapterVersion:
+        source = NamedSource(kind=AdapterSource.HUB, location=id_, **fields)
+        return await self.fetcher.fetch(source, name="mine", token=token, caller="")
 
-    async def fetch(self, id_: str = "org/a", **fields: Any) -> AdapterVersion:
-        source = self.source(id_, **fields)
-        return await self.fetcher.fetch(source, modules=LLAMA, limits=LIMITS)
+    async def commit(self, *, token: str | None = None, revision: str | None = None) -> str:
+        source = NamedSource(kind=AdapterSource.HUB, location="org/a", revision=revision)
+        return await self.fetcher.commit_of(source, name="mine", token=token, caller="")
 
     async def refusal(self, id_: str = "org/a", **fields: Any) -> RouterError:
         with pytest.raises(RouterError) as refusal:
@@ -105,7 +115,7 @@ async def test_two_files_of_one_commit_are_fetched(files: dict[str, bytes], tmp_
         assert (await hub.fetch()).digest != version.digest
 
 
-async def test_who_may_not_read(files: dict[str, bytes], tmp_path: Path) -> None:
+async def test_clients_without_access_are_refused(files: dict[str, bytes], tmp_path: Path) -> None:
     async with fetching(tmp_path, Repository(files, tokens={TOKEN})) as hub:
         assert type(await hub.refusal()) is AdapterNotFound
         assert type(await hub.refusal(token="hf_other")) is AdapterForbidden
@@ -118,7 +128,7 @@ async def test_who_may_not_read(files: dict[str, bytes], tmp_path: Path) -> None
         assert type(await hub.refusal()) is AdapterNotFound
 
 
-async def test_what_is_known_is_not_downloaded_again(
+async def test_known_versions_are_not_downloaded_again(
     files: dict[str, bytes], tmp_path: Path
 ) -> None:
     """Another fetch asks the hub for the commit alone, with the token of its client."""
@@ -134,18 +144,17 @@ async def test_what_is_known_is_not_downloaded_again(
         assert (tmp_path / "cache" / version.digest).is_dir()
 
 
-async def test_the_commit_alone_tells_who_may_read(files: dict[str, bytes], tmp_path: Path) -> None:
+async def test_access_is_checked_by_the_commit(files: dict[str, bytes], tmp_path: Path) -> None:
     repository = Repository(files, tokens={TOKEN})
     async with fetching(tmp_path, repository) as hub:
-        ask = partial(hub.fetcher.commit_of, limits=LIMITS)
-        assert await ask(hub.source(token=TOKEN)) == repository.commit
-        assert await ask(hub.source(token=TOKEN, revision="v1/x")) == repository.commit
+        assert await hub.commit(token=TOKEN) == repository.commit
+        assert await hub.commit(token=TOKEN, revision="v1/x") == repository.commit
         assert hub.stub.paths() == ["main", "x"]
         with pytest.raises(AdapterNotFound):
-            await ask(hub.source())
+            await hub.commit()
         repository.tokens = set()
         with pytest.raises(AdapterForbidden):
-            await ask(hub.source(token=TOKEN))
+            await hub.commit(token=TOKEN)
 
 
 @pytest.mark.parametrize("token", ["two words", "line\r\nx-evil: 1", "", "\u2603", "x" * 600])
@@ -175,7 +184,7 @@ def test_tokens_that_are_no_header(token: str) -> None:
         ("org/a", "?"),
     ],
 )
-def test_names_that_are_none_ask_nobody(repository: str, revision: str | None) -> None:
+def test_invalid_names_send_no_request(repository: str, revision: str | None) -> None:
     with pytest.raises(NotFound):
         Hub("http://127.0.0.1:1").commit_of(repository, revision)
 
@@ -226,7 +235,7 @@ async def test_a_pickle_is_not_downloaded(files: dict[str, bytes], tmp_path: Pat
         ({"redirects": {WEIGHTS: "https://evil.example/x"}}, "redirects to another host"),
         ({"redirects": {WEIGHTS: "file:///etc/passwd"}}, "redirects to another host"),
         ({"redirects": {WEIGHTS: "http://[x"}}, "redirects to no address"),
-        ({"redirects": {WEIGHTS: WEIGHTS}}, "redirects without an end"),
+        ({"redirects": {WEIGHTS: WEIGHTS}}, "redirects too often"),
     ],
     ids=lambda one: str(one)[:60],
 )
@@ -296,10 +305,10 @@ def test_a_hub_that_is_not_there() -> None:
 
 def children() -> list[Path]:
     """Processes that this one started."""
-    found = []
+    processes = []
     for task in Path("/proc/self/task").iterdir():
-        found += [Path("/proc") / pid for pid in (task / "children").read_text().split()]
-    return found
+        processes += [Path("/proc") / pid for pid in (task / "children").read_text().split()]
+    return processes
 
 
 async def test_no_token_is_left_anywhere(
@@ -326,7 +335,7 @@ async def test_no_token_is_left_anywhere(
             repository.status = 200
             await hub.fetch(token=TOKEN)
     assert logs
-    assert TOKEN not in repr(FetchSource(kind=AdapterSource.HUB, id="", name="", token=TOKEN))
+    assert TOKEN not in repr(AdapterReference(name="org/a", token=TOKEN))
     assert TOKEN not in repr(logs)
     for folder, _, names in os.walk(tmp_path):
         for name in names:

@@ -1,8 +1,10 @@
-"""Folders that clients name: below the root with every link resolved, or not found; and files that are no adapters."""
+"""Folders that clients name: below the root with every link resolved, or not found; and files that are not adapters."""
 
 from __future__ import annotations
 
 import os
+import random
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +15,21 @@ import pytest
 
 from millrace_router.adapters.fetching.errors import FetchError
 from millrace_router.adapters.fetching.local import read_folder
+from millrace_router.errors import (
+    AdapterForbidden,
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterTooLarge,
+    AdapterUnavailable,
+    RouterError,
+)
+from millrace_router.request.request import ValidRequest
+from millrace_router.request.token_stream import TokenStream
 from millrace_testing.adapters.fetch_jobs import fetch_folder
+from millrace_testing.adapters.fuzz_files import AdapterFuzz, check_header
 from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_llama
+from millrace_testing.mutations import mutated_file
+from millrace_testing.router.edge import serving
 
 LLAMA = modules_of(tiny_llama())
 NOT_FOUND = {"error": "not_found", "reason": ""}
@@ -24,7 +39,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """`root/team/good` is an adapter, and so is `secret` beside the root."""
+    """`root/team/good` is an adapter, and so is `secret` next to the root."""
     save_adapter(tmp_path / "root" / "team" / "good")
     save_adapter(tmp_path / "secret")
     return tmp_path / "root"
@@ -35,11 +50,11 @@ def fetch(root: Path, name: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["team/good", "team/./good/", "team/../team/good"])
-def test_folders_below_the_root(root: Path, name: str) -> None:
+def test_folders_below_the_root_are_fetched(root: Path, name: str) -> None:
     assert "digest" in fetch(root, name)
 
 
-def test_an_absolute_path_below_the_root(root: Path) -> None:
+def test_an_absolute_path_below_the_root_is_fetched(root: Path) -> None:
     assert "digest" in fetch(root, str(root / "team" / "good"))
 
 
@@ -99,7 +114,7 @@ def test_files_that_lead_out_are_not_read(root: Path, file: str) -> None:
     answer = fetch(root, "team/good")
     assert answer["error"] == "invalid"
     assert answer["reason"] == f"there is no {file}"
-    # Files of the hub's own cache are links to blobs beside them.
+    # Files of the hub's own cache are links to blobs next to them.
     (root / "blob").write_bytes((root.parent / "secret" / file).read_bytes())
     path.unlink()
     path.symlink_to(root / "blob")
@@ -130,7 +145,9 @@ def device(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [Path.unlink, pipe, folder, device])
 @pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
-def test_what_is_no_file_is_missing(root: Path, file: str, change: Callable[[Path], None]) -> None:
+def test_folders_in_place_of_files_count_as_missing(
+    root: Path, file: str, change: Callable[[Path], None]
+) -> None:
     change(root / "team" / "good" / file)
     for answer in (
         fetch(root, "team/good"),
@@ -229,13 +246,78 @@ def test_files_of_two_versions_are_never_mixed(tmp_path: Path) -> None:
 
     thread = Thread(target=replace)
     thread.start()
-    found = set()
+    digests = set()
     try:
         for _ in range(2000):
             with suppress(FetchError):
-                found.add(read_folder(str(live), None, 1 << 24).digest())
+                digests.add(read_folder(str(live), None, 1 << 24).digest())
     finally:
         ended.set()
         thread.join()
-    assert found <= versions
-    assert found, "no folder was read"
+    assert digests <= versions
+    assert digests, "no folder was read"
+
+
+CASES: list[tuple[RouterError, int, str, str | None, str]] = [
+    (AdapterNotFound("a"), 404, "adapter_not_found", "model_not_found", "not_found_error"),
+    (AdapterForbidden("a"), 403, "adapter_forbidden", None, "permission_error"),
+    (AdapterInvalid("a", "no"), 422, "validation", None, "invalid_request_error"),
+    (AdapterTooLarge("a", num_bytes=9, limit=8), 413, "validation", None, "request_too_large"),
+    (
+        AdapterUnavailable("a", "no", retry_after_seconds=6.5),
+        503,
+        "unavailable",
+        None,
+        "overloaded_error",
+    ),
+]
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "error_type", "code", "anthropic"), CASES, ids=lambda case: str(case)[:20]
+)
+async def test_each_dialect_reports_the_error(
+    error: RouterError, status: int, error_type: str, code: str | None, anthropic: str
+) -> None:
+    def fail(_: ValidRequest, stream: TokenStream) -> None:
+        stream.fail(error)
+
+    async with serving(fail, template="a") as edge:
+        answered, answer, response = await edge.post("/generate", {"inputs": "a"})
+        assert (answered, answer) == (status, {"error": str(error), "error_type": error_type})
+        assert response.headers.get("retry-after") == ("7" if status == 503 else None)
+        answered, answer, response = await edge.post("/v1/chat/completions", CHAT)
+        assert (answered, answer["error_type"]) == (status, error_type)
+        assert (answer["error"]["message"], answer["error"]["code"]) == (str(error), code)
+        assert ("retry-after" in response.headers) == (status == 503)
+        answered, answer, response = await edge.post("/v1/messages", CHAT)
+        assert answered == (400 if status == 422 else status)
+        assert answer["error"] == {"type": anthropic, "message": str(error)}
+        assert ("retry-after" in response.headers) == (status == 503)
+
+
+def test_names_in_messages_are_short_and_on_one_line() -> None:
+    for error in (AdapterNotFound("a\nb\x1b[0m\x00\u2028" + "x" * 5000), AdapterInvalid("\r", "z")):
+        assert str(error).isprintable()
+        assert len(str(error)) < 300
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mutated_headers(seed: int, tmp_path: Path) -> None:
+    save_adapter(tmp_path, target_modules=["q_proj"], r=2)
+    data, random_ = (tmp_path / "adapter_model.safetensors").read_bytes(), random.Random(seed)
+    taken = Counter(check_header(mutated_file(data, random_)) for _ in range(1000))
+    assert taken[True] > 20
+    assert taken[False] > 500
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_mutated_adapters(seed: int, tmp_path: Path) -> None:
+    save_adapter(tmp_path / "good", target_modules=["q_proj"], r=2)
+    fuzz = AdapterFuzz(tmp_path / "good", modules_of(tiny_llama()), tmp_path)
+    random_ = random.Random(seed)
+    for check, count in ((fuzz.check, 1000), (fuzz.fetch, 100)):
+        kinds = Counter(check(random_) for _ in range(count))
+        assert kinds["taken"] > count / 20
+        assert kinds["invalid"] > count / 10

@@ -148,7 +148,7 @@ def test_dare(
     merging.check(strategy, **options)
 
 
-def test_a_mask_keeps_as_many_as_its_density_says(merging: Merging) -> None:
+def test_a_mask_keeps_the_share_of_its_density(merging: Merging) -> None:
     answered = merging.ours("dare_linear", density=0.25)
     tensors = load_file(merging.path(answered))
     # down_proj has its values from one adapter alone.

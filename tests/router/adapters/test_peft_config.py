@@ -18,11 +18,11 @@ from peft.utils.other import get_pattern_key
 from millrace_router.adapters.fetching.errors import Invalid
 from millrace_router.adapters.fetching.peft_config import (
     APPLIED,
-    CONFIG_FILE,
     REFUSED,
     WITHOUT_EFFECT,
     PeftConfig,
 )
+from millrace_router.adapters.fetching.source_files import CONFIG_FILE
 
 
 def parse(**fields: Any) -> PeftConfig:
@@ -35,14 +35,14 @@ def written_by_peft(**fields: Any) -> dict[str, Any]:
 
 
 def test_every_field_of_peft_is_known_by_name() -> None:
-    # PEFT does not save the settings of its own run time.
+    # PEFT does not save its run-time settings.
     theirs = {field.name for field in dataclasses.fields(LoraConfig)} - {"runtime_config"}
     assert theirs <= APPLIED | WITHOUT_EFFECT | REFUSED.keys()
     assert not APPLIED & WITHOUT_EFFECT
     assert not (APPLIED | WITHOUT_EFFECT) & REFUSED.keys()
 
 
-def test_what_peft_writes_by_itself_is_taken() -> None:
+def test_settings_that_peft_writes_by_itself_are_accepted() -> None:
     config = parse(**written_by_peft(r=3, lora_alpha=12, target_modules=["a"]))
     assert (config.rank_of("x.a"), config.scale_of("x.a")) == (3, 4.0)
     assert config.target_names == ("a",)

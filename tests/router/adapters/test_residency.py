@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_router.adapters.place import Place
 from millrace_router.adapters.residency import Residency
+from millrace_router.adapters.slots import AdapterSlot
 from millrace_testing.adapters.fake_adapters import version_of
 from millrace_testing.adapters.histories import History
 
@@ -32,48 +32,48 @@ def test_histories_reach_expulsions_restarts_and_long_waits() -> None:
     assert max(history.longest_wait / history.turn for history in histories) > 1.5
 
 
-def resident(residency: Residency, name: str, now: float, *, num_pages: int = 1) -> Place:
+def resident(residency: Residency, name: str, now: float, *, num_pages: int = 1) -> AdapterSlot:
     """A place that a request uses."""
     version = version_of(name)
-    assert residency.request(version, num_pages, now) is None
-    (place,) = residency.advance(now).loads
-    residency.loaded(place, now)
-    assert place.num_users == 1
-    return place
+    assert residency.request(version, num_pages) is None
+    (slot,) = residency.advance(now).loads
+    residency.loaded(slot, now)
+    assert slot.num_users == 1
+    return slot
 
 
 def test_the_least_recently_used_idle_place_is_evicted() -> None:
     residency = Residency(max_adapters=3, num_pages=9, cycle_seconds=1.0)
-    places = [resident(residency, name, 0.0) for name in "abc"]
-    for place in places:
-        residency.release(place)
-    residency.hold(places[0])
-    residency.release(places[0])
-    residency.request(version_of("d"), 1, 1.0)
-    assert residency.advance(1.0).unloads == [places[1]]
+    slots = [resident(residency, name, 0.0) for name in "abc"]
+    for slot in slots:
+        residency.release(slot)
+    residency.hold(slots[0])
+    residency.release(slots[0])
+    residency.request(version_of("d"), 1)
+    assert residency.advance(1.0).unloads == [slots[1]]
     assert not residency.advance(1.0).unloads, "one victim is enough"
 
 
 def test_as_many_idle_places_leave_as_pages_are_missing() -> None:
     residency = Residency(max_adapters=9, num_pages=6, cycle_seconds=1.0)
-    places = [resident(residency, name, 0.0, num_pages=2) for name in "abc"]
-    residency.release(places[0])
-    residency.release(places[2])
-    residency.request(version_of("d"), 3, 1.0)
-    assert residency.advance(1.0).unloads == [places[0], places[2]]
+    slots = [resident(residency, name, 0.0, num_pages=2) for name in "abc"]
+    residency.release(slots[0])
+    residency.release(slots[2])
+    residency.request(version_of("d"), 3)
+    assert residency.advance(1.0).unloads == [slots[0], slots[2]]
 
 
 def test_a_busy_place_is_closed_after_its_cycle_and_expelled_after_another() -> None:
     residency = Residency(max_adapters=2, num_pages=9, cycle_seconds=2.0)
     old = resident(residency, "a", 0.0)
     young = resident(residency, "b", 1.0)
-    residency.request(version_of("c"), 1, 1.5)
+    residency.request(version_of("c"), 1)
     residency.advance(1.5)
     assert [old.is_open, young.is_open] == [True, True]
     assert residency.next_event(1.5) == 2.0
     residency.advance(2.0)
     assert [old.is_open, young.is_open] == [False, True]
-    assert residency.request(old.version, 1, 3.0) is None, "a closed place takes no request"
+    assert residency.request(old.version, 1) is None, "a closed place takes no request"
     states = []
     for now in (3.9, 4.0):
         residency.advance(now)
@@ -83,10 +83,10 @@ def test_a_busy_place_is_closed_after_its_cycle_and_expelled_after_another() -> 
     assert residency.advance(4.1).unloads == [old]
 
 
-def test_a_closed_place_opens_again_when_nobody_waits_for_its_room() -> None:
+def test_a_closed_slot_opens_again_when_no_request_waits_for_its_room() -> None:
     residency = Residency(max_adapters=2, num_pages=9, cycle_seconds=2.0)
     old, young = resident(residency, "a", 0.0), resident(residency, "b", 0.5)
-    residency.request(version_of("c"), 1, 2.0)
+    residency.request(version_of("c"), 1)
     residency.advance(2.0)
     assert [old.is_open, young.is_open] == [False, True]
     residency.leave(version_of("c").digest)
@@ -97,20 +97,20 @@ def test_a_closed_place_opens_again_when_nobody_waits_for_its_room() -> None:
 def test_a_small_adapter_does_not_overtake_a_large_one() -> None:
     residency = Residency(max_adapters=9, num_pages=4, cycle_seconds=2.0)
     resident(residency, "a", 0.0, num_pages=3)
-    residency.request(version_of("large"), 4, 0.1)
-    residency.request(version_of("small"), 1, 0.2)
+    residency.request(version_of("large"), 4)
+    residency.request(version_of("small"), 1)
     assert not residency.advance(0.3).loads
 
 
 def test_no_more_loads_than_allowed_run_at_a_time() -> None:
     residency = Residency(max_adapters=9, num_pages=9, cycle_seconds=2.0, max_loads=2)
     for name in "abc":
-        residency.request(version_of(name), 1, 0.0)
+        residency.request(version_of(name), 1)
     first, second = residency.advance(0.0).loads
     assert not residency.advance(0.0).loads
     residency.loaded(first, 0.1)
     (third,) = residency.advance(0.1).loads
-    assert [place.version.name for place in (first, second, third)] == ["a", "b", "c"]
+    assert [slot.version.name for slot in (first, second, third)] == ["a", "b", "c"]
 
 
 def test_after_a_restart_places_with_users_are_loaded_at_once_and_others_on_demand() -> None:
@@ -120,7 +120,7 @@ def test_after_a_restart_places_with_users_are_loaded_at_once_and_others_on_dema
     assert residency.restarted() == [used]
     residency.loaded(used, 1.0)
     assert not residency.advance(1.0).loads
-    assert residency.request(idle.version, 1, 1.0) is None
+    assert residency.request(idle.version, 1) is None
     assert residency.advance(1.0).loads == [idle]
 
 
@@ -132,5 +132,5 @@ def test_the_expected_wait_grows_with_loads_and_turns() -> None:
     assert residency.expected_seconds(version, 0.0, 0.5) == 0.0
     busy = residency.expected_seconds(version_of("b"), 1.0, 0.5)
     assert busy == pytest.approx(1.0 + 2.0 + 0.5)
-    residency.request(version_of("b"), 1, 1.0)
+    residency.request(version_of("b"), 1)
     assert residency.expected_seconds(version_of("c"), 1.0, 0.5) > busy + 2.0

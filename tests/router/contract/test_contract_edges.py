@@ -142,7 +142,7 @@ BROWSERS = [
     ),
     Rule(
         section="3.1",
-        says="a preflight that names no headers is told of those that are read",
+        says="a preflight that names no headers gets the headers that are read",
         path="/anything",
         method="OPTIONS",
         default=Reply(
@@ -151,7 +151,7 @@ BROWSERS = [
     ),
     Rule(
         section="3.1",
-        says="nor is what no header can be called told again",
+        says="nor is what cannot be the name of a header repeated",
         path="/generate",
         method="OPTIONS",
         headers={"access-control-request-headers": "x-\u00e9"},
@@ -323,14 +323,14 @@ MISDIRECTED = [
     ),
     Rule(
         section="3.2",
-        says="OpenAI's clients are told of an unknown path",
+        says="OpenAI's clients get an error for an unknown path",
         path="/v1/nothing",
         default=Reply(status=404, body=openai_error("Unknown path: /v1/nothing", "not_found", 404)),
         strict=Reply(status=404, body=EMPTY),
     ),
     Rule(
         section="3.2",
-        says="OpenAI's clients are told of a wrong method",
+        says="OpenAI's clients get an error for a wrong method",
         path="/v1/completions",
         method="GET",
         default=Reply(
@@ -353,7 +353,210 @@ MISDIRECTED = [
 ]
 
 
+EIGHT = " ".join(["a"] * 8)
+NINE = " ".join(["a"] * 9)
+NO_PROPERTIES = {"type": "array", "items": {"type": "integer"}}
+PREFIX = "Input validation error: "
+
+
+def asked(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters, of which `inputs` is none."""
+    rest = {name: value for name, value in parameters.items() if name != "inputs"}
+    return {"inputs": parameters.get("inputs", "hello"), "parameters": rest}
+
+
+def refusal(message: str) -> Reply:
+    """The answer to a request that validation refuses."""
+    return Reply(status=422, body={"error": PREFIX + message, "error_type": "validation"})
+
+
+# By the numbers of section 4: what breaks each, and nothing before it.
+BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
+    ("0", "choosy", {"best_of": 2}, "`best_of` != 1 is not allowed for this endpoint"),
+    ("0", "usual", {"best_of": 3}, "`best_of` must be > 0 and <= 2. Given: 3"),
+    ("1", "usual", {"best_of": 2}, "you must use sampling when `best_of` is > 1"),
+    ("2", "usual", {"temperature": 0}, "`temperature` must be strictly positive"),
+    ("2", "usual", {"temperature": -0.5}, "`temperature` must be strictly positive"),
+    ("3", "usual", {"repetition_penalty": 0}, "`repetition_penalty` must be strictly positive"),
+    ("3", "usual", {"repetition_penalty": -0.5}, "`repetition_penalty` must be strictly positive"),
+    ("4", "usual", {"frequency_penalty": 2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+    ("4", "usual", {"frequency_penalty": -2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+    ("5", "usual", {"top_p": 0}, "`top_p` must be > 0.0 and < 1.0"),
+    ("5", "usual", {"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"),
+    ("5", "usual", {"top_p": 0.999999999999}, "`top_p` must be > 0.0 and < 1.0"),
+    ("5, ours", "usual", {"min_p": -0.001}, "`min_p` must be >= 0.0 and <= 1.0"),
+    ("5, ours", "usual", {"min_p": 1.5}, "`min_p` must be >= 0.0 and <= 1.0"),
+    ("6", "usual", {"typical_p": 0}, "`typical_p` must be > 0.0 and < 1.0"),
+    ("6", "usual", {"typical_p": 1}, "`typical_p` must be > 0.0 and < 1.0"),
+    ("7", "usual", {"top_k": 0}, "`top_k` must be strictly positive"),
+    ("7", "usual", {"top_k": -1}, "`top_k` must be strictly positive"),
+    ("8", "usual", {"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+    ("9", "usual", {"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
+    (
+        "10",
+        "usual",
+        {"seed": 1, "best_of": 2, "do_sample": True},
+        "`seed` must not be set when `best_of` > 1",
+    ),
+    ("11", "usual", {"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+    ("12", "usual", {"inputs": ""}, "`inputs` cannot be empty"),
+    ("12", "usual", {"inputs": "  "}, "`inputs` cannot be empty"),
+    (
+        "13",
+        "usual",
+        {"truncate": 0},
+        "`truncate` must be strictly positive and less than 8. Given: 0",
+    ),
+    (
+        "13",
+        "usual",
+        {"truncate": 9},
+        "`truncate` must be strictly positive and less than 8. Given: 9",
+    ),
+    (
+        "15",
+        "usual",
+        {"inputs": EIGHT, "max_new_tokens": 9},
+        "`inputs` tokens + `max_new_tokens` must be <= 16. "
+        "Given: 8 `inputs` tokens and 9 `max_new_tokens`",
+    ),
+    (
+        "15, before 16",
+        "usual",
+        {"inputs": NINE, "max_new_tokens": 8},
+        "`inputs` tokens + `max_new_tokens` must be <= 16. "
+        "Given: 9 `inputs` tokens and 8 `max_new_tokens`",
+    ),
+    (
+        "16",
+        "usual",
+        {"inputs": NINE, "max_new_tokens": 1},
+        "`inputs` must have less than 8 tokens. Given: 9",
+    ),
+    (
+        "17",
+        "grammarless",
+        {"grammar": {"type": "regex", "value": "a"}},
+        "grammar is not supported",
+    ),
+    ("17", "usual", {"grammar": {"type": "json", "value": 5}}, "grammar is not supported"),
+    ("17", "usual", {"grammar": {"type": "json", "value": True}}, "grammar is not supported"),
+]
+
+IN_STREAMS: list[tuple[dict[str, Any], str]] = [
+    ({"best_of": 2}, "`best_of` != 1 is not supported when streaming tokens"),
+    ({"best_of": 0}, "`best_of` != 1 is not supported when streaming tokens"),
+    (
+        {"decoder_input_details": True, "best_of": 2},
+        "`best_of` != 1 is not supported when streaming tokens",
+    ),
+    (
+        {"decoder_input_details": True},
+        "`decoder_input_details` == true is not supported when streaming tokens",
+    ),
+]
+
+ALLOWED: list[tuple[str, dict[str, Any]]] = [
+    ("top_p of 0.99", {"top_p": 0.99}),
+    ("top_p of null", {"top_p": None}),
+    ("typical_p of 0.01", {"typical_p": 0.01}),
+    ("frequency_penalty of -2", {"frequency_penalty": -2.0}),
+    ("frequency_penalty of 2", {"frequency_penalty": 2.0}),
+    ("min_p of 0", {"min_p": 0.0}),
+    ("min_p of 1", {"min_p": 1.0}),
+    ("the greatest seed", {"seed": 2**64 - 1}),
+    ("the most new tokens", {"max_new_tokens": 15}),
+    ("top_n_tokens of 5", {"top_n_tokens": 5}),
+    ("top_n_tokens of 0", {"top_n_tokens": 0}),
+    ("best_of of 1", {"best_of": 1}),
+    ("best_of with a temperature", {"best_of": 2, "temperature": 0.5}),
+    ("best_of with top_k", {"best_of": 2, "top_k": 1}),
+    ("best_of with min_p", {"best_of": 2, "min_p": 0.5}),
+    ("four stop sequences", {"stop": list("abcd")}),
+    ("the longest prompt", {"inputs": EIGHT, "max_new_tokens": 8}),
+    ("a longer prompt that is cut", {"inputs": NINE, "truncate": 8, "max_new_tokens": 8}),
+    ("the longest truncate", {"truncate": 8}),
+]
+
+RULES = [
+    *(
+        Rule(
+            section=f"4.{number}",
+            says=f"{message[:40]} on {path} with {str(broken)[:40]}",
+            path=path,
+            body=asked(broken),
+            server=server,
+            default=refusal(message),
+            generates={},
+        )
+        for path in ("/generate", "/")
+        for number, server, broken, message in BROKEN
+    ),
+    *(
+        Rule(
+            section="4.0",
+            says=f"{next(iter(broken))} in a stream",
+            path="/generate_stream",
+            body=asked(broken),
+            default=refusal(message),
+            strict=Reply(events=[refusal(message).body]),
+            generates={},
+        )
+        for broken, message in IN_STREAMS
+    ),
+    *(
+        Rule(
+            section="9.4",
+            says=f"{says} is allowed",
+            path="/generate",
+            body=asked(parameters),
+            default=Reply(),
+        )
+        for says, parameters in ALLOWED
+    ),
+    *(
+        Rule(
+            section="4.18",
+            says=f"a schema without properties at its top is as good as any: {path}",
+            path=path,
+            body=body,
+            default=Reply(),
+            strict=Reply(
+                status=422,
+                body={
+                    "error": f"{PREFIX}grammar is not valid: Grammar must have a 'properties' field"
+                },
+            ),
+        )
+        for path, body in (
+            ("/generate", asked({"grammar": {"type": "json", "value": NO_PROPERTIES}})),
+            (
+                "/v1/chat/completions",
+                {
+                    "messages": [{"role": "user", "content": "a"}],
+                    "response_format": {"type": "json_object", "value": NO_PROPERTIES},
+                },
+            ),
+        )
+    ),
+    Rule(
+        section="4.18",
+        says="a schema has to be one",
+        path="/generate",
+        body=asked({"grammar": {"type": "json", "value": "{"}}),
+        default=Reply(
+            status=422,
+            body={
+                "error": lambda error: error.startswith(f"{PREFIX}grammar is not valid: "),
+                "error_type": "validation",
+            },
+        ),
+        generates={},
+    ),
+]
+
+
 @pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("rule", [*KEYS, *BROWSERS, *UNREADABLE, *MISDIRECTED], ids=str)
-def test_rule(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
+@pytest.mark.parametrize("rule", [*KEYS, *BROWSERS, *UNREADABLE, *MISDIRECTED, *RULES], ids=str)
+def test_rule_holds(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
     servers(rule.server, column).check(rule, column)

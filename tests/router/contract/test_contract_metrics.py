@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +10,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from millrace_router.telemetry.exposition import render
-from millrace_router.telemetry.instruments import Family
+from millrace_router.telemetry.instruments import Family, render
 from millrace_router.telemetry.metrics import Metrics
-from millrace_testing.contract.contract import COLUMNS, Held, Reply, Rule
+from millrace_testing.contract.contract import ABSENT, COLUMNS, Held, Reply, Rule, exactly, fits
 from millrace_testing.router.edge import limits_with
 
 MAX_INPUT, MAX_TOTAL = 700, 900
@@ -224,7 +224,7 @@ def totals(held: Held) -> dict[str, float]:
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("addition", ADDITIONS, ids=str)
-def test_what_a_request_adds(
+def test_a_request_adds_to_the_metrics_of_tgi(
     servers: Callable[[str, str], Held], addition: Addition, column: str
 ) -> None:
     held = servers(addition.server, column)
@@ -270,3 +270,42 @@ def test_what_requests_leave_in_the_histograms() -> None:
         ),
     ):
         assert line in text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        (1, 1),
+        ({"a": 1, "b": 2}, {"a": 1}),
+        ({"a": None}, {"a": ABSENT}),
+        ({}, {"a": ABSENT}),
+        ([{"a": 1}], [{"a": int}]),
+        ("ab", re.compile("a.")),
+        ({"a": 1, "b": [2]}, exactly({"a": 1, "b": [2]})),
+        (None, ...),
+    ],
+)
+def test_values_that_fit_are_accepted(given: Any, pattern: Any) -> None:
+    assert fits(given, pattern)
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        (1, 2),
+        (1, True),
+        (False, 0),
+        ({}, {"a": 1}),
+        ({"a": 2}, {"a": 1}),
+        ({"a": 0}, {"a": ABSENT}),
+        ([], [1]),
+        ([1, 1], [1]),
+        ("abc", re.compile("a.")),
+        ({"a": "1"}, {"a": int}),
+        ({"b": 2, "a": 1}, exactly({"a": 1, "b": 2})),
+        ({"a": 1, "b": 2}, exactly({"a": 1})),
+        ("text", {"a": 1}),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(given: Any, pattern: Any) -> None:
+    assert not fits(given, pattern)

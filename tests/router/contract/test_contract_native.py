@@ -115,19 +115,19 @@ ERRORS = [
     ),
     Rule(
         section="3.6",
-        says="a stream of POST / that fails early has its status, or is a 200 that tells",
+        says="a stream of POST / that fails early has its status, or is a 200 with the error",
         path="/",
         body=asked(temperature=0) | {"stream": True},
         default=Reply(status=422, body=envelope("validation", TOO_COLD)),
         strict=Reply(
             events=[envelope("validation", TOO_COLD)],
-            headers={"x-compute-type": "1-cpu", "cache-control": "no-cache"},
+            headers={"x-compute-type": "gpu+optimized", "cache-control": "no-cache"},
         ),
     ),
     *(
         Rule(
             section="3.6",
-            says=f"a stream that fails late tells of it and ends: {kind}",
+            says=f"a stream that fails late reports it and ends: {kind}",
             path="/generate_stream",
             body=asked(),
             script=fails_with(error, " x"),
@@ -395,7 +395,7 @@ ANSWERS = [
     ),
     Rule(
         section="3.4",
-        says="best_of tells of the others as well, all from one prompt",
+        says="best_of reports the others as well, all from one prompt",
         path="/generate",
         body=asked(best_of=2, do_sample=True, details=True),
         default=Reply(
@@ -467,6 +467,8 @@ STREAM_HEADERS = {
         ("x-compute-time", "x-total-time", "x-queue-time", "x-generated-tokens"), ABSENT
     ),
 }
+TGI_COMPUTE = {"x-compute-type": "gpu+optimized"}
+"""TGI names its own hardware by default."""
 FIRST = (
     b'data: {"index":1,"token":{"id":1,"text":"\xc3\xa9","logprob":-1.3242188,"special":false},'
     b'"top_tokens":[{"id":9,"text":"q","logprob":-0.25,"special":false}],'
@@ -495,6 +497,7 @@ STREAMS = [
             path=path,
             body=asked(),
             default=Reply(headers=HEADERS),
+            strict=Reply(headers=HEADERS | TGI_COMPUTE),
         )
         for path in ("/", "/generate")
     ),
@@ -504,6 +507,7 @@ STREAMS = [
         path="/generate_stream",
         body=asked(),
         default=Reply(headers=STREAM_HEADERS),
+        strict=Reply(headers=STREAM_HEADERS | TGI_COMPUTE),
     ),
     Rule(
         section="3.5",
@@ -511,6 +515,7 @@ STREAMS = [
         path="/",
         body={**asked(), "stream": True},
         default=Reply(headers=STREAM_HEADERS),
+        strict=Reply(headers=STREAM_HEADERS | TGI_COMPUTE),
     ),
     Rule(
         section="3.4",
@@ -556,7 +561,7 @@ STREAMS = [
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("rule", [*ERRORS, *PARAMETERS, *ANSWERS, *STREAMS], ids=str)
-def test_rule(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
+def test_rule_holds(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
     servers(rule.server, column).check(rule, column)
 
 

@@ -60,6 +60,13 @@ def breaks(_: ValidRequest, stream: TokenStream) -> None:
     stream.fail(GenerationError("out of luck"))
 
 
+def penalized(**penalties: float) -> dict[str, float]:
+    """The sampling parameters of a request with these penalties and no others."""
+    neutral = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
+    neutral |= {"presence_penalty": 0.0, "openai_frequency_penalty": 0.0}
+    return {f"sampling.{name}": value for name, value in (neutral | penalties).items()}
+
+
 def chosen(**keys: Any) -> dict[str, Any]:
     """An answer, or a chunk, whose one choice is so."""
     return {"choices": [keys]}
@@ -289,7 +296,7 @@ CHATS = [
     ),
     Rule(
         section="3.7",
-        says="usage comes in a chunk of its own, if it is wanted",
+        says="usage comes in a separate chunk, if it is requested",
         path=CHAT_PATH,
         body=chat(stream=True, stream_options={"include_usage": True}),
         default=Reply(events=[{"usage": None}] * 3 + [{"choices": [], "usage": USAGE}, DONE]),
@@ -297,7 +304,7 @@ CHATS = [
     ),
     Rule(
         section="3.7",
-        says="a special token has no text, and ends for `stop`",
+        says="a special token is without text, and ends for `stop`",
         path=CHAT_PATH,
         body=chat(),
         script=says(FinishReason.EOS_TOKEN, " x", "</s>"),
@@ -312,6 +319,28 @@ CHATS = [
         default=Reply(body=chosen(message={"content": " x"}, finish_reason="stop")),
         strict=Reply(body=chosen(message={"content": " x y"}, finish_reason="stop_sequence")),
     ),
+    Rule(
+        section="3.7",
+        says="a stop string is cut off a stream, or kept",
+        path=CHAT_PATH,
+        body=chat(stop=" y", stream=True),
+        script=STOPPED,
+        default=Reply(
+            events=[
+                chosen(delta={"content": ""}, finish_reason=None),
+                chosen(delta={"content": " x"}, finish_reason=None),
+                chosen(delta={"content": ""}, finish_reason="stop"),
+                DONE,
+            ]
+        ),
+        strict=Reply(
+            events=[
+                chosen(delta={"content": " x"}, finish_reason=None),
+                chosen(delta={"content": " y"}, finish_reason="stop_sequence"),
+                DONE,
+            ]
+        ),
+    ),
     *(
         Rule(
             section="3.7",
@@ -323,14 +352,25 @@ CHATS = [
         )
         for name in ("max_tokens", "max_completion_tokens")
     ),
-    Rule(
-        section="3.7",
-        says="presence_penalty is OpenAI's, or TGI's repetition_penalty",
-        path=CHAT_PATH,
-        body=chat(presence_penalty=0.5),
-        default=Reply(),
-        generates={"sampling.presence_penalty": 0.5, "sampling.repetition_penalty": 1.0},
-        generates_strictly={"sampling.presence_penalty": 0.0, "sampling.repetition_penalty": 2.5},
+    *(
+        Rule(
+            section="3.7",
+            says=f"penalties are OpenAI's, or TGI's: {penalties}",
+            path=CHAT_PATH,
+            body=chat(**penalties),
+            default=Reply(),
+            generates=penalized(**ours),
+            generates_strictly=penalized(**theirs),
+        )
+        for penalties, ours, theirs in (
+            (
+                {"presence_penalty": 0.5, "frequency_penalty": 1.5},
+                {"presence_penalty": 0.5, "openai_frequency_penalty": 1.5},
+                {"repetition_penalty": 2.5, "frequency_penalty": 1.5},
+            ),
+            ({"presence_penalty": 0}, {}, {"repetition_penalty": 2.0}),
+            ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        )
     ),
     Rule(
         section="3.7",
@@ -356,7 +396,7 @@ CHATS = [
     ),
     Rule(
         section="3.7",
-        says="null content wants tool calls beside it",
+        says="null content needs tool calls",
         path=CHAT_PATH,
         body=chat(messages=[{"role": "assistant", "content": None}]),
         default=Reply(status=422, body={"error_type": "validation"}),
@@ -392,16 +432,29 @@ CHATS = [
             says=f"headers {'of a stream' if stream else 'of an answer'}",
             path=CHAT_PATH,
             body=chat(stream=stream),
-            default=Reply(
-                headers={
-                    "x-compute-type": "1-cpu",
+            default=Reply(headers=headers | {"x-compute-type": "1-cpu"}),
+            strict=Reply(headers=headers | {"x-compute-type": "gpu+optimized"}),
+        )
+        for stream, headers in (
+            (
+                False,
+                {
                     "x-compute-characters": "11",
-                    "x-compute-time": ABSENT if stream else str,
-                    "x-generated-tokens": ABSENT if stream else "2",
-                }
+                    "x-prompt-tokens": "2",
+                    "x-compute-time": str,
+                    "x-generated-tokens": "2",
+                },
+            ),
+            (
+                True,
+                {
+                    "x-compute-characters": "11",
+                    "x-prompt-tokens": ABSENT,
+                    "x-compute-time": ABSENT,
+                    "x-generated-tokens": ABSENT,
+                },
             ),
         )
-        for stream in (False, True)
     ),
 ]
 
@@ -506,7 +559,7 @@ TOOLS = [
     ),
     Rule(
         section="3.7",
-        says="no tools beside a response format",
+        says="no tools together with a response format",
         path=CHAT_PATH,
         body=chat(tools=[], response_format={"type": "json", "value": {"properties": {}}}),
         default=Reply(),
@@ -522,14 +575,16 @@ COMPLETIONS = [
         body=completion(),
         default=Reply(
             body={
+                **HEAD,
                 "object": "text_completion",
-                "model": SERVED,
+                "id": re.compile(f"cmpl-{UUID}"),
                 "choices": [
                     {"index": 0, "text": " x x", "logprobs": None, "finish_reason": "length"}
                 ],
                 "usage": USAGE,
             }
         ),
+        strict=Reply(body={"id": "", "choices": list, "usage": USAGE}),
     ),
     Rule(
         section="3.8",
@@ -593,7 +648,7 @@ COMPLETIONS = [
     ),
     Rule(
         section="3.5",
-        says="no time of computing is told of several prompts",
+        says="no time of computing is reported for several prompts",
         path=COMPLETION_PATH,
         body=completion(prompt=["hello", "world"]),
         default=Reply(
@@ -610,5 +665,5 @@ COMPLETIONS = [
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("rule", [*BOTH, *CHATS, *TOOLS, *COMPLETIONS], ids=str)
-def test_rule(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
+def test_rule_holds(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
     servers(rule.server, column).check(rule, column)

@@ -208,7 +208,7 @@ SAGEMAKER = [
     ),
     Rule(
         section="3.9",
-        says="/invocations tells errors as the body's own route does",
+        says="/invocations reports errors as the body's own route does",
         path="/invocations",
         body=CHAT | {"n": 99},
         default=Reply(status=422, body={"error": {"message": str, "type": "validation"}}),
@@ -261,6 +261,13 @@ VERTEX = [
         script=calls,
         server="roomy",
         default=Reply(body={"predictions": [is_call]}),
+    ),
+    Rule(
+        section="3.9",
+        says="a chat has one prediction, whatever its n",
+        path="/vertex",
+        body={"instances": [CHAT | {"n": 2}]},
+        default=Reply(body={"predictions": [str]}),
     ),
     Rule(
         section="3.1",
@@ -335,7 +342,7 @@ VERTEX = [
     ),
     Rule(
         section="3.3",
-        says="no instances are no prediction",
+        says="a body without instances is refused",
         path="/vertex",
         body={"instances": []},
         default=Reply(
@@ -352,7 +359,7 @@ VERTEX = [
     ),
     Rule(
         section="3.3",
-        says="what fails at /vertex is told, or hidden as TGI does",
+        says="what fails at /vertex is reported, or hidden as TGI does",
         path="/vertex",
         body={"instances": [NATIVE]},
         script=fail,
@@ -542,7 +549,7 @@ KSERVE = [
     ),
     Rule(
         section="3.1",
-        says="what fails at /infer is told, or hidden as TGI does",
+        says="what fails at /infer is reported, or hidden as TGI does",
         path=INFER,
         body={"inputs": [tensor(["a"])]},
         script=fail,
@@ -562,5 +569,5 @@ KSERVE = [
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("rule", [*TOKENS, *INFORMATION, *SAGEMAKER, *VERTEX, *KSERVE], ids=str)
-def test_rule(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
+def test_rule_holds(servers: Callable[[str, str], Held], rule: Rule, column: str) -> None:
     servers(rule.server, column).check(rule, column)

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from millrace_router.adapters.place import PlaceState
 from millrace_router.adapters.residency import Residency
+from millrace_router.adapters.slots import SlotState
 from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.batcher import Batcher
 from millrace_router.errors import (
@@ -23,7 +23,7 @@ from millrace_router.errors import (
 from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_router.scheduler.queue.waiting import WaitingQueue
+from millrace_router.scheduler.queue import WaitingQueue
 from millrace_testing.adapters.fake_adapters import FakeAdapters, version_of
 from millrace_testing.router.fake_router import (
     DirectShards,
@@ -64,8 +64,8 @@ def residency_of(batcher: Batcher) -> Residency:
 
 def is_empty(batcher: Batcher) -> bool:
     """Whether no request or sequence uses a place."""
-    places = list(residency_of(batcher))
-    return not any(p.num_users for p in places) and not batcher._adapters.num_waiting
+    slots = list(residency_of(batcher))
+    return not any(p.num_users for p in slots) and not batcher._adapters.num_waiting
 
 
 async def test_forty_adapters_share_eight_places() -> None:
@@ -124,7 +124,7 @@ async def test_steps_that_fail_and_clients_that_leave_change_no_bytes() -> None:
         await until(lambda: is_empty(batcher))
 
 
-async def test_nobody_waits_behind_an_adapter_that_is_loading() -> None:
+async def test_no_request_waits_behind_an_adapter_that_is_loading() -> None:
     shard = new_shard()
     shards = DirectShards(shard)
     gate = shards.held_loads[ONE.digest] = asyncio.Event()
@@ -150,7 +150,7 @@ async def test_a_request_that_waited_for_its_adapter_keeps_its_place_by_age() ->
         first = batcher.submit(request([1, 2, 3], 2, ONE))
         second = batcher.submit(request([3, 4, 5], 2))
         gate.set()
-        await until(lambda: residency_of(batcher).place(ONE.digest) is not None)
+        await until(lambda: residency_of(batcher).slot(ONE.digest) is not None)
         await until(lambda: batcher._adapters.num_waiting == 0)
         await asyncio.gather(collect(first), collect(second), collect(busy))
     admitted = [s for step in shard.steps for s in step.prefill.change.admitted]
@@ -158,7 +158,7 @@ async def test_a_request_that_waited_for_its_adapter_keeps_its_place_by_age() ->
     assert [bool(s.adapter_slot) for s in admitted] == [False, True, False]
 
 
-async def test_a_load_that_fails_ends_the_requests_for_that_adapter_alone() -> None:
+async def test_a_failed_load_ends_only_the_requests_for_that_adapter() -> None:
     shard = new_shard()
     shard.adapters.errors[ONE.digest] = "/secret/path: no such file"
     batcher = new_batcher(DirectShards(shard), shard)
@@ -173,10 +173,10 @@ async def test_a_load_that_fails_ends_the_requests_for_that_adapter_alone() -> N
         with pytest.raises(AdapterUnavailable):
             batcher.submit(request([1], 5, ONE))
         assert ids_of(await collect(good)) == expected([2], 5, TWO)
-        await until(lambda: residency_of(batcher).place(ONE.digest) is None)
+        await until(lambda: residency_of(batcher).slot(ONE.digest) is None)
 
 
-async def test_shards_without_memory_for_an_adapter_refuse_it_alone() -> None:
+async def test_shards_without_memory_for_an_adapter_refuse_only_it() -> None:
     shard = new_shard(num_pages=2)
     batcher = new_batcher(DirectShards(shard), shard)
     # The shard counts more pages than the router knows of.
@@ -292,7 +292,7 @@ async def test_adapters_in_use_are_loaded_before_the_first_step_of_a_restarted_s
         assert [e.token.id for e in events] == expected([1, 2], 40, version)[1:]
 
 
-async def test_a_file_that_is_gone_after_a_restart_ends_its_requests_alone() -> None:
+async def test_a_file_that_is_gone_after_a_restart_ends_only_its_requests() -> None:
     shard = new_shard()
     batcher = new_batcher(DirectShards(shard), shard)
     async with running(batcher):
@@ -344,4 +344,4 @@ async def test_a_slot_is_not_reused_while_a_step_that_names_it_is_in_flight() ->
                 await collect(stream)
         await until(lambda: is_empty(batcher))
     assert shard.violation is None
-    assert all(place.state is not PlaceState.LOADING for place in residency_of(batcher))
+    assert all(one.state is not SlotState.LOADING for one in residency_of(batcher))

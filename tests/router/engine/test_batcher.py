@@ -7,6 +7,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_router.engine.batcher import Batcher
-from millrace_router.errors import GenerationError, ShuttingDown
-from millrace_router.request.request import FinishReason, Grammar, GrammarKind, ValidRequest
+from millrace_router.errors import GenerationError, QueueExpired, ShuttingDown
+from millrace_router.request.entry import entry_of
+from millrace_router.request.request import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Pooling,
+    SchedulingParameters,
+    ValidRequest,
+)
+from millrace_router.request.token_stream import TokenStream
 from millrace_testing.router.fake_router import (
     DirectShards,
     collect,
@@ -26,8 +36,22 @@ from millrace_testing.router.fake_router import (
     request,
     running,
 )
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID, FakeShard, continuation
+from millrace_testing.shards.fake_shard import FakeShard, continuation
 from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import (
+    EOS_TOKEN_ID,
+    expected_prompt_candidates,
+    expected_prompt_logprobs,
+    expected_tokens,
+    pooled_values,
+)
+from millrace_testing.shards.held_shards import (
+    AlwaysOpen,
+    NeverOpen,
+    admissions,
+    late_batcher,
+    turns,
+)
 
 requests = st.lists(
     st.tuples(
@@ -80,7 +104,7 @@ def test_every_request_ends_once_with_its_own_tokens(
 
 
 async def until_idle(shard: FakeShard) -> None:
-    """Run the event loop until the shard has no sequence."""
+    """Run the event loop until the shard has no sequences left."""
     for _ in range(1000):
         if not shard.sequences:
             return
@@ -128,7 +152,7 @@ async def test_requests_join_while_others_decode_and_blocks_are_reused() -> None
     assert ids_of(outputs[1]) == continuation([2] * 5, 4)
     assert ids_of(outputs[2]) == continuation([3] * 5, 4)
     joined = [s for s in shard.steps if s.prefill.change.admitted and s.prefill.decode_slots]
-    assert joined, "the second request was not admitted beside a running decode"
+    assert joined, "the second request was not admitted while the first one decoded"
     grown = [
         block
         for step in shard.steps
@@ -232,7 +256,7 @@ async def test_a_failed_step_is_computed_again_unnoticed_by_clients() -> None:
         assert ids_of(await collect(waiting_stream)) == continuation([3, 4], 5)
 
 
-async def test_a_row_that_is_not_finite_fails_alone() -> None:
+async def test_only_the_row_that_is_not_finite_fails() -> None:
     shard = FakeShard()
     shard.not_finite.add(1)
     batcher = new_batcher(DirectShards(shard), shard)
@@ -243,7 +267,7 @@ async def test_a_row_that_is_not_finite_fails_alone() -> None:
         assert ids_of(await collect(good)) == continuation([1], 6)
 
 
-async def test_a_row_whose_grammar_cannot_be_followed_fails_alone_and_is_told_why() -> None:
+async def test_only_the_row_whose_grammar_fails_ends_with_the_reason() -> None:
     shard = FakeShard()
     shard.not_finite.add(1)
     batcher = new_batcher(DirectShards(shard), shard)
@@ -277,7 +301,7 @@ async def test_leaving_mid_prefill_and_while_queued_frees_everything() -> None:
     assert computed < 200, "the abandoned prompt was computed to its end"
 
 
-async def test_leaving_a_running_stream_frees_its_blocks_within_the_steps_in_flight() -> None:
+async def test_closing_a_running_stream_frees_its_blocks_within_the_steps_in_flight() -> None:
     shard = FakeShard()
     batcher = new_batcher(DirectShards(shard), shard)
     async with running(batcher):
@@ -295,7 +319,7 @@ async def test_leaving_a_running_stream_frees_its_blocks_within_the_steps_in_fli
     assert all(slot not in step.decode.decode_slots for step in after[dropped_in:])
 
 
-async def test_a_prompt_goes_on_beside_decodes_that_use_up_the_budget() -> None:
+async def test_a_prompt_goes_on_while_decodes_use_up_the_budget() -> None:
     shard = FakeShard(num_blocks=64, block_size=4)
     batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=4, max_batch_size=8)
     async with running(batcher):
@@ -330,10 +354,10 @@ async def test_prompt_logprobs_arrive_whole_before_the_first_token() -> None:
         await next_token(stream)
         prompt = stream.prompt_logprobs
     assert prompt is not None
-    for i in range(1, 10):
-        assert list(prompt.candidates(i)) == [(i, -i), (i + 1, -i - 0.5)]
+    candidates = [list(prompt.candidates(i)) for i in range(1, 10)]
+    assert candidates == expected_prompt_candidates(range(10), 2)
     assert prompt.ids == tuple(range(10))
-    assert prompt.logprobs[1:] == tuple(-float(i) for i in range(1, 10))
+    assert list(prompt.logprobs[1:]) == expected_prompt_logprobs(range(10))
 
 
 async def test_stopping_ends_every_stream() -> None:
@@ -365,8 +389,8 @@ def speculating(num_right: Callable[[int], int] = int) -> tuple[FakeShard, Batch
 def samples(batcher: Batcher, name: str) -> dict[str, float]:
     """Values of a metric by the label `le`, or by the empty string without the label."""
     registry = batcher._metrics._metrics.registry
-    found = [sample for metric in registry.collect() for sample in metric.samples]
-    return {sample.labels.get("le", ""): sample.value for sample in found if sample.name == name}
+    series = [sample for metric in registry.collect() for sample in metric.samples]
+    return {sample.labels.get("le", ""): sample.value for sample in series if sample.name == name}
 
 
 async def test_tokens_of_one_step_are_events_of_their_own() -> None:
@@ -394,7 +418,7 @@ async def test_draft_tokens_are_counted_and_so_are_the_tokens_they_save(right: i
     assert buckets[str(right)] - below > 0.9 * count
 
 
-async def test_what_follows_the_end_of_sequence_in_its_step_is_dropped() -> None:
+async def test_tokens_after_the_end_of_sequence_are_dropped() -> None:
     shard, batcher = speculating()
     shard.eos_after[0] = 7
     async with running(batcher):
@@ -405,7 +429,7 @@ async def test_what_follows_the_end_of_sequence_in_its_step_is_dropped() -> None
 
 
 @pytest.mark.parametrize("place", range(5))
-async def test_what_follows_a_stop_sequence_in_its_step_is_dropped(place: int) -> None:
+async def test_tokens_after_a_stop_sequence_are_dropped(place: int) -> None:
     shard, batcher = speculating()
     expected = continuation([8], 20)
     stop = f"w{expected[4 + place]} w{expected[5 + place]}"
@@ -465,7 +489,7 @@ async def test_a_failed_step_of_draft_tokens_is_computed_again_from_the_tokens_d
     ]
 
 
-async def test_a_row_that_is_not_finite_fails_alone_beside_draft_tokens() -> None:
+async def test_only_the_row_that_is_not_finite_fails_with_draft_tokens() -> None:
     shard, batcher = speculating()
     shard.not_finite.add(1)
     async with running(batcher):
@@ -473,3 +497,264 @@ async def test_a_row_that_is_not_finite_fails_alone_beside_draft_tokens() -> Non
         with pytest.raises(GenerationError, match="not finite"):
             await collect(bad)
         assert ids_of(await collect(good)) == continuation([1], 26)
+
+
+async def test_requests_that_come_before_the_late_plan_join_the_step() -> None:
+    batcher, shards, shard = late_batcher()
+    async with running(batcher):
+        await turns()
+        batcher.submit(request([1], 9))
+        await turns()
+        assert admissions(shard) == [1]
+        batcher.submit(request([2], 9))
+        shards.let_time_pass()
+        await turns()
+        assert admissions(shard) == [1, 1]
+        batcher.submit(request([3], 9))
+        await turns()
+        assert admissions(shard) == [1, 1], "two steps are in flight"
+        shards.release()
+        await turns()
+        assert admissions(shard) == [1, 1], "the third one stays open"
+        shards.let_time_pass()
+        await turns()
+        assert admissions(shard) == [1, 1, 1]
+
+
+async def test_shards_that_are_done_early_get_the_next_step_at_once() -> None:
+    batcher, shards, shard = late_batcher()
+    async with running(batcher):
+        await turns()
+        stream = batcher.submit(request([1], 9))
+        await turns()
+        for number in range(1, 9):
+            assert len(admissions(shard)) == number
+            shards.release()
+            await turns()
+        shards.release()
+        assert ids_of(await collect(stream)) == expected_tokens([1], 9)
+
+
+async def test_a_failure_while_the_next_step_is_open_is_noticed_at_once() -> None:
+    batcher, shards, shard = late_batcher()
+    async with running(batcher):
+        await turns()
+        shard.fail_next = "the device caught fire"
+        stream = batcher.submit(request([1], 2))
+        await turns()
+        for _ in range(3):
+            shards.release()
+            await turns()
+        assert ids_of(await collect(stream)) == expected_tokens([1], 2)
+
+
+async def test_filter_steps_do_not_train_late_planning() -> None:
+    late = AlwaysOpen()
+    batcher, shards, shard = late_batcher(late)
+    async with running(batcher):
+        await turns()
+        stream = batcher.submit(request([1], 1))
+        await turns()
+        shards.let_time_pass()
+        await turns()
+        shards.release()
+        await turns()
+        assert ids_of(await collect(stream)) == expected_tokens([1], 1)
+        assert admissions(shard) == [1, 0]
+        shards.release()
+        await turns()
+        assert not shards.num_held
+    assert late.learned == []
+
+
+async def test_steps_planned_at_once_report_their_spare_time() -> None:
+    late = NeverOpen()
+    batcher, shards, _ = late_batcher(late)
+    async with running(batcher):
+        await turns()
+        stream = batcher.submit(request([1], 3))
+        await turns()
+        for _ in range(4):
+            shards.release()
+            await turns()
+        await collect(stream)
+    assert late.learned
+    assert not any(late.learned)
+
+
+async def test_requests_that_expire_before_the_late_plan_do_not_join() -> None:
+    batcher, shards, shard = late_batcher()
+    async with running(batcher):
+        await turns()
+        batcher.submit(request([1], 9))
+        await turns()
+        hasty = batcher.submit(
+            replace(request([2], 9), scheduling=SchedulingParameters(max_queue_seconds=1e-9))
+        )
+        shards.let_time_pass()
+        await turns()
+        assert admissions(shard) == [1, 0]
+        with pytest.raises(QueueExpired):
+            await collect(hasty)
+
+
+async def test_metrics_of_a_step_are_counted_before_the_late_plan() -> None:
+    batcher, shards, shard = late_batcher()
+    async with running(batcher):
+        await turns()
+        batcher.submit(request([1], 9))
+        await turns()
+        assert admissions(shard) == [1]
+        metrics = batcher._metrics._metrics
+        assert metrics.batch_current_size.value == metrics.requests_running.value == 1
+        assert metrics.queue_size.value == metrics.requests_waiting.value == 0
+        assert metrics.kv_blocks_in_use.value == 1
+        batcher.submit(request([2], 9))
+        assert metrics.queue_size.value == metrics.requests_waiting.value == 1
+        shards.let_time_pass()
+        await turns()
+        assert metrics.requests_running.value == 2
+        assert metrics.requests_waiting.value == 0
+        assert metrics.kv_blocks_in_use.value == 2
+
+
+async def test_metrics_count_steps_of_the_epoch_after_a_failure() -> None:
+    batcher, shards, shard = late_batcher()
+    async with running(batcher):
+        await turns()
+        shard.fail_next = "the device caught fire"
+        stream = batcher.submit(request([1], 3))
+        await turns()
+        metrics = batcher._metrics._metrics
+        while metrics.recoveries.labels(reason="failed").value == 0:
+            shards.release()
+            await turns()
+        assert metrics.requests_running.value == metrics.kv_blocks_in_use.value == 1
+        for _ in range(6):
+            shards.release()
+            await turns()
+        assert ids_of(await collect(stream)) == expected_tokens([1], 3)
+        assert metrics.requests_running.value == metrics.kv_blocks_in_use.value == 0
+
+
+async def test_no_step_follows_when_the_last_suspect_leaves_while_it_is_open() -> None:
+    batcher, shards, shard = late_batcher()
+    async with running(batcher):
+        await turns()
+        shard.fail_next = "the device caught fire"
+        streams = [batcher.submit(request([i], 9)) for i in (1, 2)]
+        await turns()
+        shard.fail_next = "the device caught fire again"
+        for _ in range(2):
+            shards.release()
+            await turns()
+        (suspect,) = batcher._planner.running
+        num_steps = len(shard.steps)
+        entry_of(suspect.entry).stream.close()
+        shards.let_time_pass()
+        await turns()
+        assert len(shard.steps) == num_steps
+        shards.release()
+        await turns()
+        (other,) = batcher._planner.running
+        assert {entry_of(row.entry).stream for row in (suspect, other)} == set(streams)
+
+
+prompts = st.lists(
+    st.tuples(st.lists(st.integers(0, 90), min_size=1, max_size=40), st.integers(0, 2)),
+    min_size=1,
+    max_size=25,
+)
+
+
+def pooled(ids: list[int], *logit_ids: int) -> ValidRequest:
+    return ValidRequest(input_ids=tuple(ids), max_new_tokens=1, pooling=Pooling(logit_ids))
+
+
+async def values_of(stream: TokenStream) -> list[float]:
+    """What a pooled request yields, after checking that it generated no tokens."""
+    (event,) = await collect(stream)
+    assert (event.index, event.finished is not None) == (0, True)
+    assert stream.pooled is not None
+    return list(stream.pooled)
+
+
+@settings(deadline=None, max_examples=60)
+@given(prompts, st.integers(1, 24), st.integers(1, 16), st.integers(1, 3), st.booleans())
+def test_every_kind_of_request_yields_its_own(
+    wanted: list[tuple[list[int], int]], prefill: int, rows: int, depth: int, fails: bool
+) -> None:
+    """States, logits and tokens do not depend on the other requests, nor on a step that fails."""
+
+    async def run() -> None:
+        shard = FakeShard(num_blocks=32, block_size=4)
+        batcher = new_batcher(
+            DirectShards(shard),
+            shard,
+            max_batch_prefill_tokens=prefill + rows,
+            max_batch_size=rows,
+            depth=depth,
+        )
+
+        async def client(ids: list[int], kind: int) -> None:
+            if kind == 0:
+                stream = batcher.submit(request(ids, 6))
+                assert ids_of(await collect(stream)) == continuation(ids, 6)
+                return
+            logit_ids = [5, 6, 7] if kind == 2 else []
+            stream = batcher.submit(pooled(ids, *logit_ids))
+            assert await values_of(stream) == pooled_values(ids, logit_ids)
+
+        async with running(batcher):
+            if fails:
+                shard.fail_next = "the device caught fire"
+            await asyncio.gather(*(client(*one) for one in wanted))
+
+    asyncio.run(run())
+
+
+async def test_no_decode_and_no_token_is_computed_for_them() -> None:
+    shard = FakeShard()
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        stream = batcher.submit(pooled([1, 2, 3]))
+        assert await values_of(stream) == pooled_values([1, 2, 3], [])
+    assert all(not step.decode.decode_slots for step in shard.steps)
+    assert all(not step.prefill.decode_slots for step in shard.steps)
+
+
+async def test_their_prompts_are_found_in_the_prefix_cache_but_for_the_last_token() -> None:
+    shard = FakeShard(block_size=4)
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        first = batcher.submit(request([7] * 12, 3))
+        await collect(first)
+        for ids in ([7] * 12, [7] * 12, [7] * 13):
+            stream = batcher.submit(pooled(ids))
+            assert await values_of(stream) == pooled_values(ids, [])
+            assert stream.cached_tokens == (len(ids) - 1) // 4 * 4
+
+
+async def test_only_the_request_that_is_not_finite_fails() -> None:
+    shard = FakeShard()
+    shard.not_finite.add(1)
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        good, bad = batcher.submit(pooled([1])), batcher.submit(pooled([2]))
+        with pytest.raises(GenerationError, match="not finite"):
+            await collect(bad)
+        assert await values_of(good) == pooled_values([1], [])
+
+
+async def test_clients_that_leave_free_their_slot_and_blocks() -> None:
+    shard = FakeShard(num_blocks=40)
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=4, max_batch_size=1)
+    async with running(batcher):
+        long_prompt, queued = batcher.submit(pooled([1] * 100)), batcher.submit(pooled([2]))
+        while not shard.sequences:
+            await asyncio.sleep(0)
+        queued.close()
+        long_prompt.close()
+        assert await values_of(batcher.submit(pooled([3] * 100))) == pooled_values([3] * 100, [])
+    computed = sum(sum(step.prefill.chunk_tokens) for step in shard.steps)
+    assert computed < 200, "the abandoned prompt was computed to its end"

@@ -64,7 +64,7 @@ def expected(state: str, path: str) -> int:
 
 
 @pytest.mark.parametrize("state", STATES)
-async def test_every_route_in_every_state(state: str) -> None:
+async def test_every_health_route_follows_the_state(state: str) -> None:
     async with serving(None, api_key="secret") as edge:
         bring_into(state, edge)
         for path in (*HEALTH, "/livez", "/readyz"):
@@ -86,7 +86,7 @@ async def test_every_route_in_every_state(state: str) -> None:
                 assert answer == ILL
 
 
-async def test_it_says_what_it_waits_for_and_for_how_long() -> None:
+async def test_unhealthy_answers_name_the_outage_and_its_duration() -> None:
     now = 1000.0
     status = ShardStatus(60.0, lambda: now)
     health = Health(status, FakeBatcher())
@@ -114,7 +114,7 @@ async def test_a_server_that_serves_is_not_troubled_by_checks() -> None:
 
 
 @pytest.mark.parametrize("error", [NonFiniteOutput, Quarantined, DoesNotFit])
-async def test_what_one_request_fails_of_is_its_own_affair(error: type[RouterError]) -> None:
+async def test_failures_of_one_request_do_not_change_the_health(error: type[RouterError]) -> None:
     def script(_: ValidRequest, stream: TokenStream) -> None:
         stream.fail(error())
 
@@ -283,7 +283,7 @@ async def test_a_defect_is_not_taken_for_health() -> None:
         await health.check()
 
 
-async def test_a_check_during_which_the_shards_are_given_up_says_so() -> None:
+async def test_a_check_fails_once_the_shards_are_given_up() -> None:
     batcher = FakeBatcher()
     health = Health(batcher.status, batcher, probe_seconds=60.0)
     health.failed(GenerationError("no"))

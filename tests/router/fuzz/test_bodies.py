@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from millrace_router.api.openapi.operation import Operation
-from millrace_router.api.openapi.operations import OPERATIONS
+from millrace_router.api.openapi.document import OPERATIONS
+from millrace_router.server.operation import Operation
 from millrace_testing.contract.openapi import EVENTS, JSON, check_documented, path_of
 from millrace_testing.router.edge import Edge, limits_with, serving
 

@@ -1,15 +1,29 @@
 """The cost model against machines whose costs are known."""
 
+from __future__ import annotations
+
 import json
 import math
 import random
 from collections.abc import Callable
+from itertools import combinations
+from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from millrace_router.prediction.cost import COEFFICIENTS, EXTRA_COEFFICIENTS, CostModel
+from millrace_router.prediction.cost import (
+    COEFFICIENTS,
+    EXTRA_COEFFICIENTS,
+    NUM_RATIOS,
+    CostModel,
+    RouterOverhead,
+    StepJitter,
+)
+from millrace_router.prediction.late_planning import LEAD_SECONDS, MOST, LatePlanning
+from millrace_router.prediction.least_squares import solve_nonnegative
 from millrace_router.prediction.step_load import StepLoad
 
 SMALL = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
@@ -36,7 +50,7 @@ def chunk(size: int, start: int = 0, decodes: int = 0, context: int = 0) -> Step
 
 
 def some_load(rng: random.Random) -> StepLoad:
-    """A typical load: mostly decodes, sometimes a chunk beside them."""
+    """A typical load: mostly decodes, sometimes with a chunk."""
     decodes = rng.randint(0, 32)
     context = sum(rng.randint(10, 1000) for _ in range(decodes))
     if decodes and rng.random() < 0.8:
@@ -195,7 +209,7 @@ def test_more_of_anything_is_never_cheaper(
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_step_without_a_duration_says_nothing(seconds: float) -> None:
+def test_steps_without_a_duration_are_ignored(seconds: float) -> None:
     model = trained(100)
     before = model.to_json()
     for _ in range(100):
@@ -218,24 +232,24 @@ def test_the_chunk_that_fits_is_the_largest_one(
 ) -> None:
     model = CostModel.fixed(costs(values))
     context, most = 100 * decodes, least + span
-    found = model.prefill_tokens_within(
+    num_tokens = model.prefill_tokens_within(
         seconds, decodes=decodes, context=context, start=start, least=least, most=most
     )
-    assert least <= found <= most
-    if found > least:
-        assert price(chunk(found, start, decodes, context), values) <= seconds * (1 + 1e-9)
-    if found < most:
-        assert price(chunk(found + 1, start, decodes, context), values) >= seconds * (1 - 1e-9)
+    assert least <= num_tokens <= most
+    if num_tokens > least:
+        assert price(chunk(num_tokens, start, decodes, context), values) <= seconds * (1 + 1e-9)
+    if num_tokens < most:
+        assert price(chunk(num_tokens + 1, start, decodes, context), values) >= seconds * (1 - 1e-9)
 
 
 def test_chunks_shrink_with_the_pace() -> None:
     model, rng = trained(1500), random.Random(3)
-    wanted = {"decodes": 8, "context": 2000, "start": 0, "least": 16, "most": 4096}
-    before = model.prefill_tokens_within(0.1, **wanted)
+    step = {"decodes": 8, "context": 2000, "start": 0, "least": 16, "most": 4096}
+    before = model.prefill_tokens_within(0.1, **step)
     for _ in range(300):
         load = some_load(rng)
         model.observe(load, 2 * price(load))
-    assert 16 < model.prefill_tokens_within(0.1, **wanted) < 0.7 * before
+    assert 16 < model.prefill_tokens_within(0.1, **step) < 0.7 * before
 
 
 def test_json_carries_the_costs_to_a_model_that_learns_nothing() -> None:
@@ -324,7 +338,7 @@ def test_a_few_steps_suffice_where_extra_positions_cost_many_rows() -> None:
     assert (model.seconds(load) or 0.0) > 2.5 * price(load)
 
 
-def test_one_step_that_was_held_up_says_little() -> None:
+def test_one_delayed_step_counts_little() -> None:
     model = trained(1500)
     load = StepLoad(decodes=4, context=2000, extra_positions=8)
     before = model.seconds(load) or 0.0
@@ -360,10 +374,10 @@ def test_until_then_an_extra_position_costs_what_a_row_does() -> None:
 
 def test_extra_positions_leave_less_for_prompts() -> None:
     model = CostModel.fixed(costs() | dict(zip(EXTRA_COEFFICIENTS, (0.01, 0.001), strict=True)))
-    wanted = {"decodes": 8, "context": 4000, "start": 0, "least": 16, "most": 4096}
+    step = {"decodes": 8, "context": 4000, "start": 0, "least": 16, "most": 4096}
     for number in (0, 10, 40):
-        found = model.prefill_tokens_within(0.1, extra_positions=number, **wanted)
-        for size, fits in ((found, True), (found + 1, False)):
+        num_tokens = model.prefill_tokens_within(0.1, extra_positions=number, **step)
+        for size, fits in ((num_tokens, True), (num_tokens + 1, False)):
             load = chunk(size, 0, 8, 4000)
             load.extra_positions = number
             assert ((model.seconds(load) or 0.0) <= 0.1) is fits, number
@@ -375,3 +389,214 @@ def test_a_step_without_a_time_limit_takes_all_prompt_tokens_even_if_positions_c
 ):
     model = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001) | {"prefill_pair": 0.0})
     assert model.prompt_tokens_within(math.inf, start=7, most=512) == 512
+
+
+def test_nothing_is_said_of_few_steps() -> None:
+    jitter = StepJitter()
+    for _ in range(NUM_RATIOS - 1):
+        jitter.add(1.0)
+    assert jitter.ratios() == []
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=NUM_RATIOS, max_size=NUM_RATIOS + 50))
+def test_ratios_are_those_of_the_last_steps_in_their_order_about_one(seen: list[float]) -> None:
+    jitter = StepJitter()
+    for ratio in seen:
+        jitter.add(ratio)
+    ratios, last = jitter.ratios(), seen[-NUM_RATIOS:]
+    assert sum(ratios) / NUM_RATIOS == pytest.approx(1.0)
+    assert ratios == pytest.approx([ratio * NUM_RATIOS / sum(last) for ratio in last])
+
+
+def test_a_cost_model_sees_how_steps_of_one_load_differ() -> None:
+    cost = CostModel()
+    for number in range(600):
+        cost.observe(StepLoad(decodes=4, context=400), 0.010 if number % 2 else 0.014)
+    *_, slow, fast = cost.jitter.ratios()
+    assert slow == pytest.approx(14 / 12, rel=0.02)
+    assert fast == pytest.approx(10 / 12, rel=0.02)
+
+
+def test_known_costs_learn_nothing_of_it() -> None:
+    cost = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))
+    for _ in range(600):
+        cost.observe(StepLoad(decodes=4, context=400), 0.010)
+    assert cost.jitter.ratios() == []
+
+
+def test_one_slow_answer_moves_little() -> None:
+    overhead = RouterOverhead()
+    assert overhead.turn_seconds == 0.0
+    for _ in range(1000):
+        overhead.add_answer(0.001)
+    overhead.add_answer(0.065)
+    assert overhead.turn_seconds == pytest.approx(0.002, rel=0.01)
+
+
+def test_a_burst_of_entries_is_soon_forgotten() -> None:
+    overhead = RouterOverhead()
+    assert overhead.entry_seconds == 0.0
+    for seconds in [*([0.5] * 200), *([0.001] * 40)]:
+        overhead.add_entry(seconds)
+    assert overhead.entry_seconds == 0.001
+
+
+NUMBERS = st.floats(-10, 10, allow_subnormal=False)
+
+
+def cost(gram: np.ndarray, moment: np.ndarray, x: np.ndarray) -> float:
+    return float(x @ gram @ x / 2 - moment @ x)
+
+
+def best_of_all_sets(gram: np.ndarray, moment: np.ndarray) -> float:
+    """The least cost: at the optimum, some set of unknowns solves its own equations and is not negative."""
+    least, size = 0.0, len(moment)
+    for count in range(1, size + 1):
+        for chosen in map(list, combinations(range(size), count)):
+            x = np.zeros(size)
+            x[chosen] = np.linalg.solve(gram[np.ix_(chosen, chosen)], moment[chosen])
+            if (x >= 0).all():
+                least = min(least, cost(gram, moment, x))
+    return least
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), size=st.integers(1, 6))
+def test_no_set_of_positive_unknowns_does_better(data: st.DataObject, size: int) -> None:
+    factor = np.array(data.draw(st.lists(NUMBERS, min_size=size * size, max_size=size * size)))
+    factor = factor.reshape(size, size)
+    gram = factor.T @ factor + 0.01 * np.eye(size)
+    moment = np.array(data.draw(st.lists(NUMBERS, min_size=size, max_size=size)))
+    x = np.array(solve_nonnegative(gram.tolist(), moment.tolist()))
+    assert (x >= 0).all()
+    least = best_of_all_sets(gram, moment)
+    assert cost(gram, moment, x) <= least + 1e-6 * (1 + abs(least))
+
+
+def test_without_bounds_in_the_way_it_is_the_plain_solution() -> None:
+    assert solve_nonnegative([[2.0, 0.0], [0.0, 4.0]], [2.0, 2.0]) == [1.0, 0.5]
+
+
+def test_where_everything_would_be_negative_all_is_zero() -> None:
+    assert solve_nonnegative([[2.0, 0.0], [0.0, 4.0]], [-1.0, -1.0]) == [0.0, 0.0]
+
+
+BASE = dict(zip(COEFFICIENTS, (0.01, 0.0005, 1e-7, 0.001, 0.0004, 1e-8), strict=True))
+TRUTH = BASE | {"adapter_byte": 3e-11, "adapter_slice": 2e-8}
+
+
+def random_load(random: Random, *, num_adapters: int | None = None) -> StepLoad:
+    decodes = random.randint(1, 32)
+    number = random.randint(0, decodes) if num_adapters is None else min(num_adapters, decodes)
+    prompt = random.choice([0, 0, 0, 200])
+    return StepLoad(
+        decodes=decodes,
+        context=decodes * random.randint(10, 500),
+        prefill_tokens=prompt,
+        prefill_pairs=prompt * 100,
+        num_chunks=int(prompt > 0),
+        adapter_bytes=number * random.choice([1, 5]) * 2_000_000,
+        adapter_slices=number and 210 * random.randint(number, decodes),
+    )
+
+
+def learned(*, share: float) -> CostModel:
+    """A model that observed steps, of which `share` have adapters."""
+    truth, model, random = CostModel.fixed(TRUTH), CostModel(), Random(1)
+    for number in range(3000):
+        has_adapters = number > 100 and random.random() < share
+        load = random_load(random, num_adapters=None if has_adapters else 0)
+        model.observe(load, (truth.seconds(load) or 0.0) * random.uniform(0.95, 1.05))
+    return model
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9])
+def test_steps_with_and_without_adapters_are_predicted(share: float) -> None:
+    truth, model, random = CostModel.fixed(TRUTH), learned(share=share), Random(2)
+    for num_adapters in (0, 1, 8, 32):
+        for _ in range(50):
+            load = random_load(random, num_adapters=num_adapters)
+            assert model.seconds(load) == pytest.approx(truth.seconds(load), rel=0.12)
+
+
+def test_models_without_adapters_have_no_adapter_coefficients() -> None:
+    assert set(learned(share=0.0).to_json()) & {"adapter_byte", "adapter_slice"} == set()
+    again = CostModel.from_json(learned(share=0.5).to_json())
+    load = StepLoad(decodes=8, context=800, adapter_bytes=40_000_000, adapter_slices=1680)
+    plain = StepLoad(decodes=8, context=800)
+    assert (again.seconds(load) or 0.0) > (again.seconds(plain) or 0.0)
+
+
+COST = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.0) | {"decode_row": 0.1})
+
+
+def test_most_of_a_long_step_leaves_the_next_one_open() -> None:
+    assert LatePlanning(COST).open_seconds(StepLoad(decodes=3)) == pytest.approx(MOST * 0.3)
+
+
+def test_positions_that_may_be_left_empty_leave_nothing_open() -> None:
+    costs = dict.fromkeys(COEFFICIENTS, 0.0) | {"decode_row": 0.1, "decode_context_token": 0.001}
+    late = LatePlanning(CostModel.fixed({**costs, "extra_step": 5.0, "extra_position": 1.0}))
+    plain = StepLoad(decodes=3, context=30)
+    allowed = StepLoad(decodes=3, context=30 + 48 * 10, extra_positions=48)
+    assert late.open_seconds(allowed) == pytest.approx(late.open_seconds(plain))
+
+
+def test_the_lead_of_a_short_step_is_kept() -> None:
+    late = LatePlanning(COST)
+    assert late.open_part(0.020) == 0.020 - LEAD_SECONDS
+    assert late.open_part(LEAD_SECONDS / 2) == 0.0
+
+
+def test_nothing_stays_open_while_costs_are_unknown_or_it_is_turned_off() -> None:
+    assert LatePlanning(CostModel()).open_seconds(StepLoad(decodes=1)) == 0.0
+    assert LatePlanning(COST, most=0.0).open_seconds(StepLoad(decodes=1)) == 0.0
+
+
+def test_a_step_that_came_too_late_makes_the_next_ones_come_earlier() -> None:
+    late = LatePlanning(COST)
+    for _ in range(8):
+        late.learn(0.0)
+    assert late.open_part(1.0) == late.share < MOST / 2
+    for _ in range(500):
+        late.learn(0.1)
+    assert MOST - 0.001 < late.open_part(1.0) <= MOST
+
+
+def test_a_step_that_was_planned_at_once_was_not_too_late() -> None:
+    late = LatePlanning(COST)
+    for _ in range(30):
+        late.learn(0.0)
+    low = late.open_part(1.0)
+    late.learn(0.0, was_open=False)
+    assert late.open_part(1.0) == low
+    for _ in range(500):
+        late.learn(0.1, was_open=False)
+    assert late.open_part(1.0) > MOST - 0.001
+
+
+VARIATIONS: dict[str, Callable[[random.Random], float]] = {
+    "none": lambda _: 1.0,
+    "a little": lambda rng: rng.uniform(0.9, 1.1),
+    "much": lambda rng: rng.lognormvariate(0.0, 0.4),
+    "now and then": lambda rng: 0.5 if rng.random() < 0.1 else 1.0,
+}
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_few_steps_come_too_late_however_much_they_vary(name: str) -> None:
+    late, rng, num_late = LatePlanning(COST), random.Random(1), 0
+    for _ in range(2000):
+        spare = VARIATIONS[name](rng) - late.open_part(1.0)
+        num_late += spare <= 0.0
+        late.learn(max(0.0, spare))
+    assert num_late <= 0.08 * 2000
+    assert late.open_part(1.0) > 0.2
+
+
+@given(st.lists(st.floats(0.0, 1.0)), st.floats(0.0, 100.0))
+def test_it_stays_within_its_bounds(spares: list[float], seconds: float) -> None:
+    late = LatePlanning(COST)
+    for spare in spares:
+        late.learn(spare)
+    assert 0.0 <= late.open_part(seconds) <= max(0.0, min(MOST * seconds, seconds - LEAD_SECONDS))

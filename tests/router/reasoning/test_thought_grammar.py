@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 
 from millrace_router.errors import ValidationError
-from millrace_router.reasoning.channel_splitter import MARKERS
-from millrace_router.reasoning.channels import CONSTRAIN, ChannelReasoning
+from millrace_router.reasoning.channels import CONSTRAIN, MARKERS, ChannelReasoning
 from millrace_router.reasoning.formats import TAGS
-from millrace_router.reasoning.reasoning_format import ReasoningFormat, ThoughtLimit
-from millrace_router.reasoning.splitter import Start
-from millrace_router.reasoning.tagged import TaggedReasoning
+from millrace_router.reasoning.reasoning_format import ReasoningFormat, Start, ThoughtLimit
+from millrace_router.reasoning.tags import TaggedReasoning
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_shard.structured_output.closing.ending import short_ending
-from millrace_shard.structured_output.grammar.grammar_source import lark_of
+from millrace_shard.structured_output.closing import short_ending
+from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
 from millrace_testing.engines.grammars import lark, mask_of
@@ -208,7 +206,7 @@ def test_without_a_thought_nothing_is_bounded() -> None:
 
 def test_a_budget_needs_tags_that_are_tokens() -> None:
     for form in (PLAIN, PHRASES, replace(CHANNELS, ids={})):
-        with pytest.raises(ValidationError, match="tags are no tokens"):
+        with pytest.raises(ValidationError, match="tags that are single tokens"):
             thinking(form, budget=1)
 
 

@@ -46,7 +46,7 @@ def drained(reader: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-async def test_both_ways(line: Line) -> None:
+async def test_the_channel_carries_messages_both_ways(line: Line) -> None:
     launcher, channel, heard = line.launcher, line.channel, line.heard
     assert channel._socket is not None
     running = asyncio.create_task(channel.run())
@@ -116,7 +116,7 @@ def test_garbage_is_dropped(garbage: list[bytes]) -> None:
         b'{"event": "unknown"}',
     ],
 )
-async def test_what_is_no_event_of_ours_is_dropped(line: Line, sent: bytes) -> None:
+async def test_unknown_messages_of_the_launcher_are_dropped(line: Line, sent: bytes) -> None:
     launcher, channel, heard = line.launcher, line.channel, line.heard
     launcher.sendall(sent + b'\n{"event": "gave_up", "reason": "end"}\n')
     launcher.shutdown(socket.SHUT_WR)

@@ -1,30 +1,300 @@
-"""The records of quarantined requests, the refusal of equal requests, and the route that shows the records."""
+"""The poison search, the quarantine that it fills, and the route that shows the records."""
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from hashlib import sha256
 from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from millrace_proto.sampling import Sampling, SequenceRules
+from millrace_router.recovery.poison_search import PoisonSearch
 from millrace_router.recovery.quarantine import REFUSED_SECONDS, Quarantine
 from millrace_router.request.request import (
     Grammar,
     GrammarKind,
     Pooling,
-    SamplingParameters,
     SchedulingParameters,
-    SequenceRules,
     ValidRequest,
 )
 from millrace_testing.adapters.fake_adapters import version_of
 from millrace_testing.router.edge import serving
 
-SAMPLED = SamplingParameters(do_sample=True, temperature=0.7, seed=7, bias=((70009, 1.0),))
+
+def positions(members: list[int]) -> dict[int, int]:
+    return {member: 10 + member for member in members}
+
+
+def search(members: list[int], poison: set[int]) -> tuple[list[int], int]:
+    """Run until no suspects are left; returns the poison requests and the number of failures."""
+    suspects: PoisonSearch = PoisonSearch()
+    detected: list[int] = []
+    alive, num_failures = list(members), 0
+    while True:
+        running = [m for m in alive if not suspects or m in suspects.group]
+        if poison.isdisjoint(running):
+            if not suspects:
+                return detected, num_failures
+            for member in running:
+                suspects.computed(member, 10 + member)
+            continue
+        num_failures += 1
+        culprit = suspects.fail(positions(running))
+        if culprit is not None:
+            assert running == [culprit], "found while other requests ran"
+            detected.append(culprit)
+            alive.remove(culprit)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.data())
+def test_only_the_poison_request_is_found_within_the_bound(count: int, data: st.DataObject) -> None:
+    culprit = data.draw(st.integers(0, count - 1))
+    detected, num_failures = search(list(range(count)), {culprit})
+    assert detected == [culprit]
+    assert num_failures <= 2 * math.log2(count) + 2
+
+
+@settings(deadline=None)
+@given(st.integers(2, 40), st.data())
+def test_several_are_found_one_after_the_other(count: int, data: st.DataObject) -> None:
+    poison = data.draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=5))
+    detected, num_failures = search(list(range(count)), poison)
+    assert set(detected) == poison
+    assert num_failures <= len(poison) * (2 * math.log2(count) + 2)
+
+
+def test_a_failure_that_does_not_come_again_clears_everybody() -> None:
+    suspects: PoisonSearch = PoisonSearch()
+    assert suspects.fail(positions([1, 2, 3])) is None
+    assert suspects.group == {1, 2, 3}
+    assert not suspects.computed(1, 10), "short of where it failed"
+    assert 1 in suspects
+    assert [suspects.computed(member, 10 + member) for member in (1, 2, 3)] == [False, False, True]
+    assert not suspects
+
+
+def test_a_single_suspect_is_poison_after_a_second_failure_only() -> None:
+    suspects: PoisonSearch = PoisonSearch()
+    assert suspects.fail({7: 5}) is None
+    assert suspects.fail({7: 5}) == 7
+    assert not suspects
+
+
+def test_the_last_suspect_runs_alone_before_it_counts_as_poison() -> None:
+    suspects: PoisonSearch = PoisonSearch()
+    suspects.fail({1: 5, 2: 5})
+    suspects.computed(1, 5)
+    assert suspects.fail({1: 6, 2: 5}) is None
+    assert suspects.group == {2}
+    assert suspects.fail({2: 5}) == 2
+
+
+def test_a_half_that_runs_well_gives_way_to_the_other_one() -> None:
+    suspects: PoisonSearch = PoisonSearch()
+    suspects.fail(positions([1, 2, 3, 4]))
+    suspects.fail(positions([1, 2, 3, 4]))
+    assert suspects.group == {1, 2}
+    assert not suspects.computed(1, 11)
+    assert suspects.computed(2, 12), "others are to run now"
+    assert suspects.group == {3}
+    assert suspects.ended(3), "its client has left"
+    assert suspects.group == {4}
+    assert suspects.fail({4: 14}) == 4
+
+
+def test_a_failure_of_others_begins_a_new_search() -> None:
+    suspects: PoisonSearch = PoisonSearch()
+    suspects.fail({1: 5})
+    assert suspects.fail({8: 5, 9: 5}) is None
+    assert suspects.group == {8, 9}
+
+
+NUM_TOKENS = 12
+IsBad = Callable[[set[int]], bool]
+
+
+class Crowd:
+    """Members that arrive over time and get one token per step; some sets of them break steps."""
+
+    def __init__(self, arrivals: Iterable[tuple[int, int]], is_bad: IsBad) -> None:
+        """`arrivals` has members, each with the number of the step before which it arrives."""
+        self._coming = sorted((number, member) for member, number in arrivals)
+        self._is_bad = is_bad
+        self._suspects: PoisonSearch = PoisonSearch()
+        self._tokens: dict[int, int] = {}
+        self._admitted: list[int] = []
+        self._running: list[int] = []
+        self.detected: list[int] = []
+        self.ended: list[int] = []
+        self.failures: Counter[int] = Counter()
+        """Failures of each member."""
+
+    def run(self) -> None:
+        num_steps = 0
+        while self._coming or self._admitted:
+            while self._coming and (self._coming[0][0] <= num_steps or not self._admitted):
+                self._tokens[self._coming.pop(0)[1]] = 0
+            num_steps += 1
+            assert num_steps < 100_000, "no end"
+            self._step()
+
+    def _step(self) -> None:
+        if not self._suspects:
+            self._running, self._admitted = list(self._tokens), list(self._tokens)
+        if self._is_bad(set(self._running)):
+            self.failures.update(self._running)
+            culprit = self._suspects.fail({m: self._tokens[m] + 1 for m in self._running})
+            if culprit is not None:
+                self.detected.append(culprit)
+                self._gone(culprit)
+            self._regroup()
+            return
+        must_regroup = False
+        for member in tuple(self._running):
+            self._tokens[member] += 1
+            must_regroup |= self._suspects.computed(member, self._tokens[member])
+            if self._tokens[member] == NUM_TOKENS:
+                self.ended.append(member)
+                self._gone(member)
+                must_regroup |= self._suspects.ended(member)
+        if must_regroup:
+            self._regroup()
+
+    def _gone(self, member: int) -> None:
+        del self._tokens[member]
+        self._admitted.remove(member)
+        if member in self._running:
+            self._running.remove(member)
+
+    def _regroup(self) -> None:
+        group = self._suspects.group
+        self._running = [m for m in self._admitted if not group or m in group]
+
+
+def most_failures(count: int) -> int:
+    """Upper bound of one member's failures among `count` members, if no step fails with a single member."""
+    return 2 + 2 * math.ceil(math.log2(count))
+
+
+@settings(deadline=None)
+@given(st.integers(2, 40), st.data())
+def test_a_fault_that_takes_several_ends_without_a_poison_request(
+    count: int, data: st.DataObject
+) -> None:
+    members = st.integers(0, count - 1)
+    bad = data.draw(st.lists(st.sets(members, min_size=2, max_size=4), min_size=1, max_size=20))
+    arrivals = data.draw(st.lists(st.integers(0, 30), min_size=count, max_size=count))
+    crowd = Crowd(enumerate(arrivals), lambda running: any(some <= running for some in bad))
+    crowd.run()
+    assert not crowd.detected
+    assert sorted(crowd.ended) == list(range(count))
+    assert max(crowd.failures.values(), default=0) <= most_failures(count)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 60), st.data())
+def test_a_crowd_that_is_too_large_ends(count: int, data: st.DataObject) -> None:
+    limit = data.draw(st.integers(1, count - 1))
+    crowd = Crowd(((member, 0) for member in range(count)), lambda running: len(running) > limit)
+    crowd.run()
+    assert not crowd.detected
+    assert sorted(crowd.ended) == list(range(count))
+    assert max(crowd.failures.values()) <= most_failures(count)
+
+
+@settings(deadline=None)
+@given(st.integers(3, 40), st.data())
+def test_a_culprit_in_a_crowd_that_breaks_by_itself_is_found_all_the_same(
+    count: int, data: st.DataObject
+) -> None:
+    culprit = data.draw(st.integers(0, count - 1))
+    crowd = Crowd(
+        ((member, 0) for member in range(count)),
+        lambda running: culprit in running or {0, count - 1} <= running,
+    )
+    crowd.run()
+    assert crowd.detected == [culprit]
+    assert sorted([*crowd.ended, culprit]) == list(range(count))
+
+
+def separated(members: list[int]) -> PoisonSearch:
+    """A search without result whose suspects failed together twice more."""
+    suspects: PoisonSearch = PoisonSearch()
+    for _ in range(2):
+        suspects.fail(positions(members))
+    while suspects:
+        for member in suspects.group:
+            suspects.computed(member, 10 + member)
+    for _ in range(2):
+        suspects.fail(positions(members))
+    return suspects
+
+
+def test_requests_that_fail_again_after_a_search_run_separately_to_the_end() -> None:
+    suspects = separated([1, 2, 3, 4])
+    assert suspects.group == {1, 2}
+    assert not suspects.computed(1, 1000)
+    assert not suspects.computed(2, 1000)
+    assert suspects.group == {1, 2}
+    assert not suspects.ended(1)
+    assert suspects.ended(2), "others are to run now"
+    assert suspects.group == {3, 4}
+    suspects.fail(positions([3, 4]))
+    assert suspects.group == {3}
+    assert suspects.ended(3)
+    assert suspects.group == {4}
+    assert suspects.ended(4)
+    assert not suspects
+
+
+def test_a_kill_while_requests_run_separately_costs_nothing() -> None:
+    suspects = separated([1, 2])
+    assert suspects.group == {1}
+    for position in (50, 60):
+        assert not suspects.computed(1, position)
+        assert suspects.fail({1: position + 1}) is None
+        assert suspects.group == {1}
+    assert suspects.fail({1: 62}) == 1, "before it has got past where it failed"
+    assert not suspects, "what breaks them is known now"
+
+
+def test_a_found_poison_request_clears_the_record_of_searched_requests() -> None:
+    suspects: PoisonSearch = PoisonSearch()
+    for _ in range(2):
+        suspects.fail(positions([1, 2, 3, 4]))
+    suspects.fail(positions([1, 2]))
+    assert suspects.fail({1: 11}) == 1
+    while suspects:
+        for member in suspects.group:
+            suspects.computed(member, 10 + member)
+    for _ in range(2):
+        suspects.fail(positions([2, 3, 4]))
+    assert suspects.group == {2, 3}
+    assert not suspects.computed(2, 12)
+    assert suspects.computed(3, 13), "cleared, and not kept to its end"
+
+
+def test_failures_that_do_not_repeat_never_split_the_group() -> None:
+    suspects: PoisonSearch = PoisonSearch()
+    for _ in range(10):
+        suspects.fail(positions([1, 2, 3]))
+        assert suspects.group == {1, 2, 3}
+        for member in (1, 2, 3):
+            suspects.computed(member, 10 + member)
+        assert not suspects
+
+
+SAMPLED = Sampling(do_sample=True, temperature=0.7, seed=7, bias=((70009, 1.0),))
 POISON = ValidRequest(
     input_ids=(70001, 70002, 70003),
     max_new_tokens=20,
@@ -106,9 +376,7 @@ def test_the_version_of_an_adapter_counts_and_its_name_does_not() -> None:
     assert not quarantine.refuses(POISON)
 
 
-@pytest.mark.parametrize(
-    "name", [field.name for field in fields(SamplingParameters) if field.name != "seed"]
-)
+@pytest.mark.parametrize("name", [field.name for field in fields(Sampling) if field.name != "seed"])
 def test_a_request_that_is_sampled_in_another_way_is_not(name: str) -> None:
     sampling = replace(SAMPLED, **{name: OTHER_SAMPLING[name]})
     assert not holding().refuses(replace(POISON, sampling=sampling))
@@ -116,11 +384,11 @@ def test_a_request_that_is_sampled_in_another_way_is_not(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_generated", "sampling", "refused"),
-    [(0, SAMPLED, True), (1, SAMPLED, False), (1, SamplingParameters(seed=7), True)],
+    [(0, SAMPLED, True), (1, SAMPLED, False), (1, Sampling(seed=7), True)],
     ids=["before its first token", "after a sampled token", "after a greedy token"],
 )
 def test_another_seed_helps_only_if_it_could_choose_other_tokens(
-    num_generated: int, sampling: SamplingParameters, *, refused: bool
+    num_generated: int, sampling: Sampling, *, refused: bool
 ) -> None:
     poison = replace(POISON, sampling=sampling)
     quarantine = holding(poison, num_generated=num_generated)

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.engine.batcher import Batcher
@@ -15,7 +17,9 @@ from millrace_router.errors import DoesNotFit, Quarantined, ShardsGone
 from millrace_router.recovery import hang_detector
 from millrace_router.recovery.hang_detector import StepTimer
 from millrace_router.recovery.launcher_channel import LauncherChannel
-from millrace_router.request.events import TokenEvent
+from millrace_router.recovery.recovery_policy import STEPS_BEFORE_RELIEF, OomBackoff
+from millrace_router.request.token_stream import TokenEvent
+from millrace_router.scheduler.step_plan import Budgets
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.step_result import StepResult
 from millrace_testing.router.fake_router import (
@@ -100,7 +104,7 @@ def outcome(result: list[TokenEvent] | BaseException) -> list[int] | BaseExcepti
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16])
 @pytest.mark.parametrize("place", [0, -1])
-async def test_who_breaks_steps_alone_is_quarantined_and_the_others_get_their_tokens(
+async def test_poison_requests_are_quarantined_and_the_others_get_their_tokens(
     count: int, place: int
 ) -> None:
     shard = FakeShard(num_blocks=256)
@@ -228,7 +232,7 @@ async def test_shards_that_are_lost_while_idle_are_missed(monkeypatch: pytest.Mo
     assert not batcher._recovery.quarantine.to_json()
 
 
-async def test_who_waits_for_shards_that_do_not_come_back_is_told_so() -> None:
+async def test_requests_fail_when_the_shards_do_not_come_back() -> None:
     shard = FakeShard()
     shards = DyingShards(shard)
     async with serving(shards, shard, grace_seconds=0.0, max_batch_size=1) as (batcher, _):
@@ -288,7 +292,7 @@ async def test_steps_become_smaller_until_they_fit(most_tokens: int) -> None:
     assert [ids_of(events) for events in results] == [continuation(p, 8) for p in prompts]
 
 
-async def test_what_does_not_fit_alone_fails_alone() -> None:
+async def test_only_the_request_that_does_not_fit_fails() -> None:
     shard = FakeShard(num_blocks=256)
     shard.most_tokens = 3
     async with serving(DirectShards(shard), shard, max_batch_prefill_tokens=64) as (batcher, _):
@@ -296,3 +300,48 @@ async def test_what_does_not_fit_alone_fails_alone() -> None:
         results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
     assert isinstance(results[0], DoesNotFit)
     assert list(map(outcome, results[1:])) == [continuation([1] * 3, 1), continuation([2] * 2, 1)]
+
+
+def backoff(prefill: int = 4096, rows: int = 32, block_size: int = 64) -> OomBackoff:
+    budgets = Budgets(max_batch_prefill_tokens=prefill, max_batch_size=rows, spare_slots=8)
+    return OomBackoff(budgets, block_size=block_size)
+
+
+def test_each_failure_halves_and_success_doubles_again() -> None:
+    one = backoff()
+    assert one.is_off
+    assert one.shrink()
+    assert one.shrink()
+    assert (one.budgets.max_batch_prefill_tokens, one.budgets.max_batch_size) == (1024, 8)
+    assert [one.succeeded() for _ in range(STEPS_BEFORE_RELIEF)].count(True) == 1
+    assert (one.budgets.max_batch_prefill_tokens, one.budgets.max_batch_size) == (2048, 16)
+    for _ in range(STEPS_BEFORE_RELIEF):
+        one.succeeded()
+    assert one.is_off
+    assert not one.succeeded()
+
+
+def test_a_failure_begins_the_count_of_successes_anew() -> None:
+    one = backoff()
+    one.shrink()
+    for _ in range(STEPS_BEFORE_RELIEF - 1):
+        assert not one.succeeded()
+    one.shrink()
+    assert not one.succeeded()
+
+
+@given(st.integers(1, 10_000), st.integers(1, 512), st.integers(1, 128))
+def test_it_ends_with_one_row_and_one_block_and_finds_back(
+    prefill: int, rows: int, block_size: int
+) -> None:
+    one = backoff(prefill, rows, block_size)
+    full, num_rises = one.budgets, 0
+    while one.shrink():
+        num_rises += 1
+        assert num_rises < 20
+    assert one.budgets.max_batch_size == 1
+    assert one.budgets.max_batch_prefill_tokens == min(prefill, block_size)
+    assert one.budgets.num_slots - one.budgets.max_batch_size == full.spare_slots
+    while not one.is_off:
+        one.succeeded()
+    assert one.budgets == full

@@ -115,7 +115,7 @@ def test_only_rows_with_high_acceptance_get_draft_tokens() -> None:
     assert set(lengths[1::2]) == {0}
 
 
-def test_what_a_wide_step_costs_at_all_is_paid_by_all_rows_together() -> None:
+def test_the_fixed_cost_of_a_wide_step_is_shared_by_all_rows() -> None:
     """The case occurs where only steps with one position a row replay a graph."""
     cost = cost_model(once=STEP)
     for num_good, drafts in ((1, False), (16, True)):
@@ -199,20 +199,20 @@ class Machine:
         """Tokens per second."""
         self.rows = [Acceptance() for _ in range(self.num_rows)]
         for number in range(num_steps):
-            known = [(row, 200 + number % 300) for row in self.rows]
+            rows = [(row, 200 + number % 300) for row in self.rows]
             lengths = [0] * self.num_rows
             if self.policy is not None:
-                lengths = list(self.policy.lengths(known, load_of(known)))
+                lengths = list(self.policy.lengths(rows, load_of(rows)))
             self.lengths.append(lengths)
-            self._step(number, known, lengths)
+            self._step(number, rows, lengths)
         return self.tokens / self.seconds
 
-    def _step(self, number: int, known: list[tuple[Acceptance, int]], lengths: list[int]) -> None:
-        load, num_right = load_of(known), 0
-        for place, ((row, context), length) in enumerate(zip(known, lengths, strict=True)):
+    def _step(self, number: int, rows: list[tuple[Acceptance, int]], lengths: list[int]) -> None:
+        load, num_right = load_of(rows), 0
+        for index, ((row, context), length) in enumerate(zip(rows, lengths, strict=True)):
             drafted = length if self.random.random() < self.supply else 0
             accepted = 0
-            while accepted < drafted and self.random.random() < self.is_right(place, number):
+            while accepted < drafted and self.random.random() < self.is_right(index, number):
                 accepted += 1
             self.tokens += 1 + accepted
             num_right += accepted
@@ -240,7 +240,7 @@ class Machine:
     each=st.sampled_from([ROW, 4 * ROW, 10 * ROW]),
     after=st.sampled_from([0.0, 0.005, 0.02]),
 )
-def test_never_slower_than_95_percent_of_plain(
+def test_adaptive_drafts_reach_95_percent_of_plain_speed(
     rate: float, supply: float, num_rows: int, once: float, each: float, after: float
 ) -> None:
     """Whatever machine and text are like, and with a cost model that has to find that out."""
@@ -305,7 +305,7 @@ def test_draft_tokens_return_when_repetition_begins() -> None:
     assert machine.lengths[-1] == [MOST] * 16
 
 
-def test_a_row_that_repeats_itself_gets_draft_tokens_beside_others_that_do_not() -> None:
+def test_only_rows_that_repeat_themselves_get_draft_tokens() -> None:
     cost = cost_model()
     machine = Machine(
         cost,

@@ -12,9 +12,7 @@ from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.entry import MAX_JUMP_FORWARD_TOKENS
 from millrace_router.request.request import Grammar, GrammarKind, ValidRequest
 from millrace_router.request.schedulable import Acceptance
-from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 from millrace_router.shards.wire import plan_to_pb
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.shards.hash_choices import Choices
@@ -89,7 +87,7 @@ def new_driver(
 
 
 def submit(driver: ScheduleDriver, *lengths: tuple[int, int], guided: bool = False) -> None:
-    """Requests of (prompt tokens, new tokens), each with a prompt of its own."""
+    """Requests of (prompt tokens, new tokens), each with its own prompt."""
     for prompt, new in lengths:
         first = len(driver.entries)
         driver.submit(
@@ -149,7 +147,7 @@ def test_without_draft_tokens_in_a_step_there_is_no_column() -> None:
     assert finish(driver) == 6
 
 
-def test_columns_say_what_each_row_may_fill() -> None:
+def test_columns_limit_what_each_row_may_fill() -> None:
     driver = new_driver(lengths=Lengths(chain([2, 0, 4], repeat(0))), prefill=80)
     submit(driver, (4, 20), (4, 20))
     submit(driver, (4, 40), guided=True)
@@ -262,7 +260,7 @@ def test_acceptance_of_draft_tokens_is_learned() -> None:
 
 
 def test_when_the_budget_is_tight_draft_tokens_go_first_and_no_row_is_left_out() -> None:
-    """Four of 26 positions are kept for a prompt and two are the rows' own, beside 16 forced and 4 draft tokens."""
+    """Of 26 positions, 4 are kept for a prompt, 2 are the rows' own, and 16 forced and 4 draft tokens take the rest."""
     driver = new_driver(prefill=26, lengths=Lengths(repeat(4)), choices=Always(forced=2))
     submit(driver, (4, 60))
     submit(driver, (4, 60), guided=True)
@@ -365,7 +363,7 @@ def test_positions_outside_the_allowance_are_an_error(positions: int) -> None:
         answered(positions)
 
 
-def test_a_row_that_the_answer_does_not_tell_of_is_an_error() -> None:
+def test_a_row_missing_from_the_answer_is_an_error() -> None:
     with pytest.raises(ValueError, match="positions where 1 to 4"):
         answered(5, slot=7)
 

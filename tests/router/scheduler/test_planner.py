@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace_router.request.request import SchedulingParameters, ValidRequest
-from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.shards.hash_shard import HashShard
 
@@ -32,7 +30,7 @@ def new_driver(
 
 
 def submit(driver: ScheduleDriver, *lengths: tuple[int, int]) -> None:
-    """Requests of (prompt tokens, new tokens), each with a prompt of its own."""
+    """Requests of (prompt tokens, new tokens), each with its own prompt."""
     for prompt, new in lengths:
         first = len(driver.entries)
         driver.submit(ValidRequest(input_ids=(first,) * prompt, max_new_tokens=new))
@@ -222,14 +220,7 @@ def test_an_entry_that_left_while_it_was_paused_is_never_admitted_again() -> Non
 
 
 def test_a_replay_that_went_back_to_the_queue_may_be_longer_than_a_whole_step() -> None:
-    """Prompts are computed whole here, but this one has to be in parts."""
-    budgets = Budgets(
-        max_batch_prefill_tokens=4,
-        max_batch_size=2,
-        prefill_chunking=False,
-        waiting_served_ratio=0.0,
-        share_slots=True,
-    )
+    budgets = Budgets(max_batch_prefill_tokens=4, max_batch_size=2, share_slots=True)
     shard = HashShard(num_blocks=20, block_size=4, max_batch_size=2)
     driver = ScheduleDriver(budgets, shard, prefix_caching=False)
     for _ in range(2):
@@ -246,7 +237,7 @@ def test_a_replay_that_went_back_to_the_queue_may_be_longer_than_a_whole_step() 
     assert sum(plan.num_preempted for plan in driver.plans) == 1
 
 
-def test_who_leaves_while_yielding_to_another_tenant_does_not_queue_again() -> None:
+def test_clients_that_leave_while_yielding_do_not_queue_again() -> None:
     budgets = Budgets(max_batch_prefill_tokens=64, max_batch_size=2, share_slots=True)
     shard = HashShard(num_blocks=40, block_size=4, max_batch_size=2)
     driver = ScheduleDriver(budgets, shard, prefix_caching=False)

@@ -6,6 +6,11 @@ block, slot and position was right.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -16,10 +21,23 @@ from hypothesis.stateful import (
     rule,
 )
 
+from millrace_router.errors import Quarantined
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
-from millrace_router.scheduler.budgets import Budgets
+from millrace_router.request.entry import entry_of
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets
+from millrace_router.scheduler.tenants import TenantQueue
 from millrace_testing.adapters.fake_adapters import adapters_for
-from millrace_testing.schedules.driver import ScheduleDriver
+from millrace_testing.router.fake_router import (
+    DirectShards,
+    collect,
+    ids_of,
+    new_batcher,
+    request,
+    running,
+)
+from millrace_testing.schedules.client import Client
+from millrace_testing.schedules.driver import ScheduleDriver, check_blocks
 from millrace_testing.schedules.requests import (
     MAX_PROMPT,
     VERSIONS,
@@ -28,6 +46,8 @@ from millrace_testing.schedules.requests import (
 )
 from millrace_testing.shards.hash_choices import Choices, RandomLengths
 from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import expected_tokens
+from millrace_testing.shards.held_shards import NUM_TURNS, AlwaysOpen, HeldShards
 
 COST = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001) | {"step": 0.002})
 
@@ -80,8 +100,6 @@ class SchedulingMachine(RuleBasedStateMachine):
         )
         self.capacity = (shard.num_blocks - 1) * block_size
         self.longest = min(MAX_PROMPT, self.capacity)
-        if not budgets.prefill_chunking:
-            self.longest = min(self.longest, budgets.max_batch_prefill_tokens)
 
     @rule(data=st.data(), copies=st.integers(1, 4))
     def submit(self, data: st.DataObject, copies: int) -> None:
@@ -157,3 +175,211 @@ class SchedulingMachine(RuleBasedStateMachine):
 
 TestScheduling = SchedulingMachine.TestCase
 TestScheduling.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)
+
+
+T = TypeVar("T")
+
+
+class LoopMachine(RuleBasedStateMachine):
+    """Between two rules the batcher has done all it can."""
+
+    @initialize(
+        budgets=policies,
+        block_size=st.sampled_from([1, 4]),
+        spare_tokens=st.integers(0, 24),
+        prefix_caching=st.booleans(),
+        depth=st.integers(1, 3),
+        is_late=st.booleans(),
+        eos_every=st.sampled_from([0, 0, 30]),
+        seed=st.integers(0, 2**16),
+    )
+    def begin(
+        self,
+        *,
+        budgets: Budgets,
+        block_size: int,
+        spare_tokens: int,
+        prefix_caching: bool,
+        depth: int,
+        is_late: bool,
+        eos_every: int,
+        seed: int,
+    ) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.clients: list[Client] = []
+        self.shard = HashShard(
+            num_blocks=2 + (12 + spare_tokens) // block_size,
+            block_size=block_size,
+            max_batch_size=budgets.num_slots,
+            eos_every=eos_every,
+            max_draft_tokens=budgets.max_draft_tokens,
+            choices=Choices(seed),
+            adapters=adapters_for(VERSIONS, max_adapters=2, num_pages=2),
+        )
+        self.shards = HeldShards(self.shard, on_error=self.count_failures)
+        waiting: RequestQueue = TenantQueue(quantum=8) if budgets.share_slots else WaitingQueue()
+        self.batcher = new_batcher(
+            self.shards,
+            self.shard,
+            budgets=budgets,
+            prefix_caching=prefix_caching,
+            waiting=waiting,
+            depth=depth,
+            late=AlwaysOpen() if is_late else None,
+        )
+        self.waiting = waiting
+        self.task = self.loop.create_task(self.batcher.run())
+        self.capacity = (self.shard.num_blocks - 1) * block_size
+        self.longest = min(MAX_PROMPT, self.capacity)
+
+    def count_failures(self) -> None:
+        """Clients do not learn of the first failed step that was to compute their tokens."""
+        streams = {entry_of(row.entry).stream for row in self.batcher._planner.running}
+        for client in self.clients:
+            client.num_failures += client.stream in streams
+
+    def in_loop(self, call: Callable[[], T]) -> T:
+        """Call a function on the event loop; adapters set timers there."""
+
+        async def called() -> T:
+            return call()
+
+        return self.loop.run_until_complete(called())
+
+    def let_it_work(self) -> None:
+        async def turn() -> None:
+            for _ in range(NUM_TURNS):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(turn())
+        assert not self.task.done()
+
+    @rule(data=st.data(), copies=st.integers(1, 4))
+    def submit(self, data: st.DataObject, copies: int) -> None:
+        request = data.draw(
+            valid_requests(
+                longest=self.longest,
+                capacity=self.capacity,
+                eos_every=self.shard.eos_every,
+                adapters=True,
+            )
+        )
+        for _ in range(copies):
+            try:
+                stream = self.in_loop(lambda: self.batcher.submit(request))
+            except Quarantined:
+                ids = [c.request.input_ids for c in self.clients if c.num_failures > 1]
+                assert request.input_ids in ids, "refused without a reason"
+                return
+            self.clients.append(Client(request, stream, self.shard.eos_every))
+        self.let_it_work()
+
+    @precondition(lambda self: self.shards.num_held)
+    @rule(count=st.integers(1, 12))
+    def answer(self, count: int) -> None:
+        for _ in range(count):
+            if self.shards.num_held:
+                self.shards.release()
+                self.let_it_work()
+
+    @precondition(lambda self: self.shards.num_held)
+    @rule()
+    def let_time_pass(self) -> None:
+        self.shards.let_time_pass()
+        self.let_it_work()
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self.live()))
+        self.in_loop(client.leave)
+        self.let_it_work()
+
+    @rule(loses_adapters=st.booleans())
+    def fail_a_step(self, *, loses_adapters: bool) -> None:
+        self.shard.fail_next = "the device caught fire"
+        self.shard.loses_adapters = loses_adapters
+
+    @rule()
+    def run_to_idle(self) -> None:
+        """Everything ends without another request to wake the batcher, within a bound of steps."""
+        self.shard.fail_next = None
+        work = sum(len(c.request.input_ids) + c.request.max_new_tokens + 6 for c in self.live())
+        for _ in range(60 + 12 * work):
+            # A load takes some turns, and an unload before it.
+            for _ in range(4):
+                self.let_it_work()
+            if not self.shards.num_held:
+                break
+            self.shards.release()
+        assert self.live() == [], "the batcher sleeps while a client waits"
+        planner = self.batcher._planner
+        blocks = planner.blocks
+        assert len(self.waiting) == planner.num_paused == len(planner.running) == 0
+        assert not self.shard.running
+        assert blocks.num_free + blocks.num_cached == blocks.num_blocks
+        self.everything_is_right()
+
+    def live(self) -> list[Client]:
+        return [client for client in self.clients if not client.has_ended]
+
+    @invariant()
+    def everything_is_right(self) -> None:
+        assert self.shard.violation is None
+        for client in self.clients:
+            client.check()
+        check_blocks(self.batcher._planner.blocks)
+
+    def teardown(self) -> None:
+        """Each client that is connected when the server stops gets one error."""
+        if not hasattr(self, "loop"):
+            return
+        for client in self.clients:
+            client.may_fail = True
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            self.loop.run_until_complete(self.task)
+        self.loop.close()
+        assert self.live() == []
+        for client in self.clients:
+            client.check()
+
+
+TestSchedulingLoop = LoopMachine.TestCase
+TestSchedulingLoop.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+
+
+async def test_a_preempted_request_pauses_and_its_client_hears_of_nothing_else() -> None:
+    shard = HashShard(num_blocks=8, block_size=4)
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)
+    async with running(batcher):
+        streams = [batcher.submit(request([i] * 4, 20)) for i in range(3)]
+        outputs = [ids_of(events) for events in await asyncio.gather(*map(collect, streams))]
+    assert outputs == [expected_tokens([i] * 4, 20) for i in range(3)]
+    replays = [
+        s for step in shard.steps for s in step.prefill.change.admitted if s.generated_tokens
+    ]
+    assert replays, "the blocks of two and a half requests served three without a preemption"
+
+
+async def test_the_stream_knows_how_much_of_its_prompt_was_cached() -> None:
+    shard = HashShard()
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)
+    async with running(batcher):
+        streams = []
+        for _ in range(2):
+            streams.append(batcher.submit(request([5] * 11, 3)))
+            await collect(streams[-1])
+    assert [stream.cached_tokens for stream in streams] == [0, 8]
+
+
+async def test_a_failed_step_empties_the_cache() -> None:
+    shard = HashShard()
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)
+    async with running(batcher):
+        await collect(batcher.submit(request([5] * 11, 3)))
+        shard.fail_next = "the device caught fire"
+        await collect(batcher.submit(request([6], 3)))
+        again = batcher.submit(request([5] * 11, 3))
+        assert ids_of(await collect(again)) == expected_tokens([5] * 11, 3)
+    assert again.cached_tokens == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 from typing import Any
@@ -64,7 +63,7 @@ GREEDY: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize(("path", "body"), GREEDY.values(), ids=GREEDY)
-async def test_it_tells_of_the_generation(path: str, body: Any) -> None:
+async def test_the_line_describes_the_generation(path: str, body: Any) -> None:
     line = await line_of(path, body, script=two_tokens)
     times = {name: line.pop(name) for name in tuple(line) if "time" in name}
     assert times.keys() == {
@@ -168,9 +167,7 @@ async def test_a_tenant_of_any_bytes_can_be_logged() -> None:
     output = io.BytesIO()
     with logging_to(output):
         async with serving(fairness="tenant") as edge:
-            host, port = edge.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(sent)
+            reader, writer = await edge.send(sent)
             assert b" 200 " in await reader.readline()
             await reader.read()
             writer.close()

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
+from millrace.simulate.deployment import Deployment
 from millrace_router.prediction.cost import COEFFICIENTS, EXTRA_COEFFICIENTS, CostModel
-from millrace_router.simulator.deployment import Deployment
 from millrace_router.validation.sampling_defaults import SamplingDefaults
 from millrace_testing.router.edge import logging_to, play, serving
 
@@ -64,7 +64,7 @@ async def test_info_has_the_fields_of_every_version() -> None:
     }  # fmt: skip
 
 
-async def test_info_has_costs_only_if_asked() -> None:
+async def test_info_has_costs_only_if_requested() -> None:
     costs = dict.fromkeys((*COEFFICIENTS, *EXTRA_COEFFICIENTS), 0.5)
     async with serving(cost=CostModel.fixed(costs)) as edge:
         plain = orjson.loads((await edge.get("/info"))[1])
@@ -75,7 +75,7 @@ async def test_info_has_costs_only_if_asked() -> None:
     assert full["cost_model"] == costs
 
 
-async def test_info_tells_what_a_request_gets_that_leaves_it_out() -> None:
+async def test_info_has_the_defaults_of_absent_parameters() -> None:
     defaults = SamplingDefaults(temperature=0.5, top_k=20)
     async with serving(defaults=defaults, resume_grace=7.0) as edge:
         info = orjson.loads((await edge.get("/info"))[1])
@@ -83,7 +83,7 @@ async def test_info_tells_what_a_request_gets_that_leaves_it_out() -> None:
     assert info["resume_grace"] == 7.0
 
 
-async def test_info_tells_how_requests_are_scheduled() -> None:
+async def test_info_describes_the_scheduler() -> None:
     async with serving() as edge:
         info = orjson.loads((await edge.get("/info?costs=true"))[1])
     expected: dict[str, object] = {
@@ -106,7 +106,6 @@ async def test_info_tells_how_requests_are_scheduled() -> None:
 async def test_info_is_what_a_simulated_deployment_is_made_of() -> None:
     costs = dict.fromkeys((*COEFFICIENTS, *EXTRA_COEFFICIENTS), 0.5)
     flags: dict[str, Any] = {
-        "prefill_chunking": "off",
         "prefix_caching": "off",
         "kv_reservation": "full",
         "target_inter_token_latency": 25.0,
@@ -126,7 +125,7 @@ async def test_info_is_what_a_simulated_deployment_is_made_of() -> None:
     assert (deployment.num_blocks, deployment.block_size) == (9, 4)
 
 
-async def test_info_tells_the_prefill_tokens_that_are_in_force() -> None:
+async def test_info_has_the_prefill_tokens_in_force() -> None:
     async with serving() as edge:
         assert edge.services.config.max_batch_prefill_tokens is None
         _, body, _ = await edge.get("/info")
@@ -159,7 +158,7 @@ async def test_draining_refuses_with_503_and_lets_streams_finish() -> None:
         assert orjson.loads(text.split("\n\n")[1][6:])["generated_text"] == "xy"
 
 
-async def test_one_line_a_request_without_its_text() -> None:
+async def test_a_request_is_logged_on_one_line_without_its_text() -> None:
     output = io.BytesIO()
     with logging_to(output):
         async with serving() as edge:

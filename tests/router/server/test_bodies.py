@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
 
-from millrace_router.api.fields import UINT32_MAX
+from millrace_router.api.body.fields import UINT32_MAX
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateParameters
 from millrace_router.server import bodies
 from millrace_router.validation.shape_messages import shape_error
@@ -62,7 +62,7 @@ def complaint(body: object) -> str:
         ({"inputs": "a", "parameters": {"stop": ["a", 1, 2]}}, "parameters.stop[1]: "),
     ],
 )
-def test_the_message_names_the_place(body: object, start: str) -> None:
+def test_the_message_names_the_field(body: object, start: str) -> None:
     assert complaint(body).startswith(start)
 
 
@@ -96,7 +96,7 @@ def test_the_end_of_sequence_can_be_ignored(name: str) -> None:
         (b"{}", {"content-type": "text/json"}, 415, "Expected request with"),
     ],
 )
-async def test_unreadable_bodies(
+async def test_unreadable_bodies_are_refused(
     data: bytes, headers: dict[str, str], status: int, start: str
 ) -> None:
     async with serving(payload_limit=100_000) as edge:
@@ -122,7 +122,7 @@ async def test_bodies_are_200_levels_deep_at_most() -> None:
     assert body["error"].endswith("more than 200 levels deep")
 
 
-async def test_deep_arguments_of_a_tool_call() -> None:
+async def test_deep_arguments_of_a_tool_call_are_refused() -> None:
     arguments = b"[" * 300 + b"]" * 300
     data = (
         b'{"messages":[{"role":"assistant","tool_calls":[{"id":"0","type":"function",'
@@ -174,7 +174,7 @@ async def test_compressed_bodies(encoding: str, data: bytes, status: int, start:
     "content_type",
     ["application/json; charset=utf-8", "application/vnd.api+json", "Application/JSON"],
 )
-async def test_content_types_that_are_json(content_type: str) -> None:
+async def test_json_content_types_are_accepted(content_type: str) -> None:
     async with serving() as edge:
         headers = {"content-type": content_type}
         answer = await edge.post("/generate", data=b'{"inputs":"a"}', headers=headers)

@@ -3,32 +3,77 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import io
+import json
+import re
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from millrace_router.errors import GenerationError, ShuttingDown, ValidationError
-from millrace_router.server.idempotency import Answer, Run, Runs, digest_of, last_event_of, scope_of
+from millrace_router.request.request import ValidRequest
+from millrace_router.request.token_stream import TokenStream
+from millrace_router.server import recording
+from millrace_router.server.idempotency import (
+    Run,
+    Runs,
+    WholeAnswer,
+    digest_of,
+    last_event_of,
+    scope_of,
+)
+from millrace_router.server.idempotent_route import RUNS
 from millrace_router.server.recording import Recording, SseOptions
-from millrace_testing.router.timers import FakeTimers
+from millrace_testing.router.edge import (
+    Edge,
+    FakeTimers,
+    finished,
+    limits_with,
+    logging_to,
+    play,
+    serving,
+    token_event,
+)
+from millrace_testing.router.idempotent import (
+    ASKED,
+    CHAT,
+    GRACE,
+    KEY,
+    NUM_TOKENS,
+    advance,
+    all_ended,
+    begin,
+    index_of,
+    is_closed,
+    keyed_edge,
+    num_runs,
+    prompts_of,
+    read_events,
+    readers,
+    streaming,
+    until,
+)
 
 OPTIONS = SseOptions(
     headers={}, keep_alive_seconds=60.0, may_expire=bool, on_error=lambda _: b"error\n\n"
 )
-GRACE = 10.0
 
 
 class Work:
     """A request that goes on until the test says how it ends."""
 
     def __init__(self) -> None:
-        self.end: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[WholeAnswer | None] = asyncio.get_running_loop().create_future()
         self.cancelled = False
         self.recording: Recording | None = None
 
     def was_cancelled(self) -> bool:
         return self.cancelled
 
-    async def __call__(self, run: Run) -> Answer | None:
+    async def __call__(self, run: Run) -> WholeAnswer | None:
         if self.recording is not None:
             run.record(self.recording)
         try:
@@ -48,8 +93,8 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def answer(size: int = 2) -> Answer:
-    return Answer(200, {}, b"x" * size)
+def answer(size: int = 2) -> WholeAnswer:
+    return WholeAnswer(200, {}, b"x" * size)
 
 
 def test_a_key_belongs_to_its_caller_and_its_path() -> None:
@@ -82,7 +127,7 @@ def test_a_key_is_neither_empty_nor_long(key: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "00", "-1", "+1", " 1", "1.0", "x", "\u0661", "1" * 10])
-def test_what_is_no_index_is_refused(text: str) -> None:
+def test_wrong_indexes_are_refused(text: str) -> None:
     with pytest.raises(ValidationError, match="id of an event of this stream"):
         last_event_of({"last-event-id": text})
 
@@ -226,7 +271,7 @@ async def test_a_defect_after_the_beginning_ends_the_stream() -> None:
     assert recording.frames_from(1, 100) == [b"error\n\n"]
 
 
-async def test_few_are_kept_and_the_one_not_asked_for_goes_first() -> None:
+async def test_the_least_recently_used_answer_is_dropped_first() -> None:
     timers = FakeTimers()
     runs = Runs(GRACE, call_later=timers, max_kept=2)
     started: dict[bytes, Run] = {}
@@ -298,3 +343,449 @@ async def test_closing_ends_everything() -> None:
             await run.answer()
     assert all(work.cancelled for work in works)
     assert (len(runs), timers.pending) == (0, 0)
+
+
+STREAMS = [
+    ("/generate_stream", ASKED),
+    ("/", ASKED | {"stream": True}),
+    ("/v1/chat/completions", CHAT | {"stream": True}),
+    (
+        "/v1/chat/completions",
+        CHAT | {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True},
+    ),
+    ("/v1/chat/completions", CHAT | {"stream": True, "n": 2}),
+    ("/v1/completions", {"prompt": ["a", "b"], "stream": True}),
+    (
+        "/v1/completions",
+        {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}},
+    ),
+]
+WHOLE = [
+    ("/generate", ASKED),
+    ("/", ASKED),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", {"prompt": ["a", "b"]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+async def test_a_dropped_stream_resumes_at_every_token(path: str, body: dict[str, object]) -> None:
+    """Its two parts are what another reader got undisturbed, to the byte; for every place, before and after the end."""
+    prompts = prompts_of(body)
+    # A choice of a chat begins with an event without a token.
+    events_before = prompts if "chat" in path else 0
+    for num_rounds in range(NUM_TOKENS + 1):
+        for num_read in range(num_rounds * prompts + (events_before if num_rounds else 0) + 1):
+            async with keyed_edge() as (edge, _), asyncio.TaskGroup() as group:
+                undisturbed = group.create_task(edge.post(path, body, headers=KEY))
+                await until(lambda: len(edge.batcher.streams) == prompts)
+                for index in range(1, num_rounds + 1):
+                    advance(edge, index)
+                head = b""
+                if num_read:
+                    async with streaming(edge, path, body) as response:
+                        head = await read_events(response, num_read)
+                        for index in range(num_rounds + 1, NUM_TOKENS + 1):
+                            advance(edge, index)
+                else:
+                    for index in range(num_rounds + 1, NUM_TOKENS + 1):
+                        advance(edge, index)
+                known = {"last-event-id": str(num_read)} if num_read else {}
+                status, tail, _ = await edge.post(path, body, headers=KEY | known)
+                whole = (await undisturbed)[1]
+                assert status == 200
+                assert head.decode() + tail == whole
+                ids = [int(number) for number in re.findall(r"^id: (\d+)$", whole, re.MULTILINE)]
+                assert ids == list(range(1, NUM_TOKENS * prompts + events_before + 1))
+                assert len(edge.batcher.streams) == prompts
+
+
+async def test_a_resumed_stream_goes_on_live() -> None:
+    async with keyed_edge(begin) as (edge, timers):
+        async with streaming(edge, "/generate_stream", ASKED) as response:
+            await read_events(response, 1)
+        await until(lambda: readers(edge) == 0)
+        advance(edge, 2)
+        timers.turn(GRACE - 1)
+        known = {"last-event-id": "1"}
+        async with streaming(edge, "/generate_stream", ASKED, **known) as response:
+            assert index_of(await read_events(response, 1)) == 2
+            timers.turn(GRACE)
+            for index in (3, 4):
+                advance(edge, index)
+                assert index_of(await read_events(response, 1)) == index
+            assert await response.content.read() == b""
+
+
+async def test_without_a_key_streams_are_as_ever() -> None:
+    """The bytes are the same except for the ids, and unknown ids are ignored."""
+
+    def script(_: ValidRequest, stream: TokenStream) -> None:
+        play(stream, " a", " b")
+
+    async with keyed_edge(script) as (edge, _):
+        _, keyed, _ = await edge.post("/generate_stream", ASKED, headers=KEY)
+        _, plain, _ = await edge.post("/generate_stream", ASKED, headers={"last-event-id": "7"})
+    assert "id: " not in plain
+    assert re.sub(r"id: \d+\n", "", keyed) == plain
+    assert len(edge.batcher.streams) == 2
+
+
+@pytest.mark.parametrize(("path", "body"), WHOLE)
+async def test_whole_answers_are_one(path: str, body: dict[str, object]) -> None:
+    prompts = prompts_of(body)
+    async with (
+        keyed_edge(limits=limits_with(max_concurrent_requests=prompts)) as (edge, timers),
+        asyncio.TaskGroup() as group,
+    ):
+        both = [group.create_task(edge.post(path, body, headers=KEY)) for _ in range(2)]
+        await until(lambda: readers(edge) == 2 and len(edge.batcher.streams) == prompts)
+        for stream in edge.batcher.streams:
+            play(stream, " a", " b")
+        (status, first, response), (_, second, again) = [await one for one in both]
+        timers.turn(GRACE - 1)
+        _, third, late = await edge.post(path, body, headers=KEY)
+        assert status == 200
+        assert first == second == third
+        own = {"x-request-id", "date"}
+        for other in (again, late):
+            assert {k: v for k, v in other.headers.items() if k.lower() not in own} == {
+                k: v for k, v in response.headers.items() if k.lower() not in own
+            }
+        assert response.headers["x-request-id"] != again.headers["x-request-id"]
+        assert len(edge.batcher.streams) == prompts
+        timers.turn(1)
+        assert num_runs(edge) == 0
+
+
+@pytest.mark.parametrize(("path", "body"), WHOLE)
+@pytest.mark.parametrize("has_ended", [False, True])
+async def test_a_dropped_call_is_answered_when_it_is_sent_again(
+    path: str, body: dict[str, object], *, has_ended: bool
+) -> None:
+    prompts = prompts_of(body)
+    async with keyed_edge() as (edge, timers):
+        dropped = asyncio.create_task(edge.post(path, body, headers=KEY))
+        await until(lambda: readers(edge) == 1 and len(edge.batcher.streams) == prompts)
+        dropped.cancel()
+        await until(lambda: readers(edge) == 0)
+        timers.turn(GRACE - 1)
+        assert not any(stream.closed for stream in edge.batcher.streams)
+        if has_ended:
+            for stream in edge.batcher.streams:
+                play(stream, " a", " b")
+            await until(lambda: all_ended(edge))
+            # Its end has begun the period anew.
+            timers.turn(GRACE - 1)
+        again = asyncio.create_task(edge.post(path, body, headers=KEY))
+        if not has_ended:
+            await until(lambda: readers(edge) == 1)
+            timers.turn(GRACE)
+            for stream in edge.batcher.streams:
+                play(stream, " a", " b")
+        status, answer, _ = await again
+        assert status == 200
+        assert " a b" in json.dumps(answer)
+        assert len(edge.batcher.streams) == prompts
+
+
+async def test_two_read_a_stream_at_once() -> None:
+    async with (
+        keyed_edge(begin, grace=0.0) as (edge, _),
+        streaming(edge, "/generate_stream", ASKED) as first,
+    ):
+        early = await read_events(first, 1)
+        async with streaming(edge, "/generate_stream", ASKED) as second:
+            assert await read_events(second, 1) == early
+            for index in range(2, NUM_TOKENS + 1):
+                advance(edge, index)
+                assert await read_events(second, 1) == await read_events(first, 1)
+        assert await first.content.read() == b""
+        assert len(edge.batcher.streams) == 1
+
+
+async def test_callers_share_nothing() -> None:
+    def script(_: ValidRequest, stream: TokenStream) -> None:
+        play(stream, " a")
+
+    async with keyed_edge(script) as (edge, _):
+        for caller in ({}, {"authorization": "Bearer a"}, {"x-tenant": "a"}, {"x-tenant": "b"}):
+            for _ in range(2):
+                assert (await edge.post("/generate", ASKED, headers=KEY | caller))[0] == 200
+        assert len(edge.batcher.streams) == 4
+
+
+async def test_what_cannot_be_meant_is_refused() -> None:
+    def script(_: ValidRequest, stream: TokenStream) -> None:
+        play(stream, " a", " b")
+
+    async with keyed_edge(script) as (edge, _):
+        other = ASKED | {"inputs": "b"}
+        assert (await edge.post("/generate_stream", ASKED, headers=KEY))[0] == 200
+        assert (await edge.post("/generate", ASKED, headers=KEY))[0] == 200
+        for body, path, headers, message in (
+            (other, "/generate_stream", KEY, "has been used for a request with another body"),
+            (ASKED, "/generate_stream", {"idempotency-key": ""}, "1 to 255 characters. Given: 0"),
+            (ASKED, "/generate", {"idempotency-key": "k" * 256}, "characters. Given: 256"),
+            (ASKED, "/generate_stream", KEY | {"last-event-id": "3"}, "id of an event"),
+            (ASKED, "/generate_stream", KEY | {"last-event-id": "x"}, "id of an event"),
+            (ASKED, "/generate", KEY | {"last-event-id": "1"}, "id of an event"),
+        ):
+            status, answer, _ = await edge.post(path, body, headers=headers)
+            assert (status, answer["error_type"]) == (422, "validation")
+            assert message in answer["error"]
+        assert len(edge.batcher.streams) == 2
+        assert 'tgi_request_failure{err="validation"} 6' in await edge.exposition()
+        longest = {"idempotency-key": "k" * 255}
+        assert (await edge.post("/generate", ASKED, headers=longest))[0] == 200
+
+
+async def test_a_body_that_is_too_long_is_refused_before_it_is_compared() -> None:
+    async with keyed_edge(payload_limit=1000) as (edge, _):
+        long = ASKED | {"inputs": "a" * 1000}
+        status, answer, _ = await edge.post("/generate", long, headers=KEY)
+    assert (status, answer["error_type"]) == (413, "validation")
+
+
+async def test_silence_is_broken_for_every_reader() -> None:
+    async with keyed_edge(keep_alive_seconds=0.01) as (edge, _):
+        async with (
+            streaming(edge, "/generate_stream", ASKED) as first,
+            streaming(edge, "/generate_stream", ASKED) as second,
+        ):
+            assert await read_events(first, 2) == await read_events(second, 2) == b":\n\n" * 2
+        await until(lambda: readers(edge) == 0)
+
+
+@pytest.mark.parametrize("path", ["/generate_stream", "/generate", "/v1/chat/completions"])
+async def test_without_grace_the_last_to_leave_ends_it(path: str) -> None:
+    body = CHAT if "chat" in path else ASKED
+    async with keyed_edge(grace=0.0) as (edge, timers):
+        asking = [asyncio.create_task(edge.post(path, body, headers=KEY)) for _ in range(2)]
+        await until(lambda: readers(edge) == 2 and bool(edge.batcher.streams))
+        asking[0].cancel()
+        await until(lambda: readers(edge) == 1)
+        assert not is_closed(edge)
+        asking[1].cancel()
+        await edge.services.infer.permits.all_free()
+        assert is_closed(edge)
+        assert (num_runs(edge), timers.pending) == (0, 0)
+        assert 'tgi_request_failure{err="dropped"} 1' in await edge.exposition()
+
+
+async def test_without_grace_nothing_is_kept_of_what_has_ended() -> None:
+    def script(_: ValidRequest, stream: TokenStream) -> None:
+        play(stream, " a")
+
+    async with keyed_edge(script, grace=0.0) as (edge, timers):
+        for path in ("/generate_stream", "/generate"):
+            for _ in range(2):
+                assert (await edge.post(path, ASKED, headers=KEY))[0] == 200
+                await until(lambda: num_runs(edge) == 0)
+        assert len(edge.batcher.streams) == 4
+        assert timers.pending == 0
+
+
+@pytest.mark.parametrize("path", ["/generate_stream", "/generate", "/v1/chat/completions"])
+async def test_a_request_is_ended_by_its_key_though_it_could_be_resumed(path: str) -> None:
+    body = CHAT if "chat" in path else ASKED
+    async with keyed_edge() as (edge, timers):
+        asking = asyncio.create_task(edge.post(path, body, headers=KEY))
+        await until(lambda: bool(edge.batcher.streams))
+        asking.cancel()
+        await until(lambda: readers(edge) == 0)
+        assert not is_closed(edge)
+        for others in ({"authorization": "Bearer other"}, {"x-tenant": "other"}):
+            assert (await end(edge, "k", **others))[0] == 410
+        assert (await end(edge, "kk"))[0] == 410
+        assert not is_closed(edge)
+        assert await end(edge, "k") == (200, b"")
+        await edge.services.infer.permits.all_free()
+        assert is_closed(edge)
+        assert (num_runs(edge), timers.pending) == (0, 0)
+        assert 'tgi_request_failure{err="dropped"} 1' in await edge.exposition()
+        status, answer = await end(edge, "k")
+        assert (status, json.loads(answer)["error_type"]) == (410, "not_resumable")
+        status, answer = await end(edge, "k" * 256)
+        assert (status, json.loads(answer)["error_type"]) == (422, "validation")
+
+
+async def end(edge: Edge, key: str, **headers: str) -> tuple[int, bytes]:
+    """End a request by its key."""
+    async with edge.client.delete(f"{edge.url}/v1/requests/{key}", headers=headers) as answer:
+        return answer.status, await answer.read()
+
+
+async def test_grace_runs_out() -> None:
+    async with keyed_edge(begin) as (edge, timers):
+        async with streaming(edge, "/generate_stream", ASKED) as response:
+            await read_events(response, 1)
+        await until(lambda: readers(edge) == 0)
+        timers.turn(GRACE - 1)
+        assert not is_closed(edge)
+        timers.turn(1)
+        await edge.services.infer.permits.all_free()
+        assert is_closed(edge)
+        known = KEY | {"last-event-id": "1"}
+        status, answer, _ = await edge.post("/generate_stream", ASKED, headers=known)
+        assert (status, answer["error_type"]) == (410, "not_resumable")
+        chat = CHAT | {"stream": True}
+        status, answer, _ = await edge.post("/v1/chat/completions", chat, headers=known)
+        assert (status, answer["error"]["type"]) == (410, "not_resumable")
+        assert len(edge.batcher.streams) == 1
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_a_failed_stream_is_replayed_to_waiting_requests(num_before: int) -> None:
+    """Before the first token, waiting requests get its status; later it is replayed."""
+    async with keyed_edge() as (edge, _), asyncio.TaskGroup() as group:
+        path = "/generate_stream"
+        both = [group.create_task(edge.post(path, ASKED, headers=KEY)) for _ in range(2)]
+        await until(lambda: readers(edge) == 2 and bool(edge.batcher.streams))
+        stream = edge.batcher.streams[0]
+        for index in range(1, num_before + 1):
+            stream.token(token_event(index, " x"))
+        stream.fail(GenerationError("oh"))
+        (status, first, _), (_, second, _) = [await one for one in both]
+        assert first == second
+        assert edge.services.infer.permits.taken == 0
+        if num_before:
+            assert status == 200
+            error = first.split("\n\n")[1] + "\n\n"
+            assert json.loads(error[6:])["error_type"] == "generation"
+            _, rest, _ = await edge.post(path, ASKED, headers=KEY | {"last-event-id": "1"})
+            assert rest == error
+            assert len(edge.batcher.streams) == 1
+        else:
+            assert (status, first["error_type"]) == (424, "generation")
+            edge.batcher.script = lambda _, stream: play(stream, " x")
+            assert (await edge.post(path, ASKED, headers=KEY))[0] == 200
+
+
+async def test_waiting_requests_get_the_failure_of_a_whole_answer() -> None:
+    async with keyed_edge() as (edge, _), asyncio.TaskGroup() as group:
+        both = [group.create_task(edge.post("/generate", ASKED, headers=KEY)) for _ in range(2)]
+        await until(lambda: readers(edge) == 2 and bool(edge.batcher.streams))
+        edge.batcher.streams[0].fail(GenerationError("oh"))
+        assert [(await one)[0] for one in both] == [424, 424]
+        edge.batcher.script = lambda _, stream: play(stream, " x")
+        assert (await edge.post("/generate", ASKED, headers=KEY))[0] == 200
+        assert len(edge.batcher.streams) == 2
+
+
+async def test_a_defect_of_a_run_without_readers_is_logged() -> None:
+    output = io.BytesIO()
+
+    async def work(_: Run) -> None:
+        raise ZeroDivisionError("oh")
+
+    with logging_to(output):
+        runs = Runs(GRACE)
+        run = runs.start(b"scope", b"body", work)
+        await until(lambda: run.ended)
+    line = json.loads(output.getvalue())
+    assert line["level"] == "ERROR"
+    assert "ZeroDivisionError: oh" in line["fields"]["exception"]
+
+
+async def test_a_refusal_is_not_kept() -> None:
+    async with keyed_edge(limits=limits_with(max_concurrent_requests=1)) as (edge, _):
+        running = asyncio.create_task(edge.post("/generate", ASKED))
+        await edge.batcher.arrived.wait()
+        assert (await edge.post("/generate", ASKED, headers=KEY))[0] == 429
+        play(edge.batcher.streams[0], " x")
+        await running
+        edge.batcher.script = lambda _, stream: play(stream, " x")
+        assert (await edge.post("/generate", ASKED, headers=KEY))[0] == 200
+
+
+async def test_a_slow_reader_of_a_long_stream_is_cut_off_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recording.Recording.__init__, "__kwdefaults__", {"max_bytes": 2**18})
+    async with keyed_edge(begin) as (edge, _):
+        async with (
+            streaming_deaf(edge) as deaf,
+            streaming(edge, "/generate_stream", ASKED) as quick,
+        ):
+            await until(lambda: readers(edge) == 2)
+            await read_events(quick, 1)
+            index = 1
+            while readers(edge) == 2:
+                index += 1
+                edge.batcher.streams[0].token(token_event(index, "x" * 10_000))
+                assert len(await read_events(quick, 1)) > 10_000
+            edge.batcher.streams[0].token(
+                token_event(index + 1, "x", finished=finished("x", index + 1))
+            )
+            assert b'"generated_text":"x"' in await quick.content.read()
+            deaf.transport.abort()
+        known = KEY | {"last-event-id": "1"}
+        status, answer, _ = await edge.post("/generate_stream", ASKED, headers=known)
+        assert (status, answer["error_type"]) == (410, "not_resumable")
+        assert (await edge.post("/generate_stream", ASKED, headers=KEY))[0] == 410
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_removed_recording_is_freed(*, leaves: bool) -> None:
+    """The open connection of the request does not hold it, and no garbage collection is needed."""
+    async with keyed_edge() as (edge, timers):
+        gc.disable()
+        try:
+            asking = asyncio.create_task(edge.post("/generate_stream", ASKED, headers=KEY))
+            await until(lambda: bool(edge.batcher.streams) and readers(edge) == 1)
+            (frames,) = (weakref.ref(r.recording) for r in edge.runner.app[RUNS]._runs.values())
+            if leaves:
+                edge.batcher.streams[0].token(token_event(1, " a"))
+                asking.cancel()
+                await until(lambda: readers(edge) == 0)
+            else:
+                play(edge.batcher.streams[0], " a", " b")
+                await asking
+                await until(lambda: all_ended(edge))
+            assert frames() is not None
+            timers.turn(GRACE)
+            await edge.services.infer.permits.all_free()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert frames() is None
+        finally:
+            gc.enable()
+
+
+async def test_draining_ends_runs_without_readers_and_serves_the_others() -> None:
+    async with keyed_edge(begin) as (edge, _):
+        async with streaming(edge, "/generate_stream", ASKED) as response:
+            await read_events(response, 1)
+        await until(lambda: readers(edge) == 0)
+        edge.batcher.script = None
+        whole = asyncio.create_task(edge.post("/generate", ASKED, headers=KEY))
+        await until(lambda: len(edge.batcher.streams) == 2)
+        edge.runner.app[RUNS].drain()
+        edge.services.infer.drain()
+        await until(lambda: edge.services.infer.permits.taken == 1)
+        assert is_closed(edge)
+        status, answer, _ = await edge.post("/generate_stream", ASKED, headers=KEY)
+        assert (status, answer["error_type"]) == (503, "unavailable")
+        play(edge.batcher.streams[1], " x")
+        assert (await whole)[0] == 200
+        await until(lambda: num_runs(edge) == 0)
+
+
+async def test_the_end_of_the_server_ends_what_is_kept() -> None:
+    async with serving(begin, resume_grace=GRACE) as edge:
+        async with streaming(edge, "/generate_stream", ASKED) as response:
+            await read_events(response, 1)
+        await until(lambda: readers(edge) == 0)
+        assert not is_closed(edge)
+    assert is_closed(edge)
+    assert edge.services.infer.permits.taken == 0
+
+
+@asynccontextmanager
+async def streaming_deaf(edge: Edge) -> AsyncIterator[asyncio.StreamWriter]:
+    """Request a stream on its own connection, and never read from it."""
+    _, writer = await edge.open("/generate_stream", ASKED, **KEY)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    yield writer
+    writer.transport.abort()

@@ -122,7 +122,7 @@ async def test_a_long_stream_drops_its_beginning_and_cuts_off_slow_readers() -> 
         )
 
 
-async def test_a_frame_larger_than_the_limit_is_kept_alone() -> None:
+async def test_a_frame_larger_than_the_limit_is_the_only_one_kept() -> None:
     recording = new_recording(max_bytes=10)
     recording.token(frame(1))
     recording.token(frame(2, 100))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,15 +16,16 @@ import structlog
 import trustme
 
 from millrace_proto import generate_pb2_grpc as pb_grpc
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.shards.channels import TlsError, is_exposed, tls_from
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.startup import start
-from millrace_testing.launcher.certificates import Certificate, certificate
-from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard, FakeShardService
+from millrace_router.start.running import start
+from millrace_router.start.shards import StartupError
+from millrace_testing.launcher.deployment import Certificate, certificate
+from millrace_testing.shards.fake_shard import FakeShard, FakeShardService
+from millrace_testing.shards.hash_tokens import VOCAB_SIZE
 
 
 def config(**given: Any) -> RouterConfig:
@@ -80,7 +83,7 @@ async def test_a_router_with_a_certificate_reaches_its_shard(
     assert await reaches(f"localhost:{port}", mine)
 
 
-async def test_without_papers_or_with_others_it_does_not(
+async def test_shards_are_not_reached_without_matching_certificates(
     port: int, tmp_path: Path, authority: trustme.CA
 ) -> None:
     stranger = certificate(tmp_path, "stranger", trusts=authority)
@@ -88,7 +91,7 @@ async def test_without_papers_or_with_others_it_does_not(
     assert not await reaches(f"localhost:{port}", stranger)
 
 
-async def test_it_speaks_to_no_shard_of_another_authority_or_name(
+async def test_shards_of_another_authority_or_name_are_refused(
     port: int, tmp_path: Path, authority: trustme.CA
 ) -> None:
     doubter = certificate(tmp_path, "doubter", authority=authority, trusts=trustme.CA())
@@ -111,7 +114,7 @@ async def test_unix_sockets_are_spoken_to_plainly_whatever_is_configured(tmp_pat
 
 
 @pytest.mark.parametrize("given", ["shard_tls_cert", "shard_tls_key", "shard_tls_ca"])
-def test_all_three_files_or_none(given: str, tmp_path: Path) -> None:
+def test_tls_needs_all_three_files_or_none(given: str, tmp_path: Path) -> None:
     with pytest.raises(TlsError, match="--shard-tls-") as refused:
         tls_from(config(**{given: tmp_path / "x"}))
     assert "--" + given.replace("_", "-") not in str(refused.value)
@@ -126,10 +129,10 @@ async def test_the_start_fails_with_files_that_do_not_belong_together(tmp_path: 
         await start(config(model_folder=model, **wrong))
 
 
-async def test_a_router_that_is_refused_says_so_while_it_waits(
+async def test_a_router_that_is_refused_logs_it_while_it_waits(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace_router.warm_up.INFO_SECONDS", 0.01)
+    monkeypatch.setattr("millrace_router.start.shards.INFO_SECONDS", 0.01)
     model = Path(__file__).parents[3] / "demo" / "model"
     with structlog.testing.capture_logs() as logs:
         starting = asyncio.create_task(
@@ -157,3 +160,23 @@ async def test_a_router_that_is_refused_says_so_while_it_waits(
 def test_where_prompts_may_be_overheard(address: str, exposed: bool) -> None:
     assert is_exposed(address, None) is exposed
     assert not is_exposed(address, grpc.ssl_channel_credentials())
+
+
+PROGRAM = """
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "grpc":
+            print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"))
+sys.meta_path.insert(0, Finder())
+import millrace_router.__main__
+"""
+
+
+def test_the_setting_is_there_when_grpc_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["0"]

@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
+from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import (
     AdapterNotLoaded,
@@ -24,7 +24,7 @@ from millrace_router.shards.errors import (
 )
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.warm_up import warm_up
+from millrace_router.start.shards import StartupError, warm_up
 from millrace_testing.adapters.fake_adapters import MODULE, FakeAdapters, version_of
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
 from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard
@@ -37,7 +37,7 @@ def address(tmp_path: Path) -> str:
     return f"unix:{tmp_path}/shard"
 
 
-async def test_info_and_warmup(address: str) -> None:
+async def test_info_and_capacity_are_the_shards(address: str) -> None:
     with serve_fake_shard(address, FakeShard(num_blocks=9, block_size=4)):
         shards = StepChannel(ShardGroup([address]))
         info = await shards.group.info()
@@ -99,7 +99,7 @@ async def test_shards_started_anew_are_warmed_up_again(address: str) -> None:
     with serve_fake_shard(address, FakeShard()):
         await shards.group.warm_up(**sizes, **limits)
         await shards.open()
-    # The new shard has more memory; the capacity stays that of the first warm-up.
+    # The new shard has more memory; the capacity stays as it was at the first warm-up.
     cold = FakeShard(num_blocks=500)
     cold.is_warm = False
     with serve_fake_shard(address, cold):
@@ -285,7 +285,7 @@ async def test_waiting_with_a_limit_ends_with_the_shard(address: str) -> None:
             await shards.receive()
 
 
-async def test_what_is_waited_for_is_forgotten_with_its_epoch(address: str) -> None:
+async def test_pending_answers_are_forgotten_with_their_epoch(address: str) -> None:
     async with held_step(address) as (shards, shard, _):
         assert shard.gate is not None
         shard.gate.set()
@@ -396,3 +396,86 @@ async def test_only_ranks_of_the_group_are_ended(tmp_path: Path) -> None:
         assert not await group.end("rank 1 is lost")
         await group.close()
     assert [shard.ended for shard in shards] == [["rank 1 is lost"], []]
+
+
+def shard_with(
+    *, attention: str = "cpu", block_size: int = 4, deterministic: bool = True, is_warm: bool = True
+) -> FakeShard:
+    shard = FakeShard(block_size=block_size)
+    shard.attention, shard.deterministic, shard.is_warm = attention, deterministic, is_warm
+    return shard
+
+
+async def warm_up_within_limit(shards: StepChannel) -> None:
+    await shards.group.info()
+    await shards.group.warm_up(
+        max_batch_prefill_tokens=16,
+        max_batch_size=4,
+        max_concurrent_requests=8,
+        max_input_tokens=None,
+        max_total_tokens=20,
+        max_batch_total_tokens=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("attention", "block_size", "words"),
+    [("plain", 2, "another KV capacity"), ("plain", 4, "plain attention")],
+)
+async def test_no_epoch_begins_on_other_shards_however_often_it_is_tried(
+    address: str, attention: str, block_size: int, words: str
+) -> None:
+    shards = StepChannel(ShardGroup([address]))
+    changed = shard_with(attention=attention, block_size=block_size, is_warm=False)
+    with serve_fake_shard(address, shard_with()):
+        await warm_up_within_limit(shards)
+        await shards.open()
+    with serve_fake_shard(address, changed):
+        # The second time, the shards are warmed up.
+        for _ in range(2):
+            with pytest.raises(ShardChanged, match=words):
+                await shards.open()
+    assert not changed.steps
+    same = shard_with(is_warm=False)
+    with serve_fake_shard(address, same):
+        await shards.open()
+    assert same.is_warm
+    await shards.close()
+
+
+async def test_other_kernels_may_take_over_where_no_bits_are_promised(address: str) -> None:
+    shards = StepChannel(ShardGroup([address]))
+    with serve_fake_shard(address, shard_with(deterministic=False)):
+        await warm_up_within_limit(shards)
+        await shards.open()
+    changed = shard_with(attention="plain", deterministic=False, is_warm=False)
+    with serve_fake_shard(address, changed):
+        await shards.open()
+    await shards.close()
+
+
+async def test_a_restart_is_asked_for_until_they_are_as_before(address: str) -> None:
+    changed = shard_with(block_size=2, is_warm=False)
+    asked = asyncio.Event()
+
+    class Launcher(LauncherChannel):
+        @property
+        def is_open(self) -> bool:
+            return True
+
+        def restart_shards(self, reason: str) -> None:
+            assert "another KV capacity" in reason
+            asked.set()
+
+    shards, first = StepChannel(ShardGroup([address])), shard_with()
+    batcher = new_batcher(shards, first, launcher=Launcher(None))
+    with serve_fake_shard(address, first):
+        await warm_up_within_limit(shards)
+    async with running(batcher), asyncio.timeout(SECONDS):
+        stream = batcher.submit(request([1, 2, 3], 5))
+        with serve_fake_shard(address, changed):
+            await asked.wait()
+        with serve_fake_shard(address, shard_with(is_warm=False)):
+            assert ids_of(await collect(stream)) == continuation([1, 2, 3], 5)
+    assert not changed.steps
+    await shards.close()

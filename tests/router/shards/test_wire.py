@@ -1,16 +1,20 @@
-"""Columns of a step's answer, whatever the counts."""
+"""The messages of the shards: columns of a step's answer, and parameters."""
 
 from __future__ import annotations
+
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.request.events import PromptChunk
+from millrace_proto.sampling import Dry, Sampling, SequenceRules
+from millrace_router.request.request import ValidRequest
+from millrace_router.request.token_stream import PromptChunk
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.step_result import result_from_pb
-from millrace_router.shards.wire import plan_to_pb
+from millrace_router.shards.wire import parameters_to_pb, plan_to_pb
 
 COUNTS = st.lists(st.integers(0, 3), max_size=6) | st.lists(st.just(1), max_size=6)
 
@@ -23,7 +27,7 @@ def test_each_token_has_its_slot_and_candidates(counts: list[int], *, with_top: 
     for slot, count in zip(slots, counts, strict=True):
         for _ in range(count):
             token_id = len(expected)
-            top = [(token_id + place, -float(place)) for place in range(token_id % 3)]
+            top = [(token_id + index, -float(index)) for index in range(token_id % 3)]
             answer.ids.append(token_id)
             answer.logprobs.append(-token_id / 2)
             if with_top:
@@ -43,8 +47,8 @@ def test_each_prompt_has_its_scores_and_candidates(rows: list[tuple[int, int]]) 
         answer.prefill_slots.append(slot)
         answer.prefill_counts.append(count)
         answer.prefill_top_counts.append(width)
-        logprobs = [-slot - place / 4 for place in range(count)]
-        ids = [100 * slot + place for place in range(count * width)]
+        logprobs = [-slot - index / 4 for index in range(count)]
+        ids = [100 * slot + index for index in range(count * width)]
         answer.prefill_logprobs.extend(logprobs)
         answer.prefill_top_ids.extend(ids)
         answer.prefill_top_logprobs.extend(-float(id_) for id_ in ids)
@@ -63,7 +67,7 @@ def test_columns_of_different_length_are_an_error(column: str) -> None:
 
 
 @pytest.mark.parametrize("chunks", [[], [(7, 3)]], ids=["decode", "prefill"])
-def test_what_decodes_are_allowed_is_two_columns_beside_their_slots(
+def test_allowed_positions_are_two_columns_next_to_the_slots(
     chunks: list[tuple[int, int]],
 ) -> None:
     plan: StepPlan = StepPlan(
@@ -94,10 +98,79 @@ def test_positions_filled_by_decodes_are_reported_by_slot() -> None:
         result_from_pb([answer])
 
 
-def test_a_step_that_changes_nothing_says_nothing_of_changes() -> None:
+def test_a_step_that_changes_nothing_sends_no_changes() -> None:
     plan = StepPlan(decodes=[3])
     message = plan_to_pb(plan, epoch=1, number=2)
     assert message == pb.StepRequest(epoch=1, number=2, decode=pb.Decode(decode_slots=[3]))
     plan.grown.append((3, 9))
     change = plan_to_pb(plan, epoch=1, number=3).decode.change
     assert change == pb.BatchChange(grown_slots=[3], grown_blocks=[9])
+
+
+SAMPLED = Sampling(
+    temperature=0.5,
+    top_k=3,
+    top_p=0.75,
+    typical_p=0.875,
+    do_sample=True,
+    seed=2**64 - 1,
+    repetition_penalty=1.5,
+    frequency_penalty=0.25,
+    presence_penalty=-1.5,
+    openai_frequency_penalty=0.5,
+    min_p=0.125,
+    top_n_sigma=1.25,
+    xtc_probability=0.5,
+    xtc_threshold=0.0625,
+    watermark=True,
+    bias=((3, 0.5), (70000, -1.0)),
+    rules=SequenceRules(
+        allowed_ids=(1, 5),
+        bad_words=((1,), (2, 3, 4)),
+        dry=Dry(multiplier=0.75, base=1.75, allowed_length=2, window=64, breakers=(9, 11)),
+    ),
+)
+"""No value is its default, and all are exact in float32."""
+REQUEST = ValidRequest(
+    input_ids=(1,),
+    max_new_tokens=9,
+    sampling=SAMPLED,
+    stop_token_ids=(6, 8),
+    min_new_tokens=2,
+)
+
+
+def read(request: ValidRequest) -> Sampling:
+    """What a shard reads of what the router writes."""
+    message = parameters_to_pb(request)
+    return Sampling.from_pb(pb.NextTokenChooserParameters.FromString(message.SerializeToString()))
+
+
+def test_every_parameter_arrives() -> None:
+    defaults, arrived = Sampling(), read(REQUEST)
+    for field in fields(Sampling):
+        value = getattr(SAMPLED, field.name)
+        assert value != getattr(defaults, field.name), field.name
+        if field.name != "rules":
+            assert getattr(arrived, field.name) == value, field.name
+    rules, dry = SAMPLED.rules, SAMPLED.rules.dry
+    assert (arrived.rules.allowed_ids, arrived.rules.bad_words) == (
+        rules.allowed_ids,
+        rules.bad_words,
+    )
+    assert dry is not None
+    assert arrived.rules.dry is not None
+    assert all(
+        getattr(arrived.rules.dry, field.name) == getattr(dry, field.name) for field in fields(Dry)
+    )
+
+
+def test_stop_tokens_are_sent_only_for_a_minimum() -> None:
+    assert read(REQUEST).rules.stop_ids == (6, 8)
+    assert not read(replace(REQUEST, min_new_tokens=0)).rules.stop_ids
+
+
+def test_messages_of_older_routers_have_no_rules() -> None:
+    arrived = Sampling.from_pb(pb.NextTokenChooserParameters(temperature=1))
+    assert not arrived.rules
+    assert (arrived.top_n_sigma, arrived.xtc_probability) == (0, 0)

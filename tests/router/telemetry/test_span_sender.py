@@ -89,7 +89,7 @@ async def test_a_collector_gets_the_spans(protocol: str) -> None:
     assert (child.trace_state, child.status.code) == ("a=b", Status.STATUS_CODE_ERROR)
 
 
-async def test_what_the_client_does_not_sample_is_not_exported() -> None:
+async def test_unsampled_requests_are_not_exported() -> None:
     with grpc_collector() as collector:
         unsampled = told(parent={"traceparent": f"00-{TRACE}-{PARENT}-00"})
         await sent(collector.url, "grpc", unsampled, told(parts=[]))
@@ -127,7 +127,7 @@ async def test_a_process_that_ends_is_started_again(
     await sender.close()
 
 
-async def test_what_does_not_fit_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_spans_that_do_not_fit_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(span_sender, "MAX_WAITING_LINES", 2)
     sender = SpanSender({}, command=("/nowhere",))
     for _ in range(5):

@@ -1,19 +1,27 @@
-"""Chat templates: common forms, available functions, and errors."""
+"""Chat templates: common forms, the templates of published models, available functions, and errors."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from millrace_router.errors import TemplateError
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.model_files import ModelFiles
+from millrace_router.tool_calls.formats.registry import format_of
+from millrace_router.tool_calls.tool import Tool, ToolChoice
+from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT, with_tool_prompt
+from millrace_testing.text import chat_templates as sources
+from millrace_testing.text import published
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = {"role": "user", "content": "Hi there"}
@@ -90,7 +98,7 @@ def render(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
         ),
     ],
 )
-def test_usual_shapes(source: str, expected: str) -> None:
+def test_usual_templates_render_as_expected(source: str, expected: str) -> None:
     assert render(source, [SYSTEM, USER, BOT, USER]) == expected
 
 
@@ -126,7 +134,7 @@ def test_a_template_that_drops_the_last_turn_is_left_as_it_is() -> None:
     assert render("{{ messages[0].content }} !", [USER, BOT]) == "Hi there !"
 
 
-def test_loop_controls() -> None:
+def test_loop_controls_are_supported() -> None:
     source = (
         "{% for turn in messages %}{% if turn.role == 'system' %}{% continue %}{% endif %}"
         "{{ turn.content }};{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}"
@@ -139,7 +147,7 @@ def test_lines_that_hold_only_a_tag_leave_nothing() -> None:
     assert render(source, [USER, SYSTEM]) == "a\n  user\n  system\nb"
 
 
-def test_raise_exception_tells_the_client() -> None:
+def test_raise_exception_reaches_the_client() -> None:
     with pytest.raises(TemplateError) as raised:
         render(INST, [USER, USER])
     expected = "Template error: Roles must take turns: user, assistant, user, ..."
@@ -147,7 +155,7 @@ def test_raise_exception_tells_the_client() -> None:
     assert (raised.value.status, raised.value.error_type) == (422, "template_error")
 
 
-def test_strftime_now() -> None:
+def test_strftime_now_gives_local_time() -> None:
     pattern = "%d %B %Y"
     before = datetime.now().astimezone().strftime(pattern)
     rendered = render("{{ strftime_now('" + pattern + "') }}", [USER])
@@ -253,3 +261,466 @@ async def test_a_render_that_takes_too_long_is_given_up(monkeypatch: pytest.Monk
             await Stuck(CHATML, special_tokens={}).render_async([{"content": "x" * 50_000}])
     finally:
         released.set()
+
+
+Message = dict[str, Any]
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = Tool("weather", "How it is.", PARAMETERS, strict=False)
+TOOLS = [WEATHER.as_json()]
+
+SYSTEM_TURN = {"role": "system", "content": "Be kind."}
+USER_TURN = {"role": "user", "content": " What is it like in Paris? "}
+BOT_TURN = {"role": "assistant", "content": "Fine. "}
+
+
+def call(id_: str, city: str) -> dict[str, Any]:
+    """A call as OpenAI's clients send it."""
+    return {
+        "id": id_,
+        "type": "function",
+        "function": {"name": "weather", "arguments": json.dumps({"city": city})},
+    }
+
+
+def turn_of(*calls: dict[str, Any], content: str | None = None) -> Message:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls)}
+
+
+ROUND = [
+    USER_TURN,
+    turn_of(call("abcdefgh1", "Paris")),
+    {"role": "tool", "tool_call_id": "abcdefgh1", "content": '"18 °C"'},
+]
+TWICE = [
+    SYSTEM_TURN, USER_TURN,
+    turn_of(call("abcdefgh1", "Paris"), call("abcdefgh2", "Rome"), content="I look."),
+    {"role": "tool", "tool_call_id": "abcdefgh1", "content": "18"},
+    {"role": "tool", "tool_call_id": "abcdefgh2", "content": "25"},
+    BOT_TURN, {**USER_TURN, "content": "And now?"},
+]  # fmt: skip
+CONVERSATIONS = {
+    "plain": [SYSTEM_TURN, USER_TURN],
+    "turns": [SYSTEM_TURN, USER_TURN, BOT_TURN, USER_TURN],
+    "a call": ROUND,
+    "calls": TWICE,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A template with facts from its model's documentation."""
+
+    source: str
+    no_content: str | None = ""
+    one_call: bool = False
+    knows_tools: bool = True
+    in_parts: bool = False
+    """Whether all content must be a list of parts."""
+
+
+MODELS = {
+    "chatml": Model(sources.CHATML, knows_tools=False),
+    "llama-3.1": Model(sources.LLAMA_3_1, one_call=True),
+    "qwen-2.5": Model(sources.QWEN_2_5),
+    "qwen-3": Model(sources.QWEN_3),
+    "hermes-3": Model(sources.HERMES_3_TOOL_USE),
+    "mistral-v3": Model(sources.MISTRAL_V3),
+    "mistral-v13": Model(sources.MISTRAL_V13),
+    "gemma-3": Model(sources.GEMMA_3, knows_tools=False),
+    "smol-vlm": Model(sources.SMOL_VLM, knows_tools=False, in_parts=True),
+    "deepseek-v3": Model(sources.DEEPSEEK_V3, no_content=None),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate(MODELS[name].source, special_tokens=TOKENS)
+
+
+def as_documented(model: Model, message: Message) -> Message:
+    """A message in the form of transformers: arguments as an object, results with the function's name."""
+    content = model.no_content if message["content"] is None else message["content"]
+    made = {
+        **message,
+        "content": [{"type": "text", "text": content}] if model.in_parts else content,
+    }
+    if message["role"] == "tool":
+        made["name"] = "weather"
+    if "tool_calls" in message:
+        made["tool_calls"] = [
+            {
+                **one,
+                "function": {
+                    **one["function"],
+                    "arguments": json.loads(one["function"]["arguments"]),
+                },
+            }
+            for one in message["tool_calls"]
+        ]
+    return made
+
+
+def oracle(
+    name: str, messages: list[Message], tools: list[dict[str, Any]] | None = None, **options: Any
+) -> str:
+    """The prompt of transformers."""
+    model = MODELS[name]
+    rendered, _ = render_jinja_template(
+        [[as_documented(model, message) for message in messages]],
+        tools=tools,
+        chat_template=model.source,
+        **options,
+        **TOKENS,
+    )
+    prompt: str = rendered[0]
+    return prompt
+
+
+WITHOUT_CALLS = ["plain", "turns"]
+CASES = [
+    (name, conversation)
+    for name, model in MODELS.items()
+    for conversation in (CONVERSATIONS if model.knows_tools else WITHOUT_CALLS)
+]
+
+
+@pytest.mark.parametrize(("name", "conversation"), CASES)
+def test_prompts_are_those_of_transformers(name: str, conversation: str) -> None:
+    model, messages = MODELS[name], CONVERSATIONS[conversation]
+    tools = TOOLS if model.knows_tools else None
+    if conversation == "calls" and model.one_call:
+        with pytest.raises(TemplateError, match="only supports single tool-calls"):
+            template(name).render(messages, tools=tools)
+        return
+    for asked in (True, False):
+        prompt = template(name).render(messages, tools=tools, add_generation_prompt=asked)
+        assert prompt == oracle(name, messages, tools, add_generation_prompt=asked)
+    if name != "hermes-3" and conversation in WITHOUT_CALLS:
+        assert template(name).render(messages) == oracle(name, messages, add_generation_prompt=True)
+
+
+@each_model
+@pytest.mark.parametrize("said", ["So", "So \n"])
+def test_a_message_is_continued_as_in_transformers(name: str, said: str) -> None:
+    messages = [USER_TURN, {"role": "assistant", "content": said}]
+    tools = TOOLS if MODELS[name].knows_tools else None
+    prompt = template(name).render(messages, tools=tools, continue_final_message=True)
+    assert prompt == oracle(name, messages, tools, continue_final_message=True)
+    implied = template(name).render(messages, tools=tools)
+    assert implied == prompt.rstrip()
+    assert implied.endswith("So")
+    closed = template(name).render(messages, tools=tools, continue_final_message=False)
+    assert closed == oracle(name, messages, tools, add_generation_prompt=True)
+
+
+def test_only_text_can_be_continued() -> None:
+    qwen = template("qwen-2.5")
+    with pytest.raises(TemplateError, match="text that could be continued"):
+        qwen.render([USER_TURN, turn_of(call("abcdefgh1", "Rome"))], continue_final_message=True)
+    with pytest.raises(TemplateError, match="generation prompt"):
+        qwen.render([USER_TURN, BOT_TURN], continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(TemplateError, match="leaves out the message"):
+        ChatTemplate("x", special_tokens={}).render([USER_TURN], continue_final_message=True)
+    assert qwen.render([USER_TURN, turn_of(call("abcdefgh1", "Rome"))]).endswith(
+        "<|im_start|>assistant\n"
+    )
+
+
+PARTS = [{"type": "text", "text": " one"}, {"type": "text", "text": "two "}]
+
+
+@pytest.mark.parametrize("name", ["mistral-v13", "gemma-3", "smol-vlm"])
+def test_parts_are_given_to_templates_that_loop_over_them(name: str) -> None:
+    model = MODELS[name]
+    rendered, _ = render_jinja_template(
+        [[{"role": "user", "content": PARTS}]],
+        chat_template=model.source,
+        add_generation_prompt=True,
+        **TOKENS,
+    )
+    assert template(name).render([{"role": "user", "content": PARTS}]) == rendered[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["chatml", "llama-3.1", "qwen-2.5", "qwen-3", "mistral-v3", "deepseek-v3"]
+)
+def test_parts_are_put_together_for_the_others(name: str) -> None:
+    in_parts = template(name).render([SYSTEM_TURN, {"role": "user", "content": PARTS}])
+    assert in_parts == template(name).render([SYSTEM_TURN, {"role": "user", "content": " onetwo "}])
+
+
+def test_parts_are_found_behind_names_and_macros() -> None:
+    def loops(source: str) -> bool:
+        prompt = ChatTemplate(source, special_tokens={}).render(
+            [{"role": "user", "content": PARTS}]
+        )
+        return "dict" in prompt
+
+    show = "{{ 'dict' if part is mapping else 'text' }}"
+    turns = "{% for m in messages %}"
+    assert loops(
+        f"{turns}{{% set c = m.content %}}{{% for part in c[1:] %}}{show}{{% endfor %}}{{% endfor %}}"
+    )
+    assert loops(
+        "{% macro write(parts) %}{% for part in parts %}" + show + "{% endfor %}{% endmacro %}"
+        "{% for m in messages %}{{ write(m['content'] | list) }}{% endfor %}"
+    )
+    assert not loops(
+        f"{turns}{{% for part in m.role %}}{{% endfor %}}{{{{ m.content }}}}{{% endfor %}}"
+    )
+
+
+def test_calls_are_text_for_templates_that_know_none() -> None:
+    prompt = template("chatml").render(ROUND, add_generation_prompt=False)
+    said = prompt.split("<|im_start|>assistant\n")[1].partition("<|im_end|>")[0]
+    assert json.loads(said) == [
+        {
+            "id": "abcdefgh1",
+            "type": "function",
+            "function": {"description": None, "name": "weather", "arguments": '{"city": "Paris"}'},
+        }
+    ]
+    with_words = template("chatml").render(
+        [USER_TURN, turn_of(call("abcdefgh1", "Rome"), content="I look."), USER_TURN]
+    )
+    assert '<|im_start|>assistant\nI look.\n[{"id":"abcdefgh1"' in with_words
+
+
+def test_ids_are_made_short_where_only_short_ones_are_taken() -> None:
+    long = [
+        USER_TURN,
+        turn_of(call("call_0123456789", "Rome")),
+        {"role": "tool", "tool_call_id": "call_0123456789", "content": "25"},
+    ]
+    prompt = template("mistral-v3").render(long, tools=TOOLS)
+    short = prompt.partition('"call_id": "')[2].partition('"')[0]
+    assert len(short) == 9
+    assert f'"id": "{short}"' in prompt
+    assert short.isalnum()
+    other = template("mistral-v3").render(
+        json.loads(json.dumps(long).replace("call_0", "call_9")), tools=TOOLS
+    )
+    assert short not in other
+    assert "call_0123456789" not in template("mistral-v3").render(
+        [USER_TURN, turn_of({**call("", "Rome"), "id": None}), BOT_TURN], tools=TOOLS
+    )
+    assert '"id": "abcdefgh1"' in template("mistral-v3").render(ROUND, tools=TOOLS)
+
+
+def shown(message: Message, others: tuple[Message, ...] = (), *, source: str = "") -> Message:
+    """The last message as the template gets it."""
+    asked = "{{ messages[-1] | tojson }}{# #}" + source
+    template = ChatTemplate(asked, special_tokens={})
+    seen: Message = json.loads(template.render([*others, message], continue_final_message=False))
+    return seen
+
+
+def test_developers_are_the_system_where_they_are_not_known() -> None:
+    developer = {"role": "developer", "content": "Be kind."}
+    assert shown(developer)["role"] == "system"
+    assert (
+        shown(developer, source="{% if messages[0].role == 'developer' %}{% endif %}")["role"]
+        == "developer"
+    )
+
+
+def test_results_have_the_name_of_their_function() -> None:
+    result = {"role": "tool", "tool_call_id": "abcdefgh1", "content": "18"}
+    assert shown(result, tuple(ROUND[:2]))["name"] == "weather"
+    assert shown({**result, "name": "mine"}, tuple(ROUND[:2]))["name"] == "mine"
+    assert "name" not in shown(result)
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ('{"a": [1.5]}', {"a": [1.5]}), ({"a": 1}, {"a": 1}), ("", {}), (None, {}),
+        ("[1]", "[1]"), ('{"a": ', '{"a": '), ("text", "text"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_are_an_object_if_they_can_be(given: object, seen: object) -> None:
+    called = {"id": "x", "function": {"name": "f", "arguments": given}}
+    message = shown(turn_of(called), source="{% if messages[0].tool_calls %}{% endif %}")
+    assert message["tool_calls"] == [
+        {"type": "function", "id": "x", "function": {"name": "f", "arguments": seen}}
+    ]
+    assert message["content"] == ""
+
+
+def test_other_fields_of_a_message_reach_the_template() -> None:
+    thoughts = {"role": "assistant", "content": "So.", "reasoning_content": "Hm.", "name": "bot"}
+    messages = [USER_TURN, thoughts]
+    prompt = template("qwen-3").render(messages, continue_final_message=False)
+    assert prompt == oracle("qwen-3", messages, add_generation_prompt=True)
+    assert shown(thoughts) == {**thoughts, "thinking": "Hm.", "reasoning": "Hm."}
+
+
+def test_tools_have_a_template_of_their_own() -> None:
+    both = ChatTemplate(
+        sources.CHATML, special_tokens=TOKENS, tool_source=sources.HERMES_3_TOOL_USE
+    )
+    assert both.render([USER_TURN]) == template("chatml").render([USER_TURN])
+    assert both.render([USER_TURN], tools=[]) == template("chatml").render([USER_TURN])
+    assert both.render([USER_TURN], tools=TOOLS) == template("hermes-3").render(
+        [USER_TURN], tools=TOOLS
+    )
+    assert both.lists_tools
+    assert both.tool_source == sources.HERMES_3_TOOL_USE
+    alone = ChatTemplate(None, special_tokens=TOKENS, tool_source=sources.HERMES_3_TOOL_USE)
+    with pytest.raises(TemplateError, match="template not found"):
+        alone.render([USER_TURN])
+
+
+@each_model
+def test_whether_a_template_lists_tools_is_known(name: str) -> None:
+    tells = MODELS[name].knows_tools and name != "deepseek-v3"
+    assert template(name).lists_tools == tells
+
+
+LISTED = (
+    '[{"type":"function","function":{"description":"How it is.","name":"weather",'
+    '"arguments":"{\\"type\\":\\"object\\",\\"properties\\":{\\"city\\":{\\"type\\":\\"string\\"}},\\"required\\":[\\"city\\"]}"}}]'
+)
+
+
+def test_tools_follow_the_last_message_as_in_tgi() -> None:
+    told = with_tool_prompt([SYSTEM_TURN, USER_TURN], [WEATHER], "Do it.", lists_tools=False)
+    assert told == [
+        SYSTEM_TURN,
+        {**USER_TURN, "content": f"{USER_TURN['content']}\n---\n{LISTED}\nDo it."},
+    ]
+    assert with_tool_prompt([USER_TURN], [WEATHER], "Do it.", lists_tools=True)[0][
+        "content"
+    ].endswith("Paris? \n---\nDo it.")
+    in_parts = with_tool_prompt(
+        [{"role": "user", "content": PARTS}], [WEATHER], "Do it.", lists_tools=True
+    )
+    assert in_parts[0]["content"] == [*PARTS, {"type": "text", "text": "\n---\nDo it."}]
+    assert (
+        with_tool_prompt([turn_of()], [WEATHER], "Do it.", lists_tools=True)[0]["content"]
+        == "\n---\nDo it."
+    )
+    assert USER_TURN["content"] == " What is it like in Paris? "
+    assert DEFAULT_TOOL_PROMPT.startswith("\nGiven the functions available, ")
+
+
+WEATHER_TOOL = Tool(
+    "get_weather",
+    "How it is.",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "Where"},
+            "days": {"type": "integer"},
+            "near": {"type": "object", "properties": {"x": {"type": "number"}}},
+        },
+        "required": ["city"],
+    },
+    strict=False,
+)
+ARGUMENTS = {"city": 'Saint "Émile"\non two lines', "days": 3, "near": {"x": 1.5}}
+WEATHER_QUESTION = {"role": "user", "content": "What is it like?"}
+WEATHER_TOOLS = [WEATHER_TOOL.as_json()]
+RENDERING = sorted(published.FORMATS.keys() - {"granite_3_3"})
+"""Templates that render earlier calls; Granite 3.3's has none."""
+
+
+def turn(arguments: object, id_: str = "call_1") -> dict[str, Any]:
+    function = {"name": WEATHER_TOOL.name, "arguments": arguments}
+    call = {"id": id_, "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+@pytest.mark.parametrize("name", RENDERING)
+def test_a_call_in_a_prompt_is_the_call_that_the_parser_finds(name: str) -> None:
+    source = published.template(name)
+    rendered = ChatTemplate(source, special_tokens={}).render(
+        [WEATHER_QUESTION, turn(json.dumps(ARGUMENTS))],
+        tools=WEATHER_TOOLS,
+        add_generation_prompt=False,
+    )
+    # Templates show the form of calls to the model too; the last turn is what the model would have written.
+    said = rendered[rendered.rindex("What is it like?") :]
+    parser = format_of(source).parser([WEATHER_TOOL], ToolChoice("auto"))
+    deltas = [*parser.push(said).calls, *parser.finish().calls]
+    assert [delta.name for delta in deltas if delta.name] == [WEATHER_TOOL.name]
+    assert json.loads("".join(delta.arguments for delta in deltas)) == ARGUMENTS
+
+
+@pytest.mark.parametrize("name", RENDERING)
+def test_prompts_of_published_templates_are_those_of_transformers(name: str) -> None:
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "18 °C"}
+    prompt = ChatTemplate(published.template(name), special_tokens={}).render(
+        [WEATHER_QUESTION, turn(json.dumps(ARGUMENTS)), result],
+        tools=WEATHER_TOOLS,
+        add_generation_prompt=True,
+    )
+    expected, _ = render_jinja_template(
+        [[WEATHER_QUESTION, turn(ARGUMENTS), {**result, "name": WEATHER_TOOL.name}]],
+        tools=WEATHER_TOOLS,
+        chat_template=published.template(name),
+        add_generation_prompt=True,
+    )
+    assert prompt == expected[0]
+
+
+KIMI = (
+    "{% for message in messages %}{% for call in message.tool_calls or [] %}<|tool_call_begin|>{{ call['id'] }}"
+    "<|tool_call_argument_begin|>{{ call['function']['arguments'] | tojson }}<|tool_call_end|>{% endfor %}"
+    "{% if message.role == 'tool' %}## Return of {{ message.tool_call_id }}\n{% endif %}{% endfor %}"
+)
+"""The parts of Kimi K2's template that have ids."""
+
+
+def test_kimi_gets_the_ids_that_it_writes() -> None:
+    messages = [
+        WEATHER_QUESTION,
+        turn({}, "call_a"),
+        {"role": "tool", "tool_call_id": "call_a", "content": "1"},
+        turn({}, "call_b"),
+        {"role": "tool", "tool_call_id": "call_b", "content": "2"},
+        {"role": "tool", "tool_call_id": "elsewhere", "content": "3"},
+    ]
+    prompt = ChatTemplate(KIMI, special_tokens={}).render(messages)
+    for index in range(2):
+        assert f"<|tool_call_begin|>functions.get_weather:{index}<|tool_call_argument" in prompt
+        assert f"## Return of functions.get_weather:{index}\n" in prompt
+    assert "## Return of elsewhere" in prompt
+    assert "call_" not in prompt.replace("tool_call_", "")
+
+
+def test_several_calls_of_a_message_are_messages_of_their_own_for_gpt_oss() -> None:
+    both = turn({"city": "Rome"}, "a")
+    both["tool_calls"] += turn({"city": "Oslo"}, "b")["tool_calls"]
+    results = [{"role": "tool", "tool_call_id": id_, "content": id_ * 3} for id_ in "ba"]
+    template = ChatTemplate(published.template("gpt_oss"), special_tokens={})
+    prompt = template.render(
+        [WEATHER_QUESTION, both, *results, WEATHER_QUESTION], tools=WEATHER_TOOLS
+    )
+    alone = [turn({"city": "Rome"}, "a"), results[1], turn({"city": "Oslo"}, "b"), results[0]]
+    assert prompt == template.render(
+        [WEATHER_QUESTION, *alone, WEATHER_QUESTION], tools=WEATHER_TOOLS
+    )
+    assert '"Oslo"' in prompt
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "'x' + call['function']['arguments'] + 'y'",
+        "'x' ~ call.function.arguments ~ 'y'",
+        "'x' }}{{ call.function.arguments }}{{ 'y'",
+    ],
+)
+def test_arguments_are_text_where_a_template_adds_them_to_text(written: str) -> None:
+    source = (
+        "{% for message in messages %}{% for call in message.tool_calls or [] %}{{ "
+        + written
+        + " }}{% endfor %}{% endfor %}"
+    )
+    template = ChatTemplate(source, special_tokens={})
+    assert template.render([WEATHER_QUESTION, turn('{"a":  1}')]) == 'x{"a":  1}y'
+    assert template.render([WEATHER_QUESTION, turn({"a": "é"})]) == 'x{"a": "é"}y'
+    assert template.render([WEATHER_QUESTION, turn("")]) == "x{}y"

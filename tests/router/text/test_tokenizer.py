@@ -1,24 +1,42 @@
-"""Tokenizer: the Rust tokenizer behind bounds, with byte offsets."""
+"""Tokenizer: the Rust tokenizer behind bounds, with byte offsets; and the files of a model."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import threading
+import unicodedata
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from millrace_router.text.tokenizer import Tokenizer, TokenizerError
+from millrace_router.config import RouterConfig
+from millrace_router.start.files import with_model_folder
+from millrace_router.start.running import start
+from millrace_router.start.shards import StartupError
+from millrace_router.text.model_files import ModelFiles, ModelFilesError, find_snapshot
+from millrace_router.text.tokenizer import (
+    NFC_SHRINKS,
+    SEPARATOR,
+    Tokenizer,
+    TokenizerError,
+    TokenTexts,
+    longest_token,
+)
 from millrace_testing.text.texts import (
     CORPUS,
     KINDS,
     byte_fallback,
     byte_level,
     tokenizer,
+    word_piece,
     write_model,
 )
 
@@ -40,7 +58,7 @@ def test_spans_are_byte_slices_that_cover_the_text(text: str) -> None:
     assert [span.id for span in spans] == list(tokenizer("byte_level").encode(text))
     for span in spans:
         assert raw[span.start : span.stop].decode() == span.text
-    covered = {place for span in spans for place in range(span.start, span.stop)}
+    covered = {offset for span in spans for offset in range(span.start, span.stop)}
     assert covered == set(range(len(raw)))
 
 
@@ -175,3 +193,349 @@ async def test_the_loop_goes_on_while_a_long_text_is_encoded() -> None:
     finally:
         sys.setswitchinterval(interval)
         one.close()
+
+
+SHRINKING = "\u1fbe\u0308\u0301\u212a\u1112\u1161\u11ab"
+
+
+def composing() -> RustTokenizer:
+    """A tokenizer as in Qwen: characters are composed first."""
+    rust = byte_level()
+    rust.normalizer = normalizers.NFC()
+    return rust
+
+
+def llama_like() -> RustTokenizer:
+    """A tokenizer as in Llama 2: byte-pair with a token for each byte."""
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"abc▁", "ab", "▁ab", "▁▁"]
+    rust = RustTokenizer(
+        models.BPE(
+            {piece: id_ for id_, piece in enumerate(pieces)},
+            [("a", "b"), ("▁", "ab"), ("▁", "▁")],
+            byte_fallback=True,
+        )
+    )
+    rust.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    return rust
+
+
+def splitting() -> RustTokenizer:
+    """A tokenizer as in Llama 3: text is split by a pattern first."""
+    rust = byte_level()
+    split = pre_tokenizers.Split(Regex(r"\s+|\w+"), "isolated")
+    rust.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return rust
+
+
+BOUNDED = {"byte_level": byte_level(), "composing": composing(), "byte_fallback": llama_like()}
+BOUNDED["splitting"] = splitting()
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+@given(
+    text=st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(SHRINKING)))
+)
+@example(text=" " * 4000)
+@example(text="the quick" * 500)
+@example(text="\u1fbe\u0308\u0301" * 500)
+@example(text="<|user|>" * 100)
+def test_no_text_becomes_fewer_tokens(kind: str, text: str) -> None:
+    rust = BOUNDED[kind]
+    most = longest_token(rust)
+    assert most is not None
+    ids = rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    assert len(ids) * most >= len(text.encode())
+
+
+def without_a_byte() -> RustTokenizer:
+    rust = RustTokenizer(models.BPE({"a": 0, "b": 1}, []))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return rust
+
+
+def swallowing_blanks() -> RustTokenizer:
+    rust = byte_level()
+    rust.add_special_tokens([AddedToken("<|x|>", rstrip=True, special=True)])
+    return rust
+
+
+def removing_blanks() -> RustTokenizer:
+    rust = byte_level()
+    split = pre_tokenizers.Split(Regex(r"\s+"), "removed")
+    rust.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return rust
+
+
+def stripping() -> RustTokenizer:
+    rust = byte_level()
+    rust.normalizer = normalizers.Strip()
+    return rust
+
+
+def cutting_short() -> RustTokenizer:
+    rust = byte_level()
+    rust.normalizer = normalizers.Replace("abcdef" * 5, "a")
+    return rust
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (word_piece, "x" * 999),
+        (without_a_byte, "c" * 999),
+        (swallowing_blanks, "<|x|>" + " " * 999),
+        (removing_blanks, " " * 999),
+        (stripping, " " * 999),
+        (cutting_short, "abcdef" * 5 * 999),
+    ],
+)
+def test_where_a_token_may_stand_for_any_text_nothing_is_promised(
+    make: Callable[[], RustTokenizer], text: str
+) -> None:
+    rust = make()
+    ids = rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    # The text really has far fewer tokens than its length divided by the longest vocabulary entry.
+    longest = max(map(len, rust.get_vocab()))
+    assert len(ids) * longest < len(text)
+    assert longest_token(rust) is None
+
+
+def test_composing_shrinks_no_text_by_more() -> None:
+    """Texts that compose to one character have its decomposition."""
+    longest_source: dict[str, int] = defaultdict(int)
+    characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
+    for char in characters:
+        plain = unicodedata.normalize("NFD", char)
+        if len(plain) == 1:
+            longest_source[plain] = max(longest_source[plain], len(char.encode()))
+    worst = max(
+        sum(longest_source[part] for part in unicodedata.normalize("NFD", char))
+        / len(char.encode())
+        for char in characters
+    )
+    assert 3 < worst <= NFC_SHRINKS
+
+
+TEXTS = st.text("ab\n🙂", max_size=4)
+
+
+@given(texts=st.lists(TEXTS, max_size=8), part=st.text("ab\n🙂", min_size=1, max_size=3))
+@example(texts=["ab", "ba", "", "aa"], part="a")
+@example(texts=["a", "b"], part="ab")
+def test_each_token_with_the_part_is_found_once(texts: list[str], part: str) -> None:
+    tokens = list(TokenTexts(texts).having(part))
+    assert tokens == [index for index, text in enumerate(texts) if part in text]
+
+
+def test_no_part_reaches_over_two_tokens() -> None:
+    assert not list(TokenTexts(["a", "b"]).having(f"a{SEPARATOR}b"))
+
+
+def write(folder: Path, name: str, value: object) -> Path:
+    path = folder / name
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
+
+
+def test_an_empty_folder_is_no_error(tmp_path: Path) -> None:
+    files = ModelFiles.load(tmp_path)
+    assert files == ModelFiles()
+    assert files.model_type is None
+    assert files.special_tokens == {}
+    assert files.chat_template is None
+
+
+def test_files_are_read(tmp_path: Path) -> None:
+    write(tmp_path, "config.json", {"model_type": "llama"})
+    write(tmp_path, "generation_config.json", {"eos_token_id": [1, 2]})
+    files = ModelFiles.load(tmp_path)
+    assert files.model_type == "llama"
+    assert files.generation_config == {"eos_token_id": [1, 2]}
+
+
+def test_special_tokens_are_strings_or_objects(tmp_path: Path) -> None:
+    tokens = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "pad_token": None,
+    }
+    write(tmp_path, "tokenizer_config.json", tokens)
+    assert ModelFiles.load(tmp_path).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_templates_are_taken_in_order(tmp_path: Path) -> None:
+    def found() -> str | None:
+        return ModelFiles.load(tmp_path).chat_template
+
+    write(tmp_path, "processor_config.json", {"chat_template": "processor"})
+    assert found() == "processor"
+    write(tmp_path, "tokenizer_config.json", {"chat_template": "config"})
+    assert found() == "config"
+    write(tmp_path, "chat_template.jinja", "jinja file\n")
+    assert found() == "jinja file\n"
+    write(tmp_path, "chat_template.json", {"chat_template": "json file"})
+    assert found() == "json file"
+
+
+def test_a_chosen_config_replaces_the_folder_s(tmp_path: Path) -> None:
+    write(tmp_path, "tokenizer_config.json", {"chat_template": "config", "bos_token": "<a>"})
+    write(tmp_path, "chat_template.jinja", "jinja file")
+    chosen = write(tmp_path, "other.json", {"chat_template": "chosen", "bos_token": "<b>"})
+    files = ModelFiles.load(tmp_path, tokenizer_config_path=chosen)
+    assert files.chat_template == "chosen"
+    assert files.special_tokens == {"bos_token": "<b>"}
+    chosen.write_text("{}")
+    assert ModelFiles.load(tmp_path, tokenizer_config_path=chosen).chat_template == "jinja file"
+
+
+NAMED = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (NAMED, ("d", "t")),
+        ([*NAMED, {"name": "rag", "template": "r"}], ("d", "t")),
+        ({"default": "d", "tool_use": "t"}, ("d", "t")),
+        (NAMED[:1], (None, "t")),
+        ([{"name": [], "template": {}}, 3], (None, None)),
+        ("d", ("d", None)),
+        (None, (None, None)),
+        (17, (None, None)),
+    ],
+    ids=str,
+)
+def test_named_templates(
+    tmp_path: Path, template: object, expected: tuple[str | None, str | None]
+) -> None:
+    write(tmp_path, "tokenizer_config.json", {"chat_template": template})
+    files = ModelFiles.load(tmp_path)
+    assert (files.chat_template, files.tool_template) == expected
+
+
+def test_separate_template_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    write(tmp_path, "additional_chat_templates/tool_use.jinja", "tools")
+    write(tmp_path, "additional_chat_templates/rag.jinja", "documents")
+    write(tmp_path, "tokenizer_config.json", {"chat_template": NAMED})
+    files = ModelFiles.load(tmp_path)
+    assert (files.chat_template, files.tool_template) == ("d", "tools")
+    write(tmp_path, "chat_template.jinja", "default")
+    files = ModelFiles.load(tmp_path)
+    assert (files.chat_template, files.tool_template) == ("default", "tools")
+
+
+def test_a_chosen_template_is_the_one_for_tools_too(tmp_path: Path) -> None:
+    write(tmp_path, "tokenizer_config.json", {"chat_template": NAMED})
+    chosen = write(tmp_path, "other.json", {"chat_template": "chosen"})
+    files = ModelFiles.load(tmp_path, tokenizer_config_path=chosen)
+    assert (files.chat_template, files.tool_template) == ("chosen", None)
+    write(tmp_path, "other.json", {"chat_template": [{"name": "tool_use", "template": "mine"}]})
+    files = ModelFiles.load(tmp_path, tokenizer_config_path=chosen)
+    assert (files.chat_template, files.tool_template) == (None, "mine")
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '"text"'])
+def test_malformed_files_are_named(tmp_path: Path, content: str) -> None:
+    write(tmp_path, "config.json", content)
+    with pytest.raises(ModelFilesError, match=r"config\.json"):
+        ModelFiles.load(tmp_path)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelFilesError, match=r"chat_template\.jinja cannot be read"):
+        ModelFiles.load(tmp_path)
+    with pytest.raises(ModelFilesError, match="does not exist"):
+        ModelFiles.load(tmp_path, tokenizer_config_path=tmp_path / "none.json")
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OTHER = "89abcdef0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """Two commits of org/model, of which main and refs/pr/1 are names, as the hub's client lays them out."""
+    model = tmp_path / "hub" / "models--org--model"
+    for commit in (COMMIT, OTHER):
+        (model / "snapshots" / commit).mkdir(parents=True)
+    (model / "refs" / "refs" / "pr").mkdir(parents=True)
+    (model / "refs" / "main").write_text(COMMIT)
+    (model / "refs" / "refs" / "pr" / "1").write_text(f"{OTHER}\n")
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize(
+    ("revision", "commit"),
+    [(None, COMMIT), ("main", COMMIT), ("refs/pr/1", OTHER), (OTHER, OTHER)],
+)
+def test_a_snapshot_is_found(cache: Path, revision: str | None, commit: str) -> None:
+    folder = find_snapshot("org/model", revision=revision, cache=cache)
+    assert folder == cache / "models--org--model" / "snapshots" / commit
+
+
+@pytest.mark.parametrize(
+    ("name", "revision"),
+    [
+        ("org/model", "v9"),
+        ("org/other", None),
+        ("model", None),
+        ("a/b/c", None),
+        ("/nowhere", None),
+        ("..", None),
+    ],
+)
+def test_the_remedy_is_named(cache: Path, name: str, revision: str | None) -> None:
+    with pytest.raises(ModelFilesError) as caught:
+        find_snapshot(name, revision=revision, cache=cache)
+    assert f"download-weights {name}" in str(caught.value)
+    assert str(cache) in str(caught.value)
+    assert ("at revision v9" in str(caught.value)) == (revision == "v9")
+
+
+def test_the_router_takes_a_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    config = with_model_folder(RouterConfig.from_args(["--tokenizer-name=org/model"]))
+    assert config.model_folder == cache / "models--org--model" / "snapshots" / COMMIT
+    assert (config.model_id, config.revision) == ("org/model", COMMIT)
+
+
+def test_the_router_takes_folders_as_they_are(tmp_path: Path) -> None:
+    for flag in ("--tokenizer-name", "--model-folder"):
+        config = RouterConfig.from_args([f"{flag}={tmp_path}"])
+        assert with_model_folder(config) is config
+
+
+async def test_a_name_that_is_not_there_ends_the_start(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HUGGINGFACE_HUB_CACHE", str(cache))
+    with pytest.raises(StartupError, match="org/absent is neither a folder nor"):
+        await start(RouterConfig.from_args(["--tokenizer-name=org/absent"]))
+
+
+@pytest.mark.parametrize(
+    ("variables", "cache"),
+    [
+        ({}, "~/.cache/huggingface/hub"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/hub"),
+        ({"XDG_CACHE_HOME": "/x", "HF_HOME": "/h"}, "/h/hub"),
+        ({"HF_HOME": "/h", "HUGGINGFACE_HUB_CACHE": "/c"}, "/c"),
+        ({"HF_HUB_CACHE": "/d", "HUGGINGFACE_HUB_CACHE": "/c"}, "/d"),
+    ],
+)
+def test_the_cache_folder_follows_the_hubs_variables(
+    variables: dict[str, str], cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert RouterConfig.from_args(["--model-folder=m"]).hub_cache == Path(cache).expanduser()

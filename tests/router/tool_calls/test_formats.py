@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from millrace_router.errors import ToolError
 from millrace_router.request.request import GrammarKind
-from millrace_router.tool_calls.call_format import CallFormat
-from millrace_router.tool_calls.expressions.formats import ExpressionFormat
-from millrace_router.tool_calls.formats import ALIASES, FORMATS, format_of
+from millrace_router.tool_calls.formats.registry import ALIASES, FORMATS, format_of
+from millrace_router.tool_calls.parsing.call_format import CallFormat
+from millrace_router.tool_calls.parsing.expression_format import ExpressionFormat
+from millrace_router.tool_calls.parsing.xml_format import XmlFormat
 from millrace_router.tool_calls.tool import Tool, ToolChoice
-from millrace_router.tool_calls.xml.formats import XmlFormat
-from millrace_shard.structured_output.grammar.grammar_source import lark_of
+from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
 from millrace_testing.engines.grammars import lark, mask_of
@@ -129,7 +129,7 @@ CALLS = st.lists(
     said=st.sampled_from(["", "Let me see. ", "é < b\n\n"]),
     data=st.data(),
 )
-def test_what_a_model_calls_is_what_the_client_gets(
+def test_clients_get_the_models_calls(
     name: str, calls: list[Any], special: bool, said: str, data: st.DataObject
 ) -> None:
     if name in {"llama", "json", "pythonic"}:
@@ -197,7 +197,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN.values(), ids=BROKEN)
-def test_what_ends_a_broken_call_is_not_lost(case: tuple[str, str, str, str]) -> None:
+def test_the_end_of_a_broken_call_is_kept(case: tuple[str, str, str, str]) -> None:
     name, text, said, arguments = case
     for pieces in ([text], text):
         assert read(made(name), pieces) == (said, [("weather", arguments)])
@@ -314,7 +314,7 @@ MALFORMED = [
 
 @each_format
 @pytest.mark.parametrize("schema", MALFORMED, ids=str)
-def test_what_is_no_schema_is_refused_by_those_who_read_it(
+def test_invalid_schemas_are_refused_by_formats_that_read_them(
     name: str, schema: dict[str, Any]
 ) -> None:
     """Formats of JSON leave the schema to the shards."""

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.formats.registry import format_of
+from millrace_router.tool_calls.parsing.json_scanner import JsonScanner
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 ANYTHING: dict[str, Any] = {"type": "object"}
@@ -135,7 +136,7 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
     "llama, JSON with a name": ("llama", '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
     "llama, a list": ("llama", "[1, 2]", "[1, 2]", []),
     "llama, JSON after text": ("llama", f"So: {LLAMA}", f"So: {LLAMA}", []),
-    "llama, on a line of its own": ("llama", f"So:\n\n{LLAMA}\nDone.", "So:\nDone.", BOTH[:1]),
+    "llama, on its own line": ("llama", f"So:\n\n{LLAMA}\nDone.", "So:\nDone.", BOTH[:1]),
     "llama, other JSON on a line": ("llama", 'So:\n{"x": 1}\n', 'So:\n{"x": 1}\n', []),
     "llama, other JSON after a call": ("llama", f'{LLAMA}; {{"x": 1}}', '; {"x": 1}', BOTH[:1]),
     "llama, nothing": ("llama", " \n", " \n", []),
@@ -164,7 +165,7 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
     "json, fenced": ("json", f"Sure:\n```json\n{LLAMA}\n```\n", "Sure:", BOTH[:1]),
     "json, a fenced list": ("json", f"```\n[{LLAMA}, {TIME}]\n```", "", BOTH),
     "json, fenced code": ("json", "```json\n{\"a\": 1}\n```\n", "```json\n{\"a\": 1}\n```\n", []),
-    "json, on a line of its own": ("json", f"Sure:\n[{LLAMA}]\n", "Sure:", BOTH[:1]),
+    "json, on its own line": ("json", f"Sure:\n[{LLAMA}]\n", "Sure:", BOTH[:1]),
     "json, text": ("json", "No tool is needed.", "No tool is needed.", []),
 }  # fmt: skip
 
@@ -242,7 +243,7 @@ def written(name: str, calls: Sequence[tuple[str, str]]) -> str:
 @pytest.mark.parametrize("name", [*FORMATS, "named"])
 @settings(max_examples=25, deadline=None)
 @given(calls=CALLS, indent=st.sampled_from([None, 2]))
-def test_what_a_model_calls_is_what_the_client_gets(
+def test_clients_get_the_models_calls(
     name: str, calls: list[tuple[str, dict[str, Any]]], indent: int | None
 ) -> None:
     texts = [(called, json.dumps(arguments, indent=indent)) for called, arguments in calls]
@@ -327,3 +328,84 @@ def test_ids_are_unique_and_as_the_model_s_template_wants_them(name: str, patter
     ids = {id_ for _ in range(20) for id_ in read(name, [text]).ids}
     assert len(ids) == 60
     assert all(re.fullmatch(pattern, id_) for id_ in ids)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+NEARLY_JSON = st.text('{}[]",:0123.eE+-\\u/btrfalsn \n\t', max_size=14)
+
+
+def scan(pieces: list[str]) -> tuple[int | None, bool]:
+    """The number of characters of the value if it ends, and whether it is invalid."""
+    scanner, num_taken = JsonScanner(), 0
+    for piece in pieces:
+        num_taken += scanner.push(piece)
+        if scanner.ended or scanner.failed:
+            break
+    return num_taken if scanner.ended else None, scanner.failed
+
+
+def refuse(name: str) -> None:
+    raise ValueError(name)
+
+
+def end_of(text: str) -> int | None:
+    """The standard library's result."""
+    try:
+        return json.JSONDecoder(parse_constant=refuse).raw_decode(text)[1]
+    except ValueError:
+        return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    VALUES,
+    st.sampled_from([None, 1]),
+    st.booleans(),
+    st.sampled_from([" x", "}", "]", ",1", ":", '"']),
+)
+def test_a_value_ends_where_it_ends(
+    value: object, indent: int | None, ascii_only: bool, behind: str
+) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+    assert scan([text + behind]) == (len(text), False)
+    assert scan(list(text + behind)) == (len(text), False)
+
+
+@given(st.sampled_from('{["'), NEARLY_JSON)
+@example("[", "01]")
+@example("[", "1.]")
+@example("[", "-]")
+@example("[", "1e+]")
+@example("[", "1,]")
+@example("[", ",1]")
+@example("{", '"a":1,}')
+@example("{", "}x")
+@example("{", '"a" : [ ] , "b":{"c" : -0.5E+3}} {')
+@example("[", "truefalse]")
+@example('"', '\\u00e9\\n"')
+@example('"', '\\x"')
+@example('"', "\n")
+def test_json_is_recognised_as_by_the_standard(first: str, rest: str) -> None:
+    text = first + rest
+    end, has_failed = scan(list(text))
+    assert end == end_of(text)
+    assert (end, has_failed) == scan([text])
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": NaN}', "[Infinity]", "{'a': 1}", "[nul]", "[+1]", '"\x00"', "nope", "]"]
+)
+def test_other_spellings_are_not_json(text: str) -> None:
+    assert scan([text]) == (None, True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(VALUES)
+def test_a_beginning_is_neither_ended_nor_wrong(value: object) -> None:
+    text = json.dumps([value])
+    for stop in range(1, len(text)):
+        assert scan([text[:stop]]) == (None, False)

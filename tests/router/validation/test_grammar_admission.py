@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
 
+import grpc
 import pytest
 from prometheus_client import generate_latest
 
+from millrace_proto import generate_pb2 as pb
+from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_router.errors import Overloaded, QueueExpired, ShardsGone, ValidationError
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.shards.errors import ShardBusy, ShardError, ShardHung, ShardLost
+from millrace_router.shards.group import ShardGroup
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation import grammar_admission as module
 from millrace_router.validation.grammar_admission import (
@@ -27,6 +36,7 @@ from millrace_router.validation.grammar_admission import (
     GrammarAdmission,
 )
 from millrace_testing.router.edge import FakeCompiler
+from millrace_testing.shards.fake_shard import FakeShard, FakeShardService
 
 
 def regex(source: str = "a") -> Grammar:
@@ -70,7 +80,7 @@ class Parts:
 
 
 class GatedCompiler:
-    """Answers when it is told to, and counts how many it works on."""
+    """Answers when the test allows it, and counts how many it works on."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -158,7 +168,7 @@ async def test_a_refusal_is_forgotten_after_ten_minutes_and_an_acceptance_is_not
     assert await parts.reason(regex("a")) is None
 
 
-async def test_what_was_asked_for_longest_ago_is_forgotten() -> None:
+async def test_the_answer_used_longest_ago_is_forgotten() -> None:
     compiler = FakeCompiler(refusal=lambda _: "no")
     parts = Parts(compiler)
     for number in range(MAX_REMEMBERED):
@@ -189,7 +199,7 @@ async def test_many_that_ask_for_the_same_ask_once() -> None:
     assert not parts.grammars._locks
 
 
-async def test_who_leaves_while_asking_leaves_the_question_to_the_next() -> None:
+async def test_a_check_passes_to_the_next_request_when_its_client_leaves() -> None:
     parts = Parts(compiler := GatedCompiler())
     first = asyncio.create_task(parts.grammars.check(regex()))
     await until(lambda: compiler.num_running == 1)
@@ -230,7 +240,7 @@ async def test_only_so_many_may_wait() -> None:
     await parts.grammars.check(regex("one more"))
 
 
-async def test_who_may_not_wait_so_long_is_sent_away_and_the_question_with_him() -> None:
+async def test_requests_that_may_not_wait_end_their_check() -> None:
     parts = Parts(compiler := GatedCompiler())
     with pytest.raises(QueueExpired):
         await parts.grammars.check(regex(), wait_seconds=0.01)
@@ -239,7 +249,7 @@ async def test_who_may_not_wait_so_long_is_sent_away_and_the_question_with_him()
     await parts.grammars.check(regex(), wait_seconds=10.0)
 
 
-async def test_what_is_known_takes_no_time() -> None:
+async def test_known_grammars_are_accepted_at_once() -> None:
     parts = Parts(FakeCompiler())
     await parts.grammars.check(regex())
     await parts.grammars.check(regex(), wait_seconds=0.0)
@@ -300,7 +310,7 @@ async def test_one_that_happened_to_be_there_when_the_shards_died_is_taken() -> 
 
 async def test_after_a_loss_the_recovery_is_waited_for() -> None:
     class Killed:
-        """Shards that are killed with the first grammar, and come back when they are told to."""
+        """Shards that are killed with the first grammar, and come back when the test starts them."""
 
         num_asked = 0
 
@@ -336,7 +346,7 @@ async def test_a_defect_of_the_shards_is_a_refusal() -> None:
     assert compiler.num_asked == 1
 
 
-async def test_shards_that_have_no_room_say_nothing_about_the_grammar() -> None:
+async def test_busy_shards_do_not_judge_the_grammar() -> None:
     class Busy:
         is_busy = True
 
@@ -352,7 +362,7 @@ async def test_shards_that_have_no_room_say_nothing_about_the_grammar() -> None:
     assert await parts.reason(regex()) is None
 
 
-async def test_shards_that_do_not_answer_in_time_say_nothing_about_the_grammar() -> None:
+async def test_late_shards_do_not_judge_the_grammar() -> None:
     parts = Parts(compiler := GatedCompiler(), check_seconds=0.01)
     with pytest.raises(Overloaded, match="cannot be compiled now"):
         await parts.grammars.check(regex())
@@ -377,7 +387,7 @@ async def test_one_that_is_known_is_compiled_again_before_a_step_would_have_to()
 
 
 @pytest.mark.parametrize("error", [ShardBusy("8"), ShardLost("gone"), ShardError("panicked")])
-async def test_one_that_is_known_is_taken_whatever_the_shards_say(error: ShardError) -> None:
+async def test_known_grammars_are_accepted_whatever_the_shards_answer(error: ShardError) -> None:
     class Failing:
         fails = False
 
@@ -402,7 +412,7 @@ async def test_one_that_is_known_waits_no_longer_than_is_worth_it() -> None:
     await parts.grammars.check(regex())
 
 
-async def test_what_the_shards_say_is_counted() -> None:
+async def test_answers_of_the_shards_are_counted() -> None:
     refusal = {"b": "no", "c": "no"}.get
     parts = Parts(FakeCompiler(refusal=lambda grammar: refusal(grammar.source)))
     for source in "aabbc":
@@ -431,3 +441,131 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0)
+
+
+GRAMMAR = Grammar(GrammarKind.LARK, 'start: "a"')
+
+
+class CompilingShard(FakeShardService):
+    """Compiles what it is given when its gate is open, and refuses empty texts."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeShard())
+        self.gate = Event()
+        self.is_full = False
+        self.asked: list[tuple[int, str]] = []
+
+    def CompileGrammar(
+        self, request: pb.CompileGrammarRequest, context: grpc.ServicerContext
+    ) -> pb.CompileGrammarResponse:
+        self.asked.append((request.grammar.kind, request.grammar.source))
+        assert self.gate.wait(10)
+        if self.is_full:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "8 grammars are being compiled")
+        return pb.CompileGrammarResponse(error=None if request.grammar.source else "it is empty")
+
+
+@contextmanager
+def listening(address: str, service: CompilingShard) -> Iterator[grpc.Server]:
+    server = grpc.server(ThreadPoolExecutor(4))
+    pb_grpc.add_ShardServiceServicer_to_server(service, server)
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield server
+    finally:
+        service.gate.set()
+        server.stop(grace=None).wait()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/shard"
+
+
+def grammars_over(shards: StepChannel) -> GrammarAdmission:
+    metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
+    return GrammarAdmission(shards.group, ShardStatus(), metrics)
+
+
+async def asked(service: CompilingShard, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(service.asked) < count:
+            await asyncio.sleep(0.001)
+
+
+async def test_kind_and_text_go_there_and_the_reason_comes_back(address: str) -> None:
+    service = CompilingShard()
+    service.gate.set()
+    with listening(address, service):
+        shards = StepChannel(ShardGroup([address]))
+        grammars = grammars_over(shards)
+        for kind in GrammarKind:
+            await grammars.check(Grammar(kind, "x"))
+        with pytest.raises(ValidationError, match="grammar is not valid: it is empty"):
+            await grammars.check(Grammar(GrammarKind.REGEX, ""))
+        await shards.close()
+    assert service.asked == [
+        (pb.Grammar.KIND_JSON_SCHEMA, "x"),
+        (pb.Grammar.KIND_REGEX, "x"),
+        (pb.Grammar.KIND_LARK, "x"),
+        (pb.Grammar.KIND_REGEX, ""),
+    ]
+
+
+async def test_a_shard_that_is_full_refuses_for_now(address: str) -> None:
+    service = CompilingShard()
+    service.gate.set()
+    service.is_full = True
+    with listening(address, service):
+        shards = StepChannel(ShardGroup([address]))
+        grammars = grammars_over(shards)
+        with pytest.raises(Overloaded):
+            await grammars.check(GRAMMAR)
+        service.is_full = False
+        await grammars.check(GRAMMAR)
+        await shards.close()
+
+
+async def test_replaced_channels_cancel_no_compilation(address: str) -> None:
+    """The router begins a new epoch on new channels after a failed step."""
+    service = CompilingShard()
+    with listening(address, service):
+        shards = StepChannel(ShardGroup([address]))
+        checking = asyncio.create_task(grammars_over(shards).check(GRAMMAR))
+        await asked(service, 1)
+        await shards.reset()
+        await asked(service, 2)
+        service.gate.set()
+        await checking
+        await shards.close()
+
+
+async def test_a_shard_that_is_started_anew_is_asked_again(address: str) -> None:
+    first, second = CompilingShard(), CompilingShard()
+    shards = StepChannel(ShardGroup([address]))
+    with listening(address, first) as server:
+        checking = asyncio.create_task(grammars_over(shards).check(GRAMMAR))
+        await asked(first, 1)
+        server.stop(grace=None).wait()
+    second.gate.set()
+    with listening(address, second):
+        await checking
+        await shards.close()
+    assert len(second.asked) == 1
+
+
+async def test_a_client_that_leaves_ends_its_call(address: str) -> None:
+    service = CompilingShard()
+    with listening(address, service):
+        shards = StepChannel(ShardGroup([address]))
+        grammars = grammars_over(shards)
+        checking = asyncio.create_task(grammars.check(GRAMMAR))
+        await asked(service, 1)
+        checking.cancel()
+        await asyncio.wait({checking}, timeout=5)
+        service.gate.set()
+        assert checking.cancelled()
+        await grammars.check(GRAMMAR)
+        await shards.close()
+    assert len(service.asked) == 2

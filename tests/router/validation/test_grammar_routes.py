@@ -13,7 +13,7 @@ from millrace_router.request.limits import Limits
 from millrace_router.request.request import FinishReason, Grammar, GrammarKind, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.services import Services
-from millrace_router.sizing import Deployment
+from millrace_router.start.shards import RouterDeployment
 from millrace_testing.router.edge import (
     FakeBatcher,
     finished,
@@ -62,9 +62,8 @@ def message_of(answer: Any) -> str:
 @pytest.mark.parametrize("path", WITH_REGEX)
 async def test_a_grammar_reaches_the_shards(path: str) -> None:
     async with served() as edge:
-        status, _, _ = await edge.post(path, WITH_REGEX[path])
+        _ = await edge.answer(path, WITH_REGEX[path])
         (request,) = edge.batcher.requests
-    assert status == 200
     assert request.grammar == Grammar(GrammarKind.REGEX, "a+")
     assert edge.batcher.compiler.asked == [request.grammar]
 
@@ -122,7 +121,9 @@ def test_shards_or_flag_turn_them_off(*, of_shards: bool, flag: bool, are_on: bo
 
 
 def limits_from(services: Services) -> Limits:
-    deployment = Deployment(config=services.config, info=services.shard, capacity=services.capacity)
+    deployment = RouterDeployment(
+        config=services.config, info=services.shard, capacity=services.capacity
+    )
     return deployment.limits()
 
 
@@ -132,7 +133,7 @@ def test_more_choices_than_permits_are_never_allowed() -> None:
     services.tokenizer.close()
 
 
-async def test_a_body_that_is_no_grammar_says_where() -> None:
+async def test_invalid_bodies_of_grammars_are_located() -> None:
     async with served() as edge:
         body = {"inputs": "a", "parameters": {"grammar": {"type": "yaml", "value": "a"}}}
         status, answer, _ = await edge.post("/generate", body)
@@ -208,7 +209,7 @@ async def test_a_restart_of_the_shards_is_waited_for(*, has_given_up: bool) -> N
         assert (status, answer) == (200, {"generated_text": " x x x"})
 
 
-async def test_who_may_not_wait_for_a_restart_is_sent_away() -> None:
+async def test_requests_that_may_not_wait_for_a_restart_are_refused() -> None:
     async with served() as edge:
         edge.batcher.status.begin_outage("killed")
         headers = {"x-max-queue-ms": "20"}
@@ -250,7 +251,9 @@ def ends(reason: FinishReason) -> Callable[[ValidRequest, TokenStream], None]:
         (FinishReason.LENGTH, "length", "length"),
     ],
 )
-async def test_how_a_guided_generation_ends(reason: FinishReason, native: str, openai: str) -> None:
+async def test_guided_generations_report_their_finish_reason(
+    reason: FinishReason, native: str, openai: str
+) -> None:
     details = {"inputs": "a", "parameters": {"grammar": REGEX, "details": True}}
     async with served(script=ends(reason)) as edge:
         _, answer, _ = await edge.post("/generate", details)
@@ -261,7 +264,7 @@ async def test_how_a_guided_generation_ends(reason: FinishReason, native: str, o
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_what_else_can_be_asked_of_sampling(path: str) -> None:
+async def test_further_sampling_parameters_are_accepted(path: str) -> None:
     body = {
         **OPENAI[path],
         "temperature": 0.5,
@@ -274,8 +277,7 @@ async def test_what_else_can_be_asked_of_sampling(path: str) -> None:
     greedy = {**body, "temperature": 0, "logit_bias": None}
     async with served() as edge:
         for asked in (body, {**OPENAI[path], **neutral}, greedy):
-            status, answer, _ = await edge.post(path, asked)
-            assert status == 200, answer
+            await edge.answer(path, asked)
         first, second, third = (request.sampling for request in edge.batcher.requests)
     assert (first.min_p, first.top_k, first.typical_p) == (0.25, 3, 0.5)
     assert first.bias == ((5, -100.0), (2, 1.5))
@@ -302,11 +304,11 @@ async def test_what_else_can_be_asked_of_sampling(path: str) -> None:
         ({"typical_p": 1.5}, "`typical_p` must be > 0.0 and < 1.0"),
         (
             {"response_format": REGEX, "ignore_eos": True},
-            "`ignore_eos` has no meaning beside a grammar, which says what ends",
+            "`ignore_eos` has no meaning with a grammar, which decides where a text ends",
         ),
     ],
 )
-async def test_what_cannot_be_asked_of_sampling(
+async def test_invalid_sampling_parameters_are_refused(
     path: str, fields: dict[str, Any], message: str
 ) -> None:
     async with served() as edge:
@@ -373,8 +375,7 @@ async def test_grammars_of_any_size_are_read(pad: str, *, strict_tgi: bool) -> N
 
     async with served(strict_tgi=strict_tgi) as edge:
         for path, body in asked(SCHEMA).items():
-            status, answer, _ = await edge.post(path, body)
-            assert status == 200, answer
+            answer = await edge.answer(path, body)
         deep = {"properties": {}, **nested(129)}
         for path, body in asked(deep).items():
             status, answer, _ = await edge.post(path, body)
@@ -397,8 +398,7 @@ async def test_a_grammar_is_bounded_over_http() -> None:
         return {"inputs": "a", "parameters": {"grammar": {**REGEX, "value": "a" * num_bytes}}}
 
     async with served() as edge:
-        status, _, _ = await edge.post("/generate", asked(2**17))
-        assert status == 200
+        _ = await edge.answer("/generate", asked(2**17))
         status, answer, _ = await edge.post("/generate", asked(2**17 + 1))
     assert (status, message_of(answer)) == (
         422,

@@ -1,32 +1,41 @@
-"""Every rule of TGI's validation: message, order, defaults."""
+"""Every rule of TGI's validation: message, order, defaults of models, and messages on shapes."""
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError as ShapeError
 
-from millrace_router.api.tgi.request import GenerateParameters
+from millrace_proto.sampling import NO_RULES, Dry, Sampling
+from millrace_router.api.anthropic.request import MessagesRequest
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
+from millrace_router.api.responses.request import ResponsesRequest
+from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateParameters
 from millrace_router.errors import SizeError, ValidationError
-from millrace_router.request.dialect import TGI
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
 from millrace_router.request.grammar import RawGrammar
-from millrace_router.request.limits import Limits
+from millrace_router.request.limits import TGI, Limits
 from millrace_router.request.request import Grammar, GrammarKind, SchedulingParameters
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.validation.rules import check_best_of, check_stream
-from millrace_router.validation.sampling_defaults import SamplingDefaults
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from millrace_router.validation.shape_messages import shape_error
 from millrace_router.validation.validator import Validator
 from millrace_testing.router.edge import (
     LIMITS,
+    Edge,
     FakeCompiler,
+    echo,
     grammars_of,
     limits_with,
+    serving,
     word_tokenizer,
 )
+from millrace_testing.text.texts import tokenizer
 
 UINT64_MAX = 2**64 - 1
 NINE = " ".join(["a"] * 9)
@@ -74,7 +83,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"grammar": {"type": "json", "value": 5}}, "grammar is not supported"),
     (
         {"grammar": {"type": "regex", "value": "a"}, "ignore_eos": True},
-        "`ignore_eos` has no meaning beside a grammar, which says what ends",
+        "`ignore_eos` has no meaning with a grammar, which decides where a text ends",
     ),
     (
         {"min_new_tokens": 3, "max_new_tokens": 2},
@@ -85,25 +94,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("broken", "message"), RULES)
 async def test_each_rule_has_its_message(broken: dict[str, Any], message: str) -> None:
-    assert await refusal(**{"inputs": "hello", **broken}) == message
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ({"temperature": -1.0}, RULES[1][1]),
-        ({"repetition_penalty": -0.5}, RULES[2][1]),
-        ({"frequency_penalty": -2.0001}, RULES[3][1]),
-        ({"top_p": 0.0}, RULES[4][1]),
-        ({"top_p": 0.999999999999}, RULES[4][1]),
-        ({"typical_p": -0.1}, RULES[5][1]),
-        ({"top_k": -5}, RULES[6][1]),
-        ({"min_p": -0.001}, RULES[7][1]),
-        ({"truncate": 9}, RULES[13][1].replace("Given: 0", "Given: 9")),
-        ({"inputs": "  "}, "`inputs` cannot be empty"),
-    ],
-)
-async def test_other_ways_to_break_a_rule(broken: dict[str, Any], message: str) -> None:
     assert await refusal(**{"inputs": "hello", **broken}) == message
 
 
@@ -182,70 +172,6 @@ async def test_strict_tgi_counts_1024_new_tokens() -> None:
         "`inputs` tokens + `max_new_tokens` must be <= 2000. "
         "Given: 8 `inputs` tokens and 1993 `max_new_tokens`"
     )
-
-
-@pytest.mark.parametrize(
-    ("parameters", "limits", "message"),
-    [
-        (
-            {"best_of": 2},
-            limits_with(max_best_of=1),
-            "`best_of` != 1 is not allowed for this endpoint",
-        ),
-        ({"best_of": 3}, LIMITS, "`best_of` must be > 0 and <= 2. Given: 3"),
-    ],
-)
-def test_best_of_of_an_answer(parameters: dict[str, Any], limits: Limits, message: str) -> None:
-    with pytest.raises(ValidationError, match="best_of") as caught:
-        check_best_of(GenerationRequest(**parameters), limits)
-    assert str(caught.value) == f"Input validation error: {message}"
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        (
-            {"best_of": 2, "decoder_input_details": True},
-            "`best_of` != 1 is not supported when streaming tokens",
-        ),
-        ({"best_of": 0}, "`best_of` != 1 is not supported when streaming tokens"),
-        (
-            {"decoder_input_details": True},
-            "`decoder_input_details` == true is not supported when streaming tokens",
-        ),
-    ],
-)
-def test_what_a_stream_cannot_do(parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError) as caught:
-        check_stream(GenerationRequest(**parameters))
-    assert str(caught.value) == f"Input validation error: {message}"
-    check_stream(GenerationRequest(best_of=1))
-    check_stream(GenerationRequest())
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"top_p": 0.99},
-        {"typical_p": 0.01},
-        {"frequency_penalty": -2.0},
-        {"frequency_penalty": 2.0},
-        {"min_p": 0.0},
-        {"min_p": 1.0},
-        {"best_of": 2, "min_p": 0.5},
-        {"top_n_tokens": 5},
-        {"top_n_tokens": 0},
-        {"truncate": 8},
-        {"best_of": 2, "top_k": 3},
-        {"best_of": 0},
-        {"seed": UINT64_MAX},
-        {"stop": ["a"] * 4},
-        {"max_new_tokens": 15},
-    ],
-)
-async def test_the_bounds_themselves_are_allowed(parameters: dict[str, Any]) -> None:
-    request = GenerationRequest(prompt="a", **parameters)
-    await new_validator().validate(request)
 
 
 async def test_defaults_are_neutral() -> None:
@@ -336,7 +262,7 @@ async def test_a_check_trusts_and_refuses_as_a_validation_does() -> None:
     ("words", "max_new_tokens", "counted"),
     [(9, None, 7), (9, 3, 3), (20, None, 0), (8, 9, 9)],
 )
-async def test_what_is_too_long_tells_how_long_it_is(
+async def test_size_error_reports_lengths(
     words: int, max_new_tokens: int | None, counted: int
 ) -> None:
     request = GenerationRequest(prompt="a " * words, max_new_tokens=max_new_tokens)
@@ -418,7 +344,7 @@ async def test_grammars_are_refused_where_they_are_off() -> None:
     assert compiler.asked == []
 
 
-async def test_what_is_only_checked_is_not_compiled() -> None:
+async def test_checked_requests_are_not_compiled() -> None:
     compiler = FakeCompiler(refusal=lambda _: "no such thing")
     validator = new_validator(compiler=compiler)
     await validator.check(guided())
@@ -429,7 +355,7 @@ async def test_what_is_only_checked_is_not_compiled() -> None:
     assert compiler.asked == [Grammar(GrammarKind.REGEX, "a+")]
 
 
-async def test_what_is_refused_for_another_reason_is_not_compiled() -> None:
+async def test_refused_requests_are_not_compiled() -> None:
     compiler = FakeCompiler()
     request = replace(guided(), min_new_tokens=3, max_new_tokens=2)
     with pytest.raises(ValidationError, match="min_new_tokens"):
@@ -440,3 +366,230 @@ async def test_what_is_refused_for_another_reason_is_not_compiled() -> None:
 async def test_the_native_routes_can_ask_for_the_least_number_of_tokens() -> None:
     request = GenerationRequest(prompt="a", min_new_tokens=2, max_new_tokens=2)
     assert (await new_validator().validate(request)).request.min_new_tokens == 2
+
+
+USER = {"role": "user", "content": "a"}
+MODELS: dict[Any, dict[str, Any]] = {
+    ChatCompletionRequest: {"messages": [USER]},
+    CompletionRequest: {"prompt": "a"},
+    CompatGenerateRequest: {"inputs": "a"},
+    MessagesRequest: {"messages": [USER], "max_tokens": 5, "model": "x"},
+    ResponsesRequest: {"input": "a"},
+}
+WRONG: tuple[Any, ...] = (None, True, -(10**30), 1.5, 1e300, "x", "", [], [[]], [{}], {}, {"a": 1})
+PYDANTICS = ("Input should", "Input tag", "Field required", "Value error", "a valid ", "Extra in")
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_no_words_of_pydantic(model: Any) -> None:
+    whole = MODELS[model]
+    errors = 0
+    for name in model.model_fields:
+        for value in WRONG:
+            body = whole | {name: value}
+            try:
+                model.model_validate(body)
+            except ShapeError as caught:
+                errors += 1
+                message = shape_error(caught, body).client_text
+                assert not any(word in message for word in PYDANTICS), message
+                assert name in message or message.startswith("The body ")
+    assert errors > 20
+
+
+def test_alternatives_are_not_part_of_a_path() -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "text"}]}]}
+    with pytest.raises(ShapeError) as caught:
+        ChatCompletionRequest.model_validate(body)
+    assert (
+        shape_error(caught.value, body).client_text == "`messages[0].content[0].text` is required"
+    )
+
+
+WIDE = limits_with(max_input_tokens=100, max_total_tokens=200)
+TEMPLATE = "{% for turn in messages %}{{ turn.content }} {% endfor %}"
+QWEN: dict[str, Any] = json.loads(
+    '{"bos_token_id": 1, "do_sample": true, "repetition_penalty": 1.5, "temperature": 0.5,'
+    ' "top_p": 0.75, "top_k": 20, "transformers_version": "4.51.0"}'
+)
+"""In the form of a published model's file."""
+TURNS = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": TURNS},
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": TURNS, "max_tokens": 7},
+}
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def serving_with(config: dict[str, Any]) -> Any:
+    defaults = SamplingDefaults.of(config)
+    return serving(echo, limits=WIDE, template=TEMPLATE, defaults=defaults)
+
+
+async def sampled(config: dict[str, Any], route: str, **fields: Any) -> dict[str, Any]:
+    """The resolved parameters of a request."""
+    async with serving_with(config) as edge:
+        await edge.answer(route, {**BODIES[route], **fields})
+        sampling = edge.batcher.requests[-1].sampling
+        return {name: getattr(sampling, name) for name in (*NEUTRAL, "samples")}
+
+
+@pytest.mark.parametrize("route", BODIES)
+async def test_omitted_parameters_are_the_models(route: str) -> None:
+    expected = {
+        "temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.0,
+        "repetition_penalty": 1.5, "samples": True,
+    }  # fmt: skip
+    assert await sampled(QWEN, route) == expected
+    assert await sampled(QWEN, route, temperature=0.25) == expected | {"temperature": 0.25}
+    # A neutral value was not left out.
+    assert await sampled(QWEN, route, top_p=1, temperature=1) == expected | {
+        "temperature": 1.0,
+        "top_p": 1.0,
+    }
+    assert await sampled({}, route) == NEUTRAL | {"samples": True}
+
+
+@pytest.mark.parametrize("route", BODIES)
+async def test_greedy_requests_stay_greedy(route: str) -> None:
+    expected = NEUTRAL | {"samples": False, "repetition_penalty": 1.5}
+    assert await sampled(QWEN, route, temperature=0) == expected
+
+
+@pytest.mark.parametrize("route", BODIES)
+async def test_a_model_may_be_greedy_by_default(route: str) -> None:
+    config = QWEN | {"temperature": 0.0}
+    expected = NEUTRAL | {"samples": False, "repetition_penalty": 1.5}
+    assert await sampled(config, route) == expected
+    assert (await sampled(config, route, temperature=0.5))["samples"]
+
+
+async def test_native_routes_keep_tgis_defaults() -> None:
+    async with serving_with(QWEN) as edge:
+        await edge.post("/generate", {"inputs": "hello", "parameters": {}})
+        assert not edge.batcher.requests[-1].sampling.samples
+        await edge.post("/generate", {"inputs": "hello"})
+        assert edge.batcher.requests[-1].sampling.temperature == 1.0
+
+
+async def test_new_tokens_are_bounded_where_a_request_has_no_bound() -> None:
+    async with serving_with({"max_new_tokens": 5}) as edge:
+        for fields, expected in (
+            ({}, 5),
+            ({"max_tokens": 7}, 7),
+            ({"max_completion_tokens": 8}, 8),
+        ):
+            body = BODIES["/v1/chat/completions"] | fields
+            await edge.post("/v1/chat/completions", body)
+            assert edge.batcher.requests[-1].max_new_tokens == expected
+        await edge.post("/generate", {"inputs": "hello"})
+        assert edge.batcher.requests[-1].max_new_tokens == 199
+    async with serving_with({"max_new_tokens": 5000}) as edge:
+        await edge.post("/v1/completions", BODIES["/v1/completions"])
+        assert edge.batcher.requests[-1].max_new_tokens == 199
+
+
+async def test_a_response_repeats_them() -> None:
+    async with serving_with(QWEN) as edge:
+        _, answer, _ = await edge.post("/v1/responses", BODIES["/v1/responses"])
+        assert (answer["temperature"], answer["top_p"]) == (0.5, 0.75)
+
+
+def test_values_that_restrict_nothing_are_none() -> None:
+    config = {"temperature": 1, "top_k": 0, "top_p": 1.0, "min_p": 0, "repetition_penalty": 1.0}
+    assert SamplingDefaults.of(config) == NO_DEFAULTS
+    assert SamplingDefaults.of({"top_k": -1, "temperature": None}) == NO_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1), ("temperature", "1"), ("temperature", True), ("top_k", -2),
+        ("top_k", 1.5), ("top_p", 0), ("top_p", 1.5), ("min_p", 2), ("repetition_penalty", 0),
+        ("max_new_tokens", 0),
+    ],
+)  # fmt: skip
+def test_values_without_a_meaning_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        SamplingDefaults.of({name: value})
+
+
+WIDE_LIMITS = limits_with(max_input_tokens=100, max_total_tokens=200, vocab_size=300)
+BYTES = tokenizer("byte_level")
+ROUTE = "/v1/completions"
+
+
+async def sampling_of(edge: Edge, **fields: Any) -> Sampling:
+    body = {"prompt": "hello", "max_tokens": 1, **fields}
+    await edge.answer(ROUTE, body)
+    return edge.batcher.requests[-1].sampling
+
+
+def serving_bytes() -> Any:
+    return serving(echo, limits=WIDE_LIMITS, tokenizer=BYTES)
+
+
+async def test_samplers_arrive() -> None:
+    async with serving_bytes() as edge:
+        sampling = await sampling_of(edge, top_n_sigma=1.5, xtc_probability=0.5)
+        assert (sampling.top_n_sigma, sampling.xtc_probability) == (1.5, 0.5)
+        assert sampling.xtc_threshold == pytest.approx(0.1)
+        sampling = await sampling_of(edge, xtc_probability=1, xtc_threshold=0.25, top_n_sigma=-1)
+        assert (sampling.top_n_sigma, sampling.xtc_threshold) == (0, 0.25)
+        greedy = await sampling_of(edge, top_n_sigma=1.5, xtc_probability=0.5, temperature=0)
+        assert not greedy.samples
+        assert (await sampling_of(edge)).rules == NO_RULES
+
+
+async def test_bad_words_are_banned_with_and_without_a_blank() -> None:
+    async with serving_bytes() as edge:
+        rules = (await sampling_of(edge, bad_words=["hello", " hello"])).rules
+    assert rules.bad_words == (tuple(BYTES.encode("hello")), tuple(BYTES.encode(" hello")))
+
+
+async def test_dry_has_the_defaults_of_llama_cpp() -> None:
+    with_line_break = {id_ for id_ in range(BYTES.vocab_size) if "\n" in BYTES.token_text(id_)}
+    async with serving_bytes() as edge:
+        dry = (await sampling_of(edge, dry_multiplier=0.75)).rules.dry
+        assert dry is not None
+        assert (dry.multiplier, dry.base, dry.allowed_length, dry.window) == (0.75, 1.75, 2, 0)
+        assert with_line_break < set(dry.breakers)
+        given = await sampling_of(
+            edge,
+            dry_multiplier=0.5,
+            dry_base=2,
+            dry_allowed_length=3,
+            dry_penalty_last_n=64,
+            dry_sequence_breakers=["\n"],
+        )
+        breakers = tuple(sorted(with_line_break))
+        expected = Dry(multiplier=0.5, base=2, allowed_length=3, window=64, breakers=breakers)
+        assert given.rules.dry == expected
+        for off in ({"dry_base": 2}, {"dry_multiplier": 1, "dry_penalty_last_n": 0}):
+            assert (await sampling_of(edge, **off)).rules == NO_RULES
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("allowed_token_ids", [300]),
+        ("bad_words", [" "]),
+        ("bad_words", ["a"] * 65),
+        ("bad_words", ["a" * 257]),
+        ("xtc_probability", 1.5),
+        ("xtc_threshold", -1),
+        ("dry_sequence_breakers", [""]),
+        ("dry_sequence_breakers", ["a"] * 17),
+        ("dry_base", -1),
+    ],
+)
+async def test_sequence_rules_without_a_meaning_are_refused_by_name(
+    name: str, value: object
+) -> None:
+    async with serving_bytes() as edge:
+        body = {"prompt": "hello", "max_tokens": 1, "dry_multiplier": 1, name: value}
+        status, answer, _ = await edge.post(ROUTE, body)
+    assert status == 422
+    assert f"`{name}`" in str(answer)

@@ -24,7 +24,7 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.int8_linear import with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.lora import adapted_linear
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.adapters import (
@@ -169,8 +169,8 @@ def test_a_row_has_the_bits_that_it_has_alone(
 
 def test_adapters_differ_from_the_base_and_from_each_other(bench: Bench) -> None:
     for which in range(len(LENGTHS)):
-        found = [bench.alone[which, adapter] for adapter in range(len(RANKS) + 1)]
-        assert not any(torch.equal(a, b) for n, a in enumerate(found) for b in found[:n])
+        result = [bench.alone[which, adapter] for adapter in range(len(RANKS) + 1)]
+        assert not any(torch.equal(a, b) for n, a in enumerate(result) for b in result[:n])
 
 
 COMPANY = [(which, adapter) for which in range(len(LENGTHS)) for adapter in (1, 2, 3)]

@@ -13,9 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from millrace_proto.sampling import Sampling
 from millrace_shard.arrays import Ints
 from millrace_shard.batch import step_tokens
-from millrace_shard.batch.step import Forward
+from millrace_shard.batch.step import Forward, StepResult
 from millrace_shard.device import transfers
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.stopwatch import Stopwatch
@@ -24,8 +25,10 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.factory import Speculation
-from millrace_shard.speculation.ngrams import NgramProposer, lookup
+from millrace_shard.speculation.loading import NgramProposer, Speculation, lookup
+from millrace_testing.engines.engine_driver import PROMPT, Driver, forward
+from millrace_testing.engines.fake_engine import greedy as fake_greedy
+from millrace_testing.engines.fake_engine import logits_for
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.engines.multi_token import (
     FakeGrammars,
@@ -88,7 +91,7 @@ class Setup:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread: several would wait for each other, which is slow beside another busy process."""
+    """Use one thread: several would wait for each other, which is slow next to another busy process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -174,7 +177,7 @@ def test_rejected_drafts_leave_one_token_a_step(setup: Setup) -> None:
     assert run.steps == NUM_TOKENS
 
 
-def test_computed_positions_are_those_of_all_tokens_but_the_last(setup: Setup) -> None:
+def test_computed_positions_match_all_tokens_but_the_last(setup: Setup) -> None:
     slot = 1
     stepper = setup.planned()
     run = Generation(stepper, {slot: setup.wants[slot]}, 12, allow=lambda _: (4, 3))
@@ -183,7 +186,7 @@ def test_computed_positions_are_those_of_all_tokens_but_the_last(setup: Setup) -
     assert run.yielded[slot].computed == sorted(set(run.yielded[slot].computed))
 
 
-def test_drafts_are_no_more_than_the_shard_makes(setup: Setup) -> None:
+def test_drafts_are_limited_to_what_the_shard_makes(setup: Setup) -> None:
     """However many are allowed."""
     run = Generation(
         setup.planned(error_rate=0.0), setup.wants, NUM_TOKENS, allow=lambda _: (2**32 - 1,) * 2
@@ -344,7 +347,7 @@ def test_allowances_are_cut_to_the_block_table(setup: Setup) -> None:
 def test_allowances_that_make_no_sense_are_refused(setup: Setup, fields: dict[str, Any]) -> None:
     stepper = setup.stepper()
     stepper.run(stepper.admission(0, PROMPTS[0]))
-    with pytest.raises(StepInvalid, match=r"differ in length|no position"):
+    with pytest.raises(StepInvalid, match=r"differ in length|at least one position"):
         stepper.run(Forward(decode_slots=ints([0]), **fields))
 
 
@@ -613,3 +616,114 @@ def test_only_rows_that_depend_on_drafts_wait(
     assert waits.num == before, "another row does not mind"
     launch(Forward(decode_slots=ints([0])))
     assert waits.num == before + 1, "the number of accepted drafts is known only there"
+
+
+LOOP = [5, 9, 2, 5, 9, 2, 5]
+OTHER = [44, 17, 3, 60]
+FEW = (2, 5, 9)
+BIASED = Sampling(bias=tuple((id_, 100.0) for id_ in FEW))
+"""Few tokens make the text repeat, so n-grams have drafts."""
+
+
+def among_few(ids: list[int], count: int) -> list[int]:
+    """The tokens that the model yields after `ids` if only `FEW` are allowed."""
+    sequence = list(ids)
+    for _ in range(count):
+        logits = logits_for(sequence)
+        sequence.append(max(FEW, key=lambda id_: float(logits[id_])))
+    return sequence[len(ids) :]
+
+
+@pytest.fixture(params=[False, True], ids=["inline", "overlap"])
+def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    driver = Driver(overlap=request.param, speculation=Speculation(max_draft_tokens=3))
+    driver.warm_up()
+    driver.open()
+    yield driver
+    driver.engine.close()
+
+
+def multi_token(*slots: int, positions: int = 4, drafts: int = 3) -> Forward:
+    return Forward(
+        decode_slots=ints(slots),
+        decode_tokens=ints([positions] * len(slots)),
+        draft_tokens=ints([drafts] * len(slots)),
+    )
+
+
+def test_rejected_drafts_are_forgotten(driver: Driver) -> None:
+    """The KV they left behind is written over, and their tokens are not part of what follows."""
+    driver.run(forward(driver.admit(0, LOOP, room=24, parameters=BIASED), chunks=[(0, len(LOOP))]))
+    found, drafted = [], 0
+    for _ in range(6):
+        result = driver.run(multi_token(0))
+        found += result.ids.tolist()
+        drafted += int(result.drafted_tokens.sum())
+        assert result.computed_positions.tolist() == [len(LOOP) + len(found)]
+    assert found == among_few(LOOP, 1 + len(found))[1:]
+    assert drafted > len(found) - 6 > 0
+
+
+def test_steps_with_drafts_are_sent_ahead(driver: Driver) -> None:
+    admitted = driver.admit(0, LOOP, room=24, parameters=BIASED), driver.admit(3, room=24)
+    steps = [driver.send(forward(*admitted, chunks=[(0, len(LOOP)), (3, len(PROMPT))]))]
+    steps += [driver.send(multi_token(0, 3)) for _ in range(4)]
+    result: dict[int, list[int]] = {0: [], 3: []}
+    for step in steps:
+        outcome = step.result(30).outcome
+        assert isinstance(outcome, StepResult)
+        ids = iter(outcome.ids.tolist())
+        for slot, count in zip(outcome.slots.tolist(), outcome.counts.tolist(), strict=True):
+            result[slot] += [next(ids) for _ in range(count)]
+    assert result[0] == among_few(LOOP, len(result[0]))
+    assert result[3] == fake_greedy(PROMPT, len(result[3]))
+
+
+def test_a_draft_that_is_not_finite_fails_its_row_alone(driver: Driver) -> None:
+    first = driver.run(
+        forward(
+            driver.admit(0, LOOP, room=24, parameters=BIASED),
+            driver.admit(1, OTHER, room=24),
+            chunks=[(0, len(LOOP)), (1, len(OTHER))],
+        )
+    )
+    driver.model.poison = int(first.ids[0])
+    result = driver.run(multi_token(0, 1))
+    assert result.failed_slots.tolist() == [0]
+    assert result.slots.tolist() == [1]
+    driver.model.poison = None
+    again = driver.run(multi_token(0, 1))
+    assert again.failed_slots.tolist() == [0]
+    assert again.slots.tolist() == [1]
+
+
+def test_a_failed_step_leaves_nothing_of_its_drafts(driver: Driver) -> None:
+    driver.run(forward(driver.admit(0, LOOP, room=24, parameters=BIASED), chunks=[(0, len(LOOP))]))
+
+    def explode(_: object) -> None:
+        raise ValueError("boom")
+
+    driver.model.before_forward = explode
+    driver.fail(multi_token(0))
+    driver.model.before_forward = lambda _: None
+    driver.open()
+    driver.free = list(range(1, 64))
+    ids = driver.run(
+        forward(driver.admit(0, PROMPT, room=24), chunks=[(0, len(PROMPT))])
+    ).ids.tolist()
+    for _ in range(3):
+        ids += driver.run(multi_token(0)).ids.tolist()
+    assert ids == fake_greedy(PROMPT, len(ids))
+
+
+def test_ranks_answer_with_one_checksum_for_one_outcome(driver: Driver) -> None:
+    checksums = []
+    for _ in range(2):
+        driver.open()
+        driver.free = list(range(1, 64))
+        driver.run(
+            forward(driver.admit(0, LOOP, room=24, parameters=BIASED), chunks=[(0, len(LOOP))])
+        )
+        checksums.append([driver.run(multi_token(0)).checksum for _ in range(3)])
+    assert checksums[0] == checksums[1]
+    assert len(set(checksums[0])) > 1

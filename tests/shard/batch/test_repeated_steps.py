@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from millrace_shard.arrays import Ints, no_ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.batch_limits import BatchLimits
+from millrace_shard.batch.device_tables import BatchLimits
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.batch.step_layout import MultiTokenRows, StepLayout

@@ -29,11 +29,11 @@ def test_tied_and_strided_tensors_keep_their_values_and_types(tmp_path: Path) ->
     tensors = {"embed": embedding, "head": embedding, "slice": whole[:, 1:3], "transposed": whole.T}
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     assert convert(tmp_path, tmp_path) == [tmp_path / "model.safetensors"]
-    found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == tensors.keys()
+    result = load_file(tmp_path / "model.safetensors")
+    assert result.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
+        assert result[name].dtype == tensor.dtype
+        assert torch.equal(result[name], tensor)
 
 
 def test_many_files_are_spread_anew_with_an_index(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_failure_in_a_later_file_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".conv*"))
 
 
-def test_missing_part_named_by_the_index(tmp_path: Path) -> None:
+def test_a_missing_part_of_the_index_is_refused(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "pytorch_model-1.bin"}}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     with pytest.raises(ConversionError, match=r"pytorch_model-1\.bin, which"):
@@ -88,7 +88,9 @@ def test_existing_safetensors_are_never_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").read_bytes() == b"precious"
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_converts_or_names_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path)]) == 1
     assert "has no pytorch_model*.bin" in capsys.readouterr().err
     torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")

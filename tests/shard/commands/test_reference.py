@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from millrace_shard.__main__ import main
 from millrace_shard.commands.reference import answers, load_reference
 from millrace_shard.errors import ModelError
-from millrace_shard.model_loader.gguf.folder import prepare_gguf
+from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_testing.models.gguf_files import TinyGguf
 from millrace_testing.models.models import VOCAB, prompt_of, save_tiny
 
@@ -51,17 +51,17 @@ def by_hand(model: PreTrainedModel, ids: list[int]) -> tuple[list[int], list[flo
     return sequence[len(ids) :], logprobs, others
 
 
-def test_answers_are_those_of_whole_forward_passes(
+def test_answers_match_whole_forward_passes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [prompt_of(5), prompt_of(40, seed=1)]
     lines = "\n\n".join(question(ids) for ids in prompts)
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     assert main(["reference", str(folder)]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     model = load_reference(folder)
-    assert len(found) == len(prompts)
-    for ids, answer in zip(prompts, found, strict=True):
+    assert len(result) == len(prompts)
+    for ids, answer in zip(prompts, result, strict=True):
         tokens, logprobs, others = by_hand(model, ids)
         assert answer["ids"] == tokens
         assert answer["logprobs"] == pytest.approx(logprobs, abs=1e-4)

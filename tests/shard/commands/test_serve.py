@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import re
 import signal
@@ -18,28 +19,34 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.__main__ import main
+from millrace_shard.commands import download_weights
+from millrace_shard.commands.chosen_kernels import chosen_kernels
+from millrace_shard.commands.composition import load, with_folders
 from millrace_shard.commands.device_settings import (
     choose_device,
     choose_dtype,
     graph_settings,
     is_deterministic,
 )
-from millrace_shard.commands.serve import load, serve
+from millrace_shard.commands.serve import WITHOUT_EFFECT, notices, serve
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import RanksMissing
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.errors import EngineEnded, UnsupportedModel
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
-from millrace_shard.server.socket_file import SocketTaken
-from millrace_testing.launcher.ports import kept_port
-from millrace_testing.models.models import save_tiny
-from millrace_testing.shards.forked import Forked
+from millrace_shard.server.address import SocketTaken
+from millrace_shard.weights.hub import HubError
+from millrace_testing.launcher.deployment import kept_port
+from millrace_testing.models import fake_hub
+from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
+from millrace_testing.models.models import CPU, save_tiny
+from millrace_testing.shards.ranks import Forked
 
 SECONDS = 120.0
 PROMPT = [5, 9, 2, 44, 17, 3]
@@ -72,7 +79,7 @@ def folder(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) ->
 
 @contextmanager
 def process(folder: Path, sockets: Path, *arguments: str) -> Iterator[Forked]:
-    """A shard of its own process; killed at the end if it still runs."""
+    """A shard in a separate process; killed at the end if it still runs."""
     shard = Forked(main, command_line(folder, sockets, *arguments))
     try:
         yield shard
@@ -220,7 +227,7 @@ def test_a_shard_ends_with_its_engine(
             self.close()
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    monkeypatch.setattr("millrace_shard.commands.serve.Engine", DyingEngine)
+    monkeypatch.setattr("millrace_shard.commands.composition.Engine", DyingEngine)
     arguments = ["--device=cpu", "--cpu-threads=1", "--disable-custom-kernels"]
     config = ShardConfig.from_args([str(folder), f"--uds-path={tmp_path}/shard", *arguments])
     try:
@@ -276,7 +283,7 @@ def test_int8_is_for_classes_of_transformers_too(tmp_path: Path) -> None:
     assert isinstance(load(config, torch.device("cpu")).kernels, Int8Kernels)
 
 
-def test_defaults_by_device(folder: Path) -> None:
+def test_defaults_depend_on_the_device(folder: Path) -> None:
     config = ShardConfig.from_args([str(folder), "--device=cpu"])
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert choose_device(config) == cpu
@@ -311,3 +318,168 @@ def test_graphs_on_an_old_torch_are_warned_of(
         caplog.clear()
         graph_settings(ShardConfig.from_args([str(folder), *flags]), torch.device("cuda"))
         assert ("CUDA needs torch 2.13 or later" in caplog.text) == (warns and not flags)
+
+
+FILES = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
+GROUP = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"}
+SERVE = (
+    "org/model --uds-path /s/tgi --logger-level WARN --json-output --trust-remote-code --sharded --quantize awq"
+    " --speculate 3 --dtype bfloat16 --kv-cache-dtype fp8_e5m2 --revision v1 --otlp-endpoint http://traces:4317"
+    " --otlp-service-name tgi.server --max-input-tokens 100"
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def restored_log() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(capture=False)
+
+
+def test_the_command_line_of_tgis_launcher_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in GROUP.items():
+        monkeypatch.setenv(name, value)
+    config = ShardConfig.from_args(SERVE.split())
+    assert (str(config.model_folder), config.revision) == ("org/model", "v1")
+    assert (config.rank, config.world_size, config.master_port) == (1, 2, 29501)
+    assert str(config.socket_path) == "/s/tgi-1"
+    assert (config.threshold, config.json_output) == ("warning", True)
+    assert (config.quantize, config.speculate, config.dtype) == ("awq", 3, "bfloat16")
+    assert config.kv_cache_dtype == "fp8_e5m2"
+    assert [line.split()[0] for line in notices(config)] == [
+        "--" + name.replace("_", "-") for name in WITHOUT_EFFECT
+    ]
+
+
+@pytest.mark.parametrize("missing", GROUP)
+def test_sharded_needs_the_place_in_the_group(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in GROUP.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(SystemExit) as exit_:
+        ShardConfig.from_args(["m", "--sharded"])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    # Rank 1 of a group of one is refused for another reason as well.
+    assert f"{missing} must be set when sharded is True" in error
+
+
+def test_nothing_is_said_of_flags_that_were_not_given() -> None:
+    assert not list(notices(ShardConfig.from_args(["m"])))
+
+
+def test_a_name_on_the_hub_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_hub.serve(Hub(FILES)) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        config = with_folders(ShardConfig.from_args([REPO, "--revision=main"]))
+    assert config.model_folder == cache / f"models--org--model/snapshots/{COMMIT}"
+    assert config.draft_model is None
+    # It is there now.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert with_folders(ShardConfig.from_args([REPO])).model_folder == config.model_folder
+
+
+def test_neither_folder_nor_name(cache: Path) -> None:
+    with pytest.raises(HubError, match="folder /no/such/model does not exist"):
+        with_folders(ShardConfig.from_args(["/no/such/model"]))
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    config = ShardConfig.from_args([str(tmp_path)])
+    assert with_folders(config) is config
+
+
+@pytest.mark.usefixtures("cache", "restored_log")
+def test_tgis_download_flags_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--extension .bin --logger-level INFO --json-output --trust-remote-code --merge-lora --auto-convert"
+    with fake_hub.serve(Hub(FILES)) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        assert download_weights.main([REPO, *flags.split()]) == 0
+        loud = capsys.readouterr().out.splitlines()
+        quiet = flags.replace("INFO", "ERROR")
+        assert download_weights.main([REPO, *quiet.split(), "--no-auto-convert"]) == 0
+    said = [json.loads(line)["fields"]["message"] for line in loud[:-1]]
+    for flag in ("--extension", "--trust-remote-code", "--merge-lora", "--auto-convert"):
+        assert any(message.startswith(f"{flag} has no effect") for message in said)
+    assert capsys.readouterr().out.splitlines() == [loud[-1]]
+
+
+INT8 = "--quantize-activations=int8"
+ROUNDED = "activations are rounded to int8 where the weights are quantised to integers"
+NO_EFFECT = "--quantize-activations int8 has no effect"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ((INT8, "--quantize=int4"), ROUNDED),
+        ((INT8, "--dtype=float32"), NO_EFFECT),
+        ((INT8, "--disable-custom-kernels"), NO_EFFECT),
+        (("--quantize=int4",), ROUNDED),
+        (("--quantize=int8",), "int8, and activations are too"),
+        (("--quantize=int8", "--quantize-activations=exact"), "activations keep the model's dtype"),
+    ],
+)
+def test_what_activations_are(
+    flags: tuple[str, ...], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(tmp_path, "llama")
+    dtype = () if any("dtype" in flag for flag in flags) else ("--dtype=bfloat16",)
+    config = ShardConfig.from_args([str(tmp_path), *dtype, *flags])
+    with caplog.at_level(logging.INFO):
+        chosen_kernels(config, CPU, choose_dtype(config, CPU))
+    assert sum(told in record.message for record in caplog.records) == 1
+
+
+CUDA = torch.device("cuda")
+
+
+def checkpoint(folder: Path, model_type: str, dtype: torch.dtype) -> Path:
+    """A folder with the config of a checkpoint in `dtype`."""
+    config = AutoConfig.for_model(model_type)
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "device", "flags", "chosen", "is_warned"),
+    [
+        ("gemma2", torch.float16, CUDA, (), torch.float16, True),
+        ("gemma2", torch.bfloat16, CUDA, ("--dtype=float16",), torch.float16, True),
+        ("glm4", torch.float16, CUDA, (), torch.float16, True),
+        ("gemma2", torch.float16, CPU, (), torch.bfloat16, False),
+        ("gemma2", torch.float16, CUDA, ("--dtype=bfloat16",), torch.bfloat16, False),
+        ("llama", torch.float16, CUDA, (), torch.float16, False),
+    ],
+)
+def test_float16_is_warned_of_where_activations_exceed_it(
+    model_type: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    flags: tuple[str, ...],
+    chosen: torch.dtype,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    is_warned: bool,
+) -> None:
+    folder = checkpoint(tmp_path / "model", model_type, dtype)
+    config = ShardConfig.from_args([str(folder), *flags])
+    with caplog.at_level(logging.WARNING):
+        assert choose_dtype(config, device) is chosen
+    told = [model_type in record.message for record in caplog.records]
+    assert told == ([True] if is_warned else [])

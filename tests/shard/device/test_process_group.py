@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,17 +21,29 @@ from transformers import PreTrainedModel
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.device.one_shot import MAX_BYTES
 from millrace_shard.device.process_group import (
+    VARIABLES,
     CollectiveError,
     GroupError,
     ProcessGroup,
     as_collective_errors,
+    interface_to,
     refuse_shared_gpus,
+    use_interface_to,
 )
 from millrace_shard.models.families.registry import FAMILIES
+from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models.models import VOCAB, Run, greedy, logprobs, prompt_of, save_tiny
-from millrace_testing.shards.rank_processes import part_of, run_ranks, sums_by_rows
-from millrace_testing.shards.rank_samples import sample_on_a_rank
-from millrace_testing.shards.ranks import GlooMemory, Job, NoMemory, generate, work_of_a_rank
+from millrace_testing.shards.ranks import (
+    GlooMemory,
+    Job,
+    NoMemory,
+    generate,
+    part_of,
+    run_ranks,
+    sample_on_a_rank,
+    sums_by_rows,
+    work_of_a_rank,
+)
 
 
 def test_a_group_of_one_returns_what_it_is_given() -> None:
@@ -181,7 +198,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     return TwoRanks(jobs, references, run_ranks(folder, 2, work_of_a_rank, list(jobs.values())))
 
 
-def test_collectives_of_two_ranks(two_ranks: TwoRanks) -> None:
+def test_collectives_of_two_ranks_return_exact_results(two_ranks: TwoRanks) -> None:
     for results, _ in two_ranks.by_rank:
         assert results["sum"].tolist() == [[10, 12], [14, 16]]
         assert results["gathered"].tolist() == [[0, 2, 10, 12], [1, 3, 11, 13]]
@@ -193,15 +210,15 @@ def test_collectives_of_two_ranks(two_ranks: TwoRanks) -> None:
 def test_small_sums_go_through_shared_memory_and_others_do_not(two_ranks: TwoRanks) -> None:
     total = torch.arange(8.0) * 2 + 10
     for results, _ in two_ranks.by_rank:
-        found = results["one_shot"]
-        assert torch.equal(found["small"], total)
-        assert torch.equal(found["again"], total.view(2, 4) * 2)
-        assert found["bf16"].dtype is torch.bfloat16
-        assert found["bf16"].tolist() == total.tolist()
-        assert found["odd"].tolist() == total[:3].tolist()
-        assert found["int"].tolist() == total.tolist()
-        assert found["large"].tolist() == found["limit"].tolist() == total.tolist()
-        assert found["sizes"] == [32, 32, 16, MAX_BYTES]
+        result = results["one_shot"]
+        assert torch.equal(result["small"], total)
+        assert torch.equal(result["again"], total.view(2, 4) * 2)
+        assert result["bf16"].dtype is torch.bfloat16
+        assert result["bf16"].tolist() == total.tolist()
+        assert result["odd"].tolist() == total[:3].tolist()
+        assert result["int"].tolist() == total.tolist()
+        assert result["large"].tolist() == result["limit"].tolist() == total.tolist()
+        assert result["sizes"] == [32, 32, 16, MAX_BYTES]
 
 
 def test_no_rank_shares_memory_unless_all_can(two_ranks: TwoRanks) -> None:
@@ -219,7 +236,7 @@ def test_a_group_of_one_shares_nothing() -> None:
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_in_rank_order_no_memory_is_shared_and_a_message_says_so(
+def test_rank_order_shares_no_memory_and_logs_it(
     world_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = ProcessGroup(0, world_size, torch.device("cpu"))
@@ -237,11 +254,11 @@ def test_in_rank_order_a_row_is_summed_alike_whatever_is_beside_it(tmp_path: Pat
     parts = [part_of(rank) for rank in range(3)]
     expected = (parts[0] + parts[1]) + parts[2]
     rounded = (parts[0].bfloat16().float() + parts[1].bfloat16()) + parts[2].bfloat16()
-    for found in by_rank:
+    for result in by_rank:
         for num_rows in ROWS:
-            assert torch.equal(found["float32"][num_rows], expected[:num_rows])
-            assert torch.equal(found["bfloat16"][num_rows], rounded[:num_rows].bfloat16())
-        assert found["integers"].tolist() == [3, 3]
+            assert torch.equal(result["float32"][num_rows], expected[:num_rows])
+            assert torch.equal(result["bfloat16"][num_rows], rounded[:num_rows].bfloat16())
+        assert result["integers"].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -286,3 +303,102 @@ def test_a_rank_that_is_left_alone_gets_an_error(two_ranks: TwoRanks) -> None:
     """Rank 1 leaves when its work is done; the collectives of rank 0 then fail as errors of the group."""
     results, _ = two_ranks.by_rank[0]
     assert results["failed"] == ["all_reduce", "all_gather", "minimum"]
+
+
+CODE = """
+import sys
+from datetime import timedelta
+from threading import Event
+from millrace_shard.device.process_group import ProcessGroup
+import torch
+
+rank, port = map(int, sys.argv[1:])
+broken = Event()
+
+def when_broken(reason):
+    print(reason, flush=True)
+    broken.set()
+
+group = ProcessGroup.connect(
+    rank, 2, master_addr="127.0.0.1", master_port=port, device=torch.device("cpu"),
+    timeout=timedelta(seconds=60), when_broken=when_broken,
+)
+print(group.id, flush=True)
+broken.wait()
+import os
+os._exit(75)
+"""
+SECONDS = 60
+
+
+class Rank:
+    """A process of a rank, and what it says."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        command = [sys.executable, "-c", CODE, str(rank), str(port)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def says(self) -> str:
+        """Its next line."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def ranks() -> Iterator[ExitStack]:
+    """Kills what is left."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def started(ranks: ExitStack, rank: int, port: int) -> Rank:
+    result = Rank(rank, port)
+    # It waits for the process and closes its pipe.
+    ranks.enter_context(result.process)
+    ranks.callback(result.process.kill)
+    return result
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_comes_back_ends_the_group_that_it_left(ranks: ExitStack, gone: int) -> None:
+    with kept_port() as port:
+        both = [started(ranks, rank, port) for rank in range(2)]
+        first = {each.says() for each in both}
+        assert len(first) == 1
+        stays = both[1 - gone]
+        both[gone].process.kill()
+        both[gone].process.wait()
+        back = started(ranks, gone, port)
+        reason = "rank 0 has ended" if gone == 0 else "rank 1 has left its group"
+        assert stays.says() == reason
+        assert stays.process.wait(SECONDS) == 75
+        other = started(ranks, 1 - gone, port)
+        again = {back.says(), other.says()}
+        assert len(again) == 1
+        assert again != first
+
+
+def test_the_interface_that_leads_to_an_address_is_found() -> None:
+    assert interface_to("127.0.0.1") == interface_to("localhost") == "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family.name == "AF_INET" and not each.address.startswith("127."):
+                # The kernel sends to its own addresses by the loopback interface, from the address itself.
+                assert interface_to(each.address) == name
+
+
+def test_a_name_that_does_not_resolve_leads_nowhere() -> None:
+    assert interface_to("nowhere.invalid") is None
+
+
+def test_settings_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    gloo, nccl = VARIABLES
+    monkeypatch.setenv(gloo, "eth9")
+    monkeypatch.setenv(nccl, "")
+    monkeypatch.delenv(nccl)
+    use_interface_to("127.0.0.1")
+    import os
+
+    assert (os.environ[gloo], os.environ[nccl]) == ("eth9", "lo")

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from millrace_proto.sampling import Sampling
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.batch_limits import BatchLimits
-from millrace_shard.batch.sequence import SamplingParameters, Sequence
+from millrace_shard.batch.device_tables import BatchLimits
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import (
     BatchChange,
     FailureKind,
@@ -39,7 +40,7 @@ from millrace_testing.engines.engine_driver import (
 )
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, VOCAB_SIZE, greedy, logits_for
 
-SAMPLING = SamplingParameters(
+SAMPLING = Sampling(
     do_sample=True, temperature=1.3, top_k=30, top_p=0.95, repetition_penalty=1.2, seed=11
 )
 
@@ -57,7 +58,7 @@ def test_greedy_tokens_follow_from_the_whole_context(driver: Driver) -> None:
     assert generate(driver, 3, 7) == greedy(PROMPT, 7)
 
 
-def test_logprobs_and_timings(driver: Driver) -> None:
+def test_a_step_reports_logprobs_and_timings(driver: Driver) -> None:
     result = driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
     expected = logits_for(PROMPT).log_softmax(-1).max()
     assert result.logprobs.tolist() == pytest.approx([float(expected)], abs=1e-6)
@@ -134,9 +135,7 @@ def test_a_step_is_answered_while_the_next_one_is_computed(*, overlap: bool) -> 
 
 
 @pytest.mark.parametrize("work", ["filter", "invalid", "warm-up", "end"])
-def test_a_step_is_answered_when_the_next_work_is_no_forward_pass(
-    work: str, driver: Driver
-) -> None:
+def test_a_step_is_answered_when_other_work_follows(work: str, driver: Driver) -> None:
     driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
     gate = Event()
 
@@ -195,7 +194,7 @@ def test_a_replayed_sequence_goes_on_with_the_same_samples(driver: Driver) -> No
             parameters=SAMPLING,
         )
         assert whole[:kept] + rest == whole
-    assert whole != generate(driver, 0, 8, parameters=SamplingParameters(do_sample=True, seed=12))
+    assert whole != generate(driver, 0, 8, parameters=Sampling(do_sample=True, seed=12))
 
 
 def test_a_cached_prefix_is_read_and_not_cleared(driver: Driver) -> None:
@@ -212,11 +211,11 @@ def test_a_cached_prefix_is_read_and_not_cleared(driver: Driver) -> None:
 
 def test_blocks_are_granted_as_a_sequence_grows(driver: Driver) -> None:
     driver.run(forward(driver.admit(0, room=0), chunks=[(0, 6)]))
-    found = []
+    result = []
     for step in range(8):
         grown = [(0, driver.free.pop(0))] if (6 + step) % BLOCK_SIZE == 0 else []
-        found.append(tokens(driver.run(forward(decodes=[0], grown=grown)))[0])
-    assert found == greedy(PROMPT, 9)[1:]
+        result.append(tokens(driver.run(forward(decodes=[0], grown=grown)))[0])
+    assert result == greedy(PROMPT, 9)[1:]
 
 
 def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> None:
@@ -230,12 +229,12 @@ def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> No
 @pytest.mark.parametrize(
     ("work", "message"),
     [
-        (lambda d: forward(decodes=[3]), "no sequence in slots"),
-        (lambda d: forward(decodes=[99]), "no sequence in slots"),
-        (lambda d: Filter(ints([3])), "no sequence in slots"),
+        (lambda d: forward(decodes=[3]), "do not hold sequences"),
+        (lambda d: forward(decodes=[99]), "do not hold sequences"),
+        (lambda d: Filter(ints([3])), "do not hold sequences"),
         (lambda d: forward(dropped=[0, 0]), "named twice"),
         (lambda d: forward(d.admit(0), chunks=[(0, 1)]), "slot 0 is in use"),
-        (lambda d: forward(d.admit(6), chunks=[(6, 1)]), "slot 6 is not one of 6"),
+        (lambda d: forward(d.admit(6), chunks=[(6, 1)]), "slot 6 is not one of the 6 slots"),
         (lambda d: forward(d.admit(1), chunks=[(1, 7)]), "more tokens than its prompt has left"),
         (lambda d: forward(d.admit(1), chunks=[(1, 0)]), "has left, or none"),
         (lambda d: forward(d.admit(1), decodes=[1]), "decode of an unfinished one"),
@@ -243,7 +242,7 @@ def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> No
         (lambda d: forward(d.admit(1, room=-3), chunks=[(1, 6)]), "block table is too short"),
         (lambda d: forward(decodes=[0], grown=[(0, 0)]), "blocks are numbered"),
         (lambda d: forward(decodes=[0], grown=[(0, 64)]), "blocks are numbered"),
-        (lambda d: forward(decodes=[0], grown=[(1, 60)]), "no sequence in slots"),
+        (lambda d: forward(decodes=[0], grown=[(1, 60)]), "do not hold sequences"),
         (lambda d: forward(d.admit(1), grown=[(0, d.free[0] - 1)]), "another owner"),
         (lambda d: forward(decodes=[0], grown=[(0, d.free[0] - 1)]), "another owner"),
         (lambda d: forward(decodes=[0], grown=[(0, b) for b in d.free[:40]]), "over 17 blocks"),
@@ -252,7 +251,7 @@ def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> No
             "another owner",
         ),
         (lambda d: forward(decodes=[0, 0]), "named twice"),
-        (lambda d: Unknown(), "no work that this shard knows"),
+        (lambda d: Unknown(), "the work of the step is unknown to this shard"),
     ],
 )
 def test_an_invalid_step_fails_and_names_the_reason(
@@ -275,9 +274,9 @@ INVALID: dict[str, dict[str, Any]] = {
     "0 tokens": {"ids": []},
     "leaves no token to compute": {"ids": [1] * 8, "cached_tokens": 8},
     "do not fill": {"cached_tokens": 3},
-    "has no prompt": {"generated_tokens": 6},
-    "have to be positive": {"parameters": SamplingParameters(temperature=0.0)},
-    "have to be finite": {"parameters": SamplingParameters(presence_penalty=float("inf"))},
+    "lacks a prompt": {"generated_tokens": 6},
+    "`temperature` must be strictly positive": {"parameters": Sampling(temperature=0.0)},
+    "`presence_penalty` must be finite": {"parameters": Sampling(presence_penalty=float("inf"))},
 }
 
 
@@ -464,7 +463,7 @@ def test_rows_that_are_not_finite_fail_alone_and_stay_failed(driver: Driver) -> 
     assert not len(fresh.failed_slots)
 
 
-def test_the_checksum_tells_different_tokens_apart(driver: Driver) -> None:
+def test_the_checksum_distinguishes_tokens(driver: Driver) -> None:
     first = driver.run(forward(driver.admit(0), chunks=[(0, 6)])).checksum
     driver.run(Filter(ints([0])))
     driver.free = list(range(1, 64))

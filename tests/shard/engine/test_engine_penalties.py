@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_shard.batch.sequence import SamplingParameters
-from millrace_shard.kernels.sampling_kernels import SamplingKernels
+from millrace_proto.sampling import Sampling
+from millrace_shard.kernels.scores import SamplingKernels
 from millrace_testing.engines.engine_driver import PROMPT, Driver, forward, generate, tokens
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
-from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
+from millrace_shard.kernels.cuda.operators import TritonSampling
 
-KIND = SamplingParameters(repetition_penalty=1.4, frequency_penalty=2.0, presence_penalty=0.7)
+KIND = Sampling(repetition_penalty=1.4, frequency_penalty=2.0, presence_penalty=0.7)
 
 
 def generated(sampling: SamplingKernels | None) -> list[list[int]]:

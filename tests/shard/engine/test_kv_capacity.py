@@ -35,7 +35,7 @@ def plan(fitting: int = 1000, *, is_budget: bool = False, **limits: Any) -> Capa
     return plan_capacity(request, SHAPE, fitting_blocks=fitting, is_budget=is_budget)
 
 
-def test_a_quarter_of_the_memory_by_default() -> None:
+def test_the_cache_takes_a_quarter_of_the_memory_by_default() -> None:
     assert cpu_memory(available=8 * GB, kv_memory=None) == KVMemory(
         bytes=2 * GB, is_budget=False, max_bytes=8 * GB
     )
@@ -66,16 +66,16 @@ def test_limits_left_open_follow_from_memory_and_model() -> None:
 
 
 def test_no_more_is_taken_than_concurrent_requests_can_fill() -> None:
-    found = plan(max_total_tokens=100, max_concurrent_requests=3)
-    assert found.num_blocks == 3 * 2 + 1
+    result = plan(max_total_tokens=100, max_concurrent_requests=3)
+    assert result.num_blocks == 3 * 2 + 1
     assert plan(max_total_tokens=100, max_concurrent_requests=3, is_budget=True).num_blocks == 1001
     assert plan(5, max_total_tokens=100, max_concurrent_requests=3).num_blocks == 6
 
 
 def test_the_users_bound_is_kept_up_to_a_block() -> None:
-    found = plan(max_batch_total_tokens=1000, max_concurrent_requests=1)
-    assert found.max_batch_total_tokens == 1024
-    assert found.max_total_tokens == 1024
+    result = plan(max_batch_total_tokens=1000, max_concurrent_requests=1)
+    assert result.max_batch_total_tokens == 1024
+    assert result.max_total_tokens == 1024
     assert plan(3, max_batch_total_tokens=1000).max_batch_total_tokens == 192
 
 
@@ -120,7 +120,7 @@ def test_what_is_promised_fits(
     more: int,
 ) -> None:
     try:
-        found = plan(
+        result = plan(
             fitting,
             is_budget=is_budget,
             max_total_tokens=total,
@@ -131,19 +131,19 @@ def test_what_is_promised_fits(
         assert total is not None
         assert total > min(fitting * 64, bound or 10**9)
         return
-    assert 1 < found.num_blocks <= fitting + 1
-    assert found.max_input_tokens < found.max_total_tokens <= found.max_batch_total_tokens
-    assert total in (None, found.max_total_tokens)
+    assert 1 < result.num_blocks <= fitting + 1
+    assert result.max_input_tokens < result.max_total_tokens <= result.max_batch_total_tokens
+    assert total in (None, result.max_total_tokens)
     limits: dict[str, Any] = {
         "is_budget": is_budget,
         "max_total_tokens": total,
         "max_batch_total_tokens": bound,
         "max_concurrent_requests": concurrent,
-        "num_blocks": found.num_blocks,
+        "num_blocks": result.num_blocks,
     }
-    assert plan(found.num_blocks - 1 + more, **limits) == found, "a later life differs"
+    assert plan(result.num_blocks - 1 + more, **limits) == result, "a later life differs"
     with pytest.raises(CapacityError, match="the previous group had"):
-        plan(found.num_blocks - 2, **limits)
+        plan(result.num_blocks - 2, **limits)
 
 
 def test_a_cache_of_an_earlier_life_may_have_all_there_is() -> None:
@@ -168,7 +168,7 @@ def test_a_cache_of_an_earlier_life_may_have_all_there_is() -> None:
 def test_the_largest_prefill_is_spread_over_few_long_prompts(
     num_tokens: int, max_rows: int, num_blocks: int, lengths: list[int]
 ) -> None:
-    found = spread_prefill(
+    result = spread_prefill(
         num_tokens, max_rows=max_rows, longest=400, num_blocks=num_blocks, block_size=64
     )
-    assert found == lengths
+    assert result == lengths

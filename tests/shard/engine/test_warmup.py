@@ -13,12 +13,11 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine import warmup
 from millrace_shard.engine.kv_capacity import CapacityError, KVMemory, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
-from millrace_shard.engine.profile_run import LongestDecode, run_largest
-from millrace_shard.engine.warmup import MemoryLimits, WarmedUp, warm_up
+from millrace_shard.engine.warmup import LongestDecode, MemoryLimits, WarmedUp, run_largest, warm_up
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.interface import KVGeometry, KVLayer
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kernels
 from millrace_testing.engines.graphs import Recorder
@@ -79,7 +78,7 @@ def test_the_largest_prefill_runs_once_and_leaves_nothing() -> None:
 
 
 class ThreeLayers(FakeModel):
-    """Its first layers are a model of their own."""
+    """Its first layers are a separate model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +344,7 @@ def test_no_capture_follows_one_that_has_failed() -> None:
 def test_memory_that_torch_cannot_release_does_not_count_as_free(
     monkeypatch: pytest.MonkeyPatch, version: str, reused: int
 ) -> None:
-    """A failed capture holds all cached memory, that of the profile run's KV cache among it, until torch 2.13."""
+    """A failed capture holds all cached memory, including the profile run's KV cache, until torch 2.13."""
 
     def fail(number: int) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")

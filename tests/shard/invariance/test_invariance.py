@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+from millrace_proto.sampling import Sampling
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.sequence import SamplingParameters, Sequence
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward, Open, Step, StepResult, Work
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine
@@ -22,15 +23,14 @@ from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.models.load import load_model
-from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, make_kernels, tiles_by
 
 NUM_TOKENS = 6
 SAMPLING = (
-    SamplingParameters(do_sample=True, seed=5, temperature=1.2, top_p=0.9),
-    SamplingParameters(),
-    SamplingParameters(do_sample=True, seed=5, top_k=20, repetition_penalty=1.3),
-    SamplingParameters(do_sample=True, seed=9, typical_p=0.8, frequency_penalty=0.4),
+    Sampling(do_sample=True, seed=5, temperature=1.2, top_p=0.9),
+    Sampling(),
+    Sampling(do_sample=True, seed=5, top_k=20, repetition_penalty=1.3),
+    Sampling(do_sample=True, seed=9, typical_p=0.8, frequency_penalty=0.4),
 )
 PROMPTS = tuple(
     torch.randint(300, (length,), generator=torch.Generator().manual_seed(length)).numpy()

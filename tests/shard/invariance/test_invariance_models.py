@@ -21,7 +21,7 @@ from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
-from millrace_shard.models.transformers_backend import batch_invariant
+from millrace_shard.models.transformers_backend import transformers_model
 from millrace_shard.models.transformers_backend.supported import SUPPORTED
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.models import CONFIGS, Driver, Run, prompt_of, save_tiny
@@ -226,7 +226,7 @@ def test_classes_themselves_do_nothing_that_rounds_by_place(
     model_type, overrides = VARIATIONS[name]
     loader = loader_of("cpu-fp32", tmp_path)
     model = loader(model_type, **overrides)
-    monkeypatch.setattr(batch_invariant, "elementwise", lambda _, x: x)
+    monkeypatch.setattr(transformers_model, "elementwise", lambda _, x: x)
     run, operators = Run(prompt_of(40)), Operators()
     driver = loader.driver(model)
     batch = driver.admit([(run, 40)])

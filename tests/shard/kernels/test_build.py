@@ -13,10 +13,11 @@ from pathlib import Path
 from threading import Barrier, Event
 
 import pytest
+import torch
 
 from millrace_shard.kernels import build
-from millrace_shard.kernels.build import BuildError, compile_library
-from millrace_testing.engines.compiler import COMPILER, FAILING, compiler, runs, toolchain
+from millrace_shard.kernels.build import BuildError, Toolchain, compile_library, load_operators
+from millrace_testing.engines.compiler import COMPILER, FAILING, GOOD, compiler, runs, toolchain
 
 SECONDS = 60.0
 
@@ -90,7 +91,7 @@ def test_any_change_builds_anew(tmp_path: Path, source: Path, changed: str) -> N
     assert runs(tmp_path) == 4
 
 
-def test_a_failed_build_says_why_and_leaves_nothing(tmp_path: Path, source: Path) -> None:
+def test_a_failed_build_names_the_reason_and_leaves_nothing(tmp_path: Path, source: Path) -> None:
     folder = tmp_path / "cache"
     with pytest.raises(BuildError, match="no such thing"):
         compile_library(source, folder, toolchain(tmp_path, FAILING))
@@ -127,18 +128,18 @@ def test_another_c_library_builds_anew(
     assert compile_library(source, tmp_path, tools) != before
 
 
-def test_no_compiler(tmp_path: Path, source: Path) -> None:
+def test_a_missing_compiler_is_an_error(tmp_path: Path, source: Path) -> None:
     with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
         compile_library(source, tmp_path, replace(toolchain(tmp_path), compiler=None))
 
 
-def test_a_program_that_is_no_compiler_is_named(tmp_path: Path, source: Path) -> None:
+def test_a_program_that_is_not_a_compiler_is_named(tmp_path: Path, source: Path) -> None:
     tools = toolchain(tmp_path, "not a program\n")
     with pytest.raises(BuildError, match="compiler does not run"):
         compile_library(source, tmp_path, tools)
 
 
-def test_a_build_says_when_it_begins_and_ends(
+def test_a_build_logs_its_begin_and_end(
     tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -160,7 +161,7 @@ class Told(logging.Handler):
             self.waiting.set()
 
 
-def test_who_waits_for_anothers_build_says_so(
+def test_waiting_for_another_build_is_logged(
     tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tools, told = toolchain(tmp_path), Told()
@@ -187,7 +188,9 @@ def test_who_waits_for_anothers_build_says_so(
     assert runs(tmp_path) == 2
 
 
-def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_follows_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MILLRACE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.cache_folder() == tmp_path / "millrace" / "kernels"
@@ -216,3 +219,90 @@ def test_what_another_user_built_is_not_loaded(
             os.chown(path, 4711, -1)
     with pytest.raises(BuildError, match="can be written by other users"):
         compile_library(source, tmp_path / "cache", tools)
+
+
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cxx: str) -> None:
+    """Load the operators as a process with `cxx` as CXX and without g++ does."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr("shutil.which", lambda name: name if Path(name).is_file() else None)
+    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", cxx)
+    load_operators.__wrapped__()
+
+
+def test_the_compiler_is_cxx_or_gxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.fspath(compiler(tmp_path))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setenv("CXX", own)
+    tools = Toolchain.find()
+    assert tools.compiler == (own,)
+    assert "-DCPU_CAPABILITY_AVX512" in tools.compile_flags
+    monkeypatch.setenv("CXX", f"{own} g++ '-DNAME=two words'")
+    assert Toolchain.find().compiler == (own, "g++", "-DNAME=two words")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", os.fspath(tmp_path))
+    assert Toolchain.find().compiler is None
+    gxx = compiler(tmp_path).rename(tmp_path / "g++")
+    assert Toolchain.find().compiler == (os.fspath(gxx),)
+
+
+@pytest.mark.parametrize("cxx", ["nowhere", "nowhere g++", "'g++", "  "])
+def test_a_missing_compiler_is_reported_and_gxx_used(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    cxx: str,
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    gxx = compiler(tmp_path).rename(tmp_path / "g++")
+    monkeypatch.setenv("PATH", os.fspath(tmp_path))
+    monkeypatch.setenv("CXX", cxx)
+    assert Toolchain.find().compiler == (os.fspath(gxx),)
+    assert [f"CXX={cxx} " in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(("machine", "capability"), [("aarch64", "AVX2"), ("x86_64", "DEFAULT")])
+def test_other_cpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, machine: str, capability: str
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    with pytest.raises(BuildError, match=f"{machine} {capability}"):
+        Toolchain.find()
+
+
+def test_a_compiler_whose_library_does_not_load_spoils_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        with pytest.raises(BuildError, match="does not load"):
+            load(tmp_path, monkeypatch, str(compiler(tmp_path)))
+    load(tmp_path, monkeypatch, str(compiler(tmp_path, GOOD, version=2)))
+    assert runs(tmp_path) == 2 * 3
+
+
+def test_a_built_library_that_does_not_load_is_built_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The compiler has the same version in both builds, and the first build is broken."""
+    with pytest.raises(BuildError, match="does not load"):
+        load(tmp_path, monkeypatch, str(compiler(tmp_path)))
+    (library,) = (tmp_path / "cache" / "kernels").glob("*.so")
+    load(tmp_path, monkeypatch, str(compiler(tmp_path, GOOD)))
+    assert library.read_bytes() == Path(torch._C.__file__).read_bytes()
+    assert runs(tmp_path) == 4
+    assert [f"{library} does not load" in record.message for record in caplog.records] == [True]
+
+
+def test_a_built_library_that_does_not_load_stays_where_none_can_be_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BuildError, match="does not load"):
+        load(tmp_path, monkeypatch, str(compiler(tmp_path)))
+    (library,) = (tmp_path / "cache" / "kernels").glob("*.so")
+    with pytest.raises(BuildError, match=f"{library} does not load"):
+        load(tmp_path, monkeypatch, "")
+    assert library.exists()

@@ -28,7 +28,7 @@ def chosen(dtype: torch.dtype = torch.float32, head_dim: int = 64) -> str:
 
 @pytest.fixture(autouse=True)
 def named_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that Triton is told to use, unless a test says otherwise."""
+    """The folder that Triton uses, unless a test sets another one."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "named"))
     return tmp_path / "named"
 
@@ -108,7 +108,7 @@ def test_kernels_that_do_not_agree_are_not(
     ],
     ids=["host", "device"],
 )
-def test_running_out_of_memory_says_nothing_of_the_kernels(
+def test_running_out_of_memory_does_not_condemn_the_kernels(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, error: RuntimeError
 ) -> None:
     pretend(monkeypatch, error)
@@ -170,7 +170,7 @@ def chosen_on_cuda() -> str:
 
 
 def refused_on_cuda(dtype: torch.dtype = torch.bfloat16, head_dim: int = 80) -> str:
-    """The reason why there are no kernels; plain torch is no answer, since it was not asked for."""
+    """The reason for the lack of kernels; plain torch does not step in, since it was not requested."""
     with pytest.raises(UnsupportedModel, match=r"--disable-custom-kernels runs.*plain") as raised:
         choose_kernels(CUDA, dtype, deterministic=False, shapes=[LayerShape.small(head_dim)])
     return str(raised.value)

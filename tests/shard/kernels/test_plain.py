@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millrace_shard.kernels import plain_attention
+from millrace_shard.kernels import plain_attention, scores
 from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.build import BuildError, load_operators
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.ragged import RaggedBatch
 
 CPU = torch.device("cpu")
@@ -145,7 +148,7 @@ LENGTHS = [31, 150, 9, 201, 1, 170]
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("window", [None, 1, 20, 500])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_attend(
+def test_attention_matches_its_definition(
     deterministic: bool, block_size: int, window: int | None, softcap: float | None
 ) -> None:
     kernels = PlainKernels(deterministic=deterministic, block_size=block_size)
@@ -186,7 +189,7 @@ def test_sinks_join_the_softmax_and_have_no_values(
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(1, 1, 8), (4, 4, 20), (9, 3, 64)]
 )
-def test_attend_heads(
+def test_attention_of_any_heads_matches_its_definition(
     deterministic: bool, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
     kernels = PlainKernels(deterministic=deterministic)
@@ -298,7 +301,7 @@ def test_silu_mul_of_a_row_does_not_depend_on_where_it_lies(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("rotary_dim", [16, 8, 2])
-def test_rope_store(rotary_dim: int) -> None:
+def test_rope_store_rotates_pairs_of_channels(rotary_dim: int) -> None:
     """Channel i pairs with i + rotary_dim / 2; channels past rotary_dim and values are left alone."""
     kernels = PlainKernels(deterministic=False)
     case = make_case(kernels, [40], stored=False)
@@ -323,7 +326,7 @@ def test_rope_store(rotary_dim: int) -> None:
     assert case.cache.keys.isnan().any(), "nothing but the batch's rows is written"
 
 
-def test_a_step_without_any_decode_or_without_any_prefill() -> None:
+def test_steps_of_only_prefills_or_only_decodes_attend_exactly() -> None:
     kernels = PlainKernels(deterministic=False)
     case = make_case(kernels, LENGTHS)
     for rows in ([(1, 0, 150)], [(0, 30, 31), (3, 200, 201)]):
@@ -380,3 +383,95 @@ def test_wider_block_tables_than_needed_are_fine() -> None:
 def test_block_sizes_that_do_not_divide_the_key_chunk_are_refused() -> None:
     with pytest.raises(ValueError, match="block_size must be a power of two up to 128, not 48"):
         PlainKernels(deterministic=True, block_size=48)
+
+
+Choose = Callable[[Tensor], scores.Best]
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Choose:
+    if request.param == "plain":
+        monkeypatch.setattr(scores, "operators_loaded", lambda: False)
+    else:
+        try:
+            load_operators()
+        except BuildError as error:
+            pytest.skip(str(error))
+    return scores.choose_greedy
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, 49152])
+def test_it_is_the_maximum_and_its_log_probability(choose: Choose, size: int) -> None:
+    logits = torch.randn(7, size, generator=torch.Generator().manual_seed(size)) * 5
+    ids, logprobs, failed = choose(logits)
+    assert not failed.any()
+    assert torch.equal(ids, logits.argmax(-1))
+    expected = logits.double().log_softmax(-1).max(-1).values
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_first_of_equals_is_chosen(choose: Choose) -> None:
+    logits = torch.zeros(3, 100)
+    logits[1, [40, 99]] = 2.0
+    logits[2, [99, 17]] = 3.0
+    assert choose(logits)[0].tolist() == [0, 40, 17]
+
+
+def test_forbidden_tokens_are_never_chosen(choose: Choose) -> None:
+    logits = torch.full((1, 40), -math.inf)
+    logits[0, 39] = -5.0
+    ids, logprobs, _ = choose(logits)
+    assert ids.tolist() == [39]
+    assert logprobs.tolist() == [0.0]
+    assert not logprobs.signbit().any(), (
+        "a token that is forced is said to have 0.0, and never -0.0"
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 37])
+def test_only_the_row_that_is_not_finite_fails(choose: Choose, bad: float, place: int) -> None:
+    logits = torch.randn(3, 38)
+    expected = choose(logits.clone())
+    logits[1, place] = bad
+    ids, logprobs, failed = choose(logits)
+    assert failed.tolist() == [False, True, False]
+    assert not logprobs[1].isfinite()
+    assert 0 <= int(ids[1]) < 38
+    for row in (0, 2):
+        assert ids[row] == expected[0][row]
+        assert logprobs[row] == expected[1][row]
+
+
+def test_rows_have_the_same_bits_in_any_batch(choose: Choose) -> None:
+    logits = torch.randn(40, 1003)
+    ids, logprobs, _ = choose(logits)
+    for row in range(40):
+        alone = choose(logits[row : row + 1])
+        assert alone[0][0] == ids[row]
+        assert alone[1][0] == logprobs[row]
+
+
+def test_elements_are_scaled_values_with_offsets_in_the_order_of_inputs() -> None:
+    generator = torch.Generator().manual_seed(1)
+    outputs, inputs, group_size = 5, 22, 8
+    groups = 3
+    tensor = QuantizedTensor(
+        codes=torch.randint(16, (outputs, inputs), generator=generator, dtype=torch.uint8),
+        values=torch.randn(16, generator=generator),
+        scales=torch.rand(outputs, groups, generator=generator),
+        offsets=torch.randn(outputs, groups, generator=generator),
+        group_size=group_size,
+        input_order=torch.randperm(inputs, generator=generator),
+    )
+    assert tensor.shape == (outputs, inputs)
+    assert tensor.bits == 4
+    weight = tensor.dequantized()
+    assert tensor.offsets is not None
+    assert tensor.input_order is not None
+    for row in range(outputs):
+        for column in range(inputs):
+            group = column // group_size
+            value = tensor.values[int(tensor.codes[row, column])]
+            expected = tensor.scales[row, group] * value + tensor.offsets[row, group]
+            assert weight[row, int(tensor.input_order[column])] == expected

@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cuda.operators import CudaKernels
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.model_runner.adapter_graphs import AdapterGraphs
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.engines.steps import Stepper, ints
@@ -32,7 +32,7 @@ SIZES = (1, 3)
 RANKS = (6, 20, 11, 70)
 """The graphs have programs for ranks up to 64."""
 RUNS_ON_CUDA = torch.cuda.is_available()
-pytestmark = pytest.mark.skipif(RUNS_ON_CUDA, reason="the steps are those of a CPU")
+pytestmark = pytest.mark.skipif(RUNS_ON_CUDA, reason="the steps are a CPU's")
 
 
 class Bench:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,9 +17,9 @@ import torch
 from millrace_shard.batch.step import Forward, StepResult
 from millrace_shard.device.process_group import CollectiveError, ProcessGroup
 from millrace_shard.kernels.base import Kernels
+from millrace_shard.model_runner import graph_capture, piecewise_layers
 from millrace_shard.model_runner.decode_graphs import KIND
-from millrace_shard.model_runner.graph_capture import CudaCapture
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import CudaCapture, GraphSettings
 from millrace_shard.model_runner.trial_sequence import TrialSequence
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
@@ -26,6 +27,7 @@ from millrace_shard.models.transformers_backend.supported import SUPPORTED
 from millrace_shard.models.transformers_backend.transformers_model import CAPTURED
 from millrace_testing.engines.graphs import Recorder, out_of_memory
 from millrace_testing.engines.kernels import make_kernels
+from millrace_testing.engines.multi_token import PlannedProposer
 from millrace_testing.engines.steps import (
     MAX_BATCH_SIZE,
     MAX_TOKENS,
@@ -70,7 +72,7 @@ def steppers(setup: Setup, recorder: Recorder, sizes: tuple[int, ...] = SIZES) -
 
 
 def story() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Admissions of slot 0, 1, … beside decodes, then decodes in changing batches."""
+    """Admissions of slot 0, 1, … together with decodes, then decodes in changing batches."""
     yield "greedy", ()
     yield "temperature", (0,)
     yield "filters", (1, 0)
@@ -159,7 +161,7 @@ def test_a_row_without_its_forced_tokens_lets_the_step_use_the_graph(
     assert recorder.replays() == {2: 1}
 
 
-def test_a_prompt_of_one_token_is_no_decode(setup: Setup, recorder: Recorder) -> None:
+def test_a_prompt_of_one_token_is_not_a_decode(setup: Setup, recorder: Recorder) -> None:
     by_graph, eager = steppers(setup, recorder)
     results = [s.run(s.admission(0, [7], prefill_logprobs=True)) for s in (by_graph, eager)]
     assert results[0].ids.tolist() == results[1].ids.tolist()
@@ -255,7 +257,7 @@ def test_what_cannot_be_captured_runs_eagerly(
         assert ours.ids.tolist() == theirs.ids.tolist()
 
 
-def test_a_lost_group_is_no_problem_of_graphs(setup: Setup) -> None:
+def test_a_lost_group_is_not_blamed_on_graphs(setup: Setup) -> None:
     recorder = Recorder(fail_warm_up=raising_second(CollectiveError("rank 1 is gone")))
     with pytest.raises(CollectiveError, match="rank 1 is gone"):
         steppers(setup, recorder)
@@ -347,7 +349,7 @@ def test_a_failed_row_among_good_ones_fails_alone_by_graph(
 def test_the_kernels_of_cuda_take_nothing_from_the_host_copies(
     recorder: Recorder, tmp_path: Path
 ) -> None:
-    """In Triton's interpreter where there is no GPU; a captured step tells them the longest contexts there may be."""
+    """In Triton's interpreter without a GPU; a captured step gives them the longest contexts that may occur."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which the next test runs")
     cuda = pytest.importorskip("millrace_shard.kernels.cuda.operators", reason="no Triton")
@@ -421,3 +423,96 @@ def test_listed_classes_of_transformers_are_captured(
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-2, rtol=0)
     if name not in CAPTURED:
         pytest.skip(f"decodes of {name} are captured with the results of eager steps: list it")
+
+
+FP32 = torch.float32
+TOKEN_COUNTS = (16, 8)
+NUM_DRAFTS = 2
+
+
+@dataclass(frozen=True)
+class Steppers:
+    """One stepper with all kinds of graphs and one with none, with the same proposer and sequences."""
+
+    by_graph: Stepper
+    eager: Stepper
+    whole: Recorder
+    pieces: Recorder
+
+    def run(self, step: Forward) -> tuple[dict[int, int], dict[int, int]]:
+        """Run a step in both; the replays of graphs of whole steps and of pieces in it, by size."""
+        recorders = (self.whole, self.pieces)
+        before = [Counter(recorder.replays()) for recorder in recorders]
+        ours, theirs = self.by_graph.run(step), self.eager.run(step)
+        assert len(ours.ids)
+        assert ours.slots.tolist() == theirs.slots.tolist()
+        assert ours.counts.tolist() == theirs.counts.tolist()
+        assert ours.ids.tolist() == theirs.ids.tolist()
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=0)
+        whole, pieces = (
+            dict(Counter(recorder.replays()) - old)
+            for recorder, old in zip(recorders, before, strict=True)
+        )
+        return whole, pieces
+
+
+@pytest.fixture
+def patched_steppers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Steppers:
+    monkeypatch.setattr(graph_capture, "SIZES", SIZES)
+    monkeypatch.setattr(piecewise_layers, "TOKEN_COUNTS", TOKEN_COUNTS)
+    kernels = make_kernels("plain", deterministic=False)
+    model = tiny_llama(tmp_path, kernels, FP32)
+    whole, pieces = Recorder(), Recorder()
+    by_graph = Stepper(
+        model,
+        kernels,
+        dtype=FP32,
+        graphs=GraphSettings(None, whole.new_capture),
+        pieces=GraphSettings(None, pieces.new_capture),
+        max_draft_tokens=NUM_DRAFTS,
+    )
+    eager = Stepper(model, kernels, dtype=FP32, max_draft_tokens=NUM_DRAFTS)
+    for stepper in (by_graph, eager):
+        futures = {slot: [1] * 99 for slot in range(MAX_BATCH_SIZE)}
+        stepper.use(PlannedProposer(futures, error_rate=0.0))
+        for slot in range(MAX_BATCH_SIZE):
+            stepper.run(stepper.admission(slot, prompt_of(3 + slot, seed=slot)))
+    return Steppers(by_graph, eager, whole, pieces)
+
+
+def decodes(num_rows: int) -> Forward:
+    return Forward(decode_slots=ints(range(num_rows)))
+
+
+def drafts(num_rows: int) -> Forward:
+    return Forward(
+        decode_slots=ints(range(num_rows)),
+        decode_tokens=ints([1 + NUM_DRAFTS] * num_rows),
+        draft_tokens=ints([NUM_DRAFTS] * num_rows),
+    )
+
+
+def test_graphs_of_whole_steps_end_at_256_rows_and_pieces_at_512_tokens() -> None:
+    assert GraphSettings(None, Recorder).sizes_up_to(1000)[0] == 256
+    assert max(piecewise_layers.TOKEN_COUNTS) == 512
+
+
+@pytest.mark.parametrize(
+    ("step", "whole", "size"),
+    [
+        (decodes(4), {4: 1}, None),
+        (decodes(5), {}, 8),
+        (drafts(2), {}, 8),
+        (drafts(4), {}, 16),
+        (drafts(MAX_BATCH_SIZE), {}, None),
+    ],
+    ids=["decodes", "many-decodes", "drafts", "more-drafts", "most-drafts"],
+)
+def test_steps_without_a_graph_of_their_own(
+    patched_steppers: Steppers, step: Forward, whole: dict[int, int], size: int | None
+) -> None:
+    """Each size of pieces is counted once, although a step replays all pieces of a size."""
+    replayed = patched_steppers.run(step)
+    assert replayed == (whole, {} if size is None else {size: 1})
+    # Sequences go on from what the step stored.
+    assert patched_steppers.run(decodes(MAX_BATCH_SIZE)) == ({}, {8: 1})

@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from millrace_shard.batch.step import Forward
 from millrace_shard.device import transfers
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
+from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_shard.model_runner.graph_capture import CudaCapture
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import CudaCapture, GraphSettings
 from millrace_shard.models.interface import CausalModel
-from millrace_shard.speculation.factory import Speculation
+from millrace_shard.speculation.loading import Speculation
 from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.engines.steps import SAMPLING, Stepper, beside, ints, tiny_llama
@@ -146,7 +145,7 @@ def test_launching_waits_for_nothing(
 def test_launching_drafts_waits_for_no_operation(
     llama: tuple[CausalModel, Kernels], kind: str, has_draft: bool
 ) -> None:
-    """A launch reads the host copies of earlier steps, and nothing of its own step."""
+    """A launch reads the host copies of earlier steps, and nothing of the launched step."""
     speculation = Speculation(max_draft_tokens=3, draft=llama[0] if has_draft else None)
     stepper = Stepper(*llama, dtype=torch.float32, speculation=speculation)
     fields: dict[str, Any] = SAMPLING[kind]
@@ -205,7 +204,7 @@ def sync_is_an_error() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", SAMPLING)
 @pytest.mark.parametrize("by_graph", [False, True])
-def test_cuda_says_so_too(gpu: torch.device, kind: str, by_graph: bool, tmp_path: Path) -> None:
+def test_cuda_reports_it_too(gpu: torch.device, kind: str, by_graph: bool, tmp_path: Path) -> None:
     cuda = import_module("millrace_shard.kernels.cuda.operators")
     kernels = cuda.CudaKernels(deterministic=False)
     model = tiny_llama(tmp_path, kernels, torch.float32, gpu)

@@ -21,11 +21,10 @@ from millrace_shard.kernels.base import (
     Layers,
     Reduce,
 )
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights
+from millrace_shard.kernels.layer_weights import AttentionWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_runner import decode_graphs, piecewise_layers
-from millrace_shard.model_runner.graph_capture import CudaCapture
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import CudaCapture, GraphSettings
 from millrace_shard.model_runner.piecewise_layers import PiecewiseLayers, with_pieces
 from millrace_shard.models.interface import CausalModel
 from millrace_testing.engines.graphs import Recorder, out_of_memory
@@ -63,7 +62,7 @@ def stepper(
 
 
 def play(stepper: Stepper) -> Iterator[StepResult]:
-    """Prompts of 5, 12, 30, and 3 tokens beside decodes, and decodes alone."""
+    """Prompts of 5, 12, 30, and 3 tokens together with decodes, and decodes alone."""
     fields = SAMPLING["filters"]
     yield stepper.run(stepper.admission(0, prompt_of(5), top_n_tokens=2))
     yield stepper.run(beside(stepper.admission(1, prompt_of(11, seed=1), **fields), [0]))
@@ -87,7 +86,7 @@ def test_pieces_yield_what_eager_steps_do(setup: tuple[CausalModel, Kernels]) ->
     tolerance = 0.0 if setup[1].deterministic else 1e-5
     check_same(play(stepper(setup, recorder)), play(stepper(setup)), tolerance=tolerance)
     assert recorder.sizes == [size for size in TOKEN_COUNTS for _ in range(NUM_PIECES)]
-    # The steps of 5, 6 and 3 tokens, and the one of 12; that of 30 runs eagerly.
+    # The steps of 5, 6 and 3 tokens, and the one of 12; the step of 30 runs eagerly.
     assert recorder.replays() == {8: 3, 16: 1}
     assert all(r.replays == (3 if len(r.output) == 8 else 1) for r in recorder.recordings)
 
@@ -132,7 +131,7 @@ def test_stale_pieces_are_not_used_and_leave_other_graphs(
     assert recorder.replays() == {}
 
 
-def test_pieces_without_memory_are_those_of_large_steps(
+def test_pieces_without_memory_match_large_steps(
     setup: tuple[CausalModel, Kernels], caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(number: int) -> None:
@@ -147,10 +146,10 @@ def test_pieces_without_memory_are_those_of_large_steps(
 
 def test_sums_over_ranks_are_part_of_a_piece(setup: tuple[CausalModel, Kernels]) -> None:
     model, kernels = setup
-    found: list[Layer] = []
+    result: list[Layer] = []
 
     def keep(layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
-        found.extend(layers)
+        result.extend(layers)
         return kernels.layers(layers, reduce)
 
     def double(x: Tensor) -> Tensor:
@@ -160,7 +159,7 @@ def test_sums_over_ranks_are_part_of_a_piece(setup: tuple[CausalModel, Kernels])
     sequences = stepper(setup)
     sequences.run(sequences.admission(0, prompt_of(6)))
     tokens = sequences.batch.ragged(ints([0]), ints([0]), ints([6]), ints(range(6)))
-    layers = PiecewiseLayers(found, double, kernels.layers(found, double))
+    layers = PiecewiseLayers(result, double, kernels.layers(result, double))
     residual = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     residuals = [residual.clone(), residual]
     with torch.inference_mode():
@@ -188,8 +187,8 @@ def test_layers_of_another_kind_have_no_pieces(tmp_path: Path) -> None:
     recorder = Recorder()
     settings = GraphSettings(None, recorder.new_capture)
     single = ProcessGroup.single()
-    found = with_pieces(model, kernels, sequences.cache, sequences.batch, settings, single)
-    assert found is model
+    result = with_pieces(model, kernels, sequences.cache, sequences.batch, settings, single)
+    assert result is model
     assert recorder.recordings == []
 
 

@@ -1,4 +1,4 @@
-"""Hidden states and logits of prompts' last tokens: those of transformers, in any chunks, beside any other rows."""
+"""Hidden states and logits of prompts' last tokens equal transformers', in any chunks, among any other rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from millrace_shard.batch.pooling.pooling import Pooling
+from millrace_proto.sequence import Pooling
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import StepInvalid, UnsupportedModel, WeightsError
@@ -40,7 +40,7 @@ def stepper(folder: Path, *, kernels: str = "plain", dtype: torch.dtype = torch.
 def pooled(
     runner: Stepper, cuts: list[int], pooling: Pooling, *, others: bool = False
 ) -> list[float]:
-    """What the prompt in slot 3 yields, in chunks of these lengths; rows of all kinds may be beside each of them."""
+    """What the prompt in slot 3 yields, in chunks of these lengths; rows of all kinds may share a step with them."""
     first = replace(runner.admission(3, PROMPT, pooling=pooling), chunk_tokens=ints(cuts[:1]))
     steps = [first, *(Forward(chunk_slots=ints([3]), chunk_tokens=ints([n])) for n in cuts[1:])]
     if others:
@@ -79,15 +79,15 @@ def _beside(step: Forward, runner: Stepper, number: int) -> Forward:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *SUPPORTED])
-def test_states_and_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_states_and_logits_match_transformers(name: str, tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, name)
     ids = torch.tensor([PROMPT])
     with torch.inference_mode():
         states = reference.get_decoder()(ids).last_hidden_state[0, -1]
         logits = reference(ids).logits[0, -1, list(IDS)]
     runner = stepper(tmp_path)
-    found = torch.tensor(pooled(runner, [33, 47], Pooling()))
-    torch.testing.assert_close(found, states, atol=TOLERANCE, rtol=0)
+    result = torch.tensor(pooled(runner, [33, 47], Pooling()))
+    torch.testing.assert_close(result, states, atol=TOLERANCE, rtol=0)
     scored = torch.tensor(pooled(stepper(tmp_path), [80], Pooling(IDS)))
     torch.testing.assert_close(scored, logits, atol=TOLERANCE, rtol=0)
 
@@ -99,11 +99,11 @@ def test_bits_depend_neither_on_chunks_nor_on_the_batch(
     kernels: str, dtype: torch.dtype, pooling: Pooling, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, "qwen3")
-    found = [
+    result = [
         pooled(stepper(tmp_path, kernels=kernels, dtype=dtype), cuts, pooling, others=others)
         for cuts, others in ((CUTS[0], False), (CUTS[1], True), (CUTS[2], True), (CUTS[3], True))
     ]
-    assert found[1:] == found[:1] * 3
+    assert result[1:] == result[:1] * 3
 
 
 def test_other_rows_of_the_step_yield_what_they_would_alone(tmp_path: Path) -> None:
@@ -122,9 +122,9 @@ def test_other_rows_of_the_step_yield_what_they_would_alone(tmp_path: Path) -> N
         chunk_slots=ints([1, 0]),
         chunk_tokens=ints([80, 20]),
     )
-    found = together.run(both), together.decode([0])
-    assert found[0].slots.tolist() == [0]
-    for one, other in zip(found, expected, strict=True):
+    result = together.run(both), together.decode([0])
+    assert result[0].slots.tolist() == [0]
+    for one, other in zip(result, expected, strict=True):
         assert one.ids.tolist() == other.ids.tolist()
         assert one.logprobs.tolist() == other.logprobs.tolist()
 
@@ -200,8 +200,8 @@ def test_a_checkpoint_without_a_head_has_states(tmp_path: Path) -> None:
         expected = model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
     runner = stepper(tmp_path)
     assert runner.runner._model.info.headless
-    found = torch.tensor(pooled(runner, [33, 47], Pooling()))
-    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    result = torch.tensor(pooled(runner, [33, 47], Pooling()))
+    torch.testing.assert_close(result, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_a_head_may_be_missing_only_from_a_model_for_embeddings(tmp_path: Path) -> None:

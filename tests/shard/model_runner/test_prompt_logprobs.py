@@ -1,4 +1,4 @@
-"""Scores of prompts equal those of transformers, for all chunks and batches, in bounded memory."""
+"""Scores of prompts equal transformers', for all chunks and batches, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from millrace_shard.arrays import Floats, Ints
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
-from millrace_shard.model_runner import prompt_logprobs
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
+from millrace_shard.model_runner import launched_step
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import KERNELS, make_kernels
 from millrace_testing.engines.steps import Stepper, ints
@@ -106,27 +106,27 @@ def _beside(step: Forward, runner: Stepper, number: int) -> Forward:
 )
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{len(cuts)}-chunks")
-def test_scores_are_those_of_transformers(
+def test_scores_match_transformers(
     cuts: list[int], kernels: str, dtype: torch.dtype, tolerance: float, tmp_path: Path
 ) -> None:
     runner, expected = stepper(tmp_path, kernels=kernels, dtype=dtype)
-    found = score(runner, cuts)
-    assert found.logprobs[0].isnan()
-    assert found.ids[0].tolist() == [0] * CANDIDATES
-    assert found.candidates[0].isnan().all()
+    result = score(runner, cuts)
+    assert result.logprobs[0].isnan()
+    assert result.ids[0].tolist() == [0] * CANDIDATES
+    assert result.candidates[0].isnan().all()
     chosen = expected[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None]).squeeze(1)
-    torch.testing.assert_close(found.logprobs[1:], chosen, atol=tolerance, rtol=0)
+    torch.testing.assert_close(result.logprobs[1:], chosen, atol=tolerance, rtol=0)
     best = expected[:-1].topk(CANDIDATES)
-    torch.testing.assert_close(found.candidates[1:], best.values, atol=tolerance, rtol=0)
-    yielded = expected[:-1].gather(1, found.ids[1:])
-    torch.testing.assert_close(yielded, found.candidates[1:], atol=tolerance, rtol=0)
+    torch.testing.assert_close(result.candidates[1:], best.values, atol=tolerance, rtol=0)
+    yielded = expected[:-1].gather(1, result.ids[1:])
+    torch.testing.assert_close(yielded, result.candidates[1:], atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_bits_depend_neither_on_chunks_nor_on_the_batch_nor_on_slices(
     kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
+    result = []
     for cuts, others, at_once in [
         (CUTS[0], False, 1 << 24),
         (CUTS[2], False, 1 << 24),
@@ -134,13 +134,13 @@ def test_bits_depend_neither_on_chunks_nor_on_the_batch_nor_on_slices(
         (CUTS[0], False, 1),
         (CUTS[2], True, 11 * VOCAB),
     ]:
-        monkeypatch.setattr(prompt_logprobs, "SLICE_ELEMENTS", at_once)
+        monkeypatch.setattr(launched_step, "SLICE_ELEMENTS", at_once)
         runner, _ = stepper(tmp_path, kernels=kernels)
-        found.append(score(runner, cuts, others=others))
-    for other in found[1:]:
-        assert torch.equal(other.logprobs[1:], found[0].logprobs[1:])
-        assert torch.equal(other.ids, found[0].ids)
-        assert torch.equal(other.candidates[1:], found[0].candidates[1:])
+        result.append(score(runner, cuts, others=others))
+    for other in result[1:]:
+        assert torch.equal(other.logprobs[1:], result[0].logprobs[1:])
+        assert torch.equal(other.ids, result[0].ids)
+        assert torch.equal(other.candidates[1:], result[0].candidates[1:])
 
 
 def test_no_more_logits_exist_than_a_slice_has(
@@ -155,7 +155,7 @@ def test_no_more_logits_exist_than_a_slice_has(
         sizes.append(len(states))
         return logits(states, adapters)
 
-    monkeypatch.setattr(prompt_logprobs, "SLICE_ELEMENTS", 16 * VOCAB + VOCAB // 2)
+    monkeypatch.setattr(launched_step, "SLICE_ELEMENTS", 16 * VOCAB + VOCAB // 2)
     monkeypatch.setattr(model, "logits", counted)
     score(runner, [50, 30])
     # Of each chunk: the position that samples or is checked, then slices of the prompt.
@@ -166,10 +166,10 @@ def test_a_slot_remembers_nothing_of_the_prompt_before(tmp_path: Path) -> None:
     runner, _ = stepper(tmp_path)
     score(runner, [80], candidates=2)
     runner.run(Forward(change=BatchChange(dropped_slots=ints([3]))))
-    found = score(runner, [80], candidates=6)
-    assert found.logprobs[0].isnan()
-    assert found.candidates[0].isnan().all()
-    assert found.ids.shape == (80, 6)
+    result = score(runner, [80], candidates=6)
+    assert result.logprobs[0].isnan()
+    assert result.candidates[0].isnan().all()
+    assert result.ids.shape == (80, 6)
 
 
 def test_the_token_after_a_scored_prompt_is_the_one_after_any(tmp_path: Path) -> None:

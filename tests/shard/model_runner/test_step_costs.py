@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.device import transfers
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.interface import CausalModel
 from millrace_testing.engines.graphs import Recorder, Recording
 from millrace_testing.engines.kernels import make_kernels

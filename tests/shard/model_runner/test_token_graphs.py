@@ -16,7 +16,7 @@ from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device import transfers
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner import decode_graphs, token_graphs
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.interface import CausalModel
 from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.kernels import make_kernels
@@ -102,23 +102,23 @@ def test_rows_are_chosen_in_tiles(setup: Setup, monkeypatch: pytest.MonkeyPatch,
 def test_other_rows_are_left_to_the_sampler(setup: Setup, fields: dict[str, object]) -> None:
     """Top tokens, and the best token at a temperature, whose log probability differs."""
     recorder = Recorder()
-    found = play(stepper_of(setup, recorder), ["greedy"] * 2, **fields)
+    result = play(stepper_of(setup, recorder), ["greedy"] * 2, **fields)
     assert not recorder.num_choices()
-    assert bits(found) == bits(play(stepper_of(setup, None), ["greedy"] * 2, **fields))
+    assert bits(result) == bits(play(stepper_of(setup, None), ["greedy"] * 2, **fields))
 
 
 @pytest.mark.usefixtures("as_on_cuda")
 def test_a_slot_takes_over_the_parameters_of_its_next_sequence(setup: Setup) -> None:
     recorder = Recorder()
-    found = []
+    result = []
     for stepper in (stepper_of(setup, recorder), stepper_of(setup, None)):
         results = []
         for kind in ("temperature", "greedy", "temperature"):
             results.append(stepper.run(stepper.admission(0, prompt_of(5), **SAMPLING[kind])))
             results.append(stepper.decode([0]))
             stepper.run(Forward(change=BatchChange(dropped_slots=ints([0]))))
-        found.append(bits(results))
-    assert found[0] == found[1]
+        result.append(bits(results))
+    assert result[0] == result[1]
     assert recorder.num_choices() == 3
 
 
@@ -149,10 +149,10 @@ def test_a_row_that_fails_in_a_graph_fails_alone_and_for_good(setup: Setup, kind
 def test_a_stale_choice_is_not_used(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(stale=(len(SIZES),))
     kinds = ["greedy"] * 3
-    found = play(stepper_of(setup, recorder), kinds)
+    result = play(stepper_of(setup, recorder), kinds)
     assert not recorder.num_choices()
     assert sum(recorder.replays().values()) == 5, "the model's graphs are good"
-    assert bits(found) == bits(play(stepper_of(setup, None), kinds))
+    assert bits(result) == bits(play(stepper_of(setup, None), kinds))
     (warning,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     assert warning == (
         f"running without {token_graphs.KIND}: with 4 rows, a replay chooses other tokens"
@@ -171,7 +171,7 @@ def test_more_new_blocks_than_expected_go_up_apart(
 ) -> None:
     """The buffer has no room for them."""
     monkeypatch.setattr(decode_graphs, "OTHERS_PER_ROW", -1)
-    found = []
+    result = []
     for stepper in (stepper_of(setup, Recorder()), stepper_of(setup, None)):
         for slot in range(3):
             stepper.run(stepper.admission(slot, prompt_of(40 + slot)))
@@ -179,5 +179,5 @@ def test_more_new_blocks_than_expected_go_up_apart(
         change = BatchChange(grown_slots=ints([0, 2, 1]), grown_blocks=ints(blocks))
         results = [stepper.run(Forward(change=change, decode_slots=ints([0, 1, 2])))]
         results += [stepper.decode([0, 1, 2]) for _ in range(30)]
-        found.append(bits(results))
-    assert found[0] == found[1]
+        result.append(bits(results))
+    assert result[0] == result[1]

@@ -279,13 +279,13 @@ def test_experts_that_are_stacked_in_the_file(name: str, tmp_path: Path) -> None
     assert_same_as_generate(reference, load(tmp_path / "stacked"))
 
 
-def test_sharded_files_and_a_bare_prefix(tmp_path: Path) -> None:
+def test_sharded_files_match_transformers(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "llama", max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert_same_as_generate(reference, load(tmp_path))
 
 
-def test_dynamic_rope_past_its_trained_length(tmp_path: Path) -> None:
+def test_dynamic_rope_past_its_trained_length_matches_transformers(tmp_path: Path) -> None:
     """Prompts within the trained length, generations past it: there `generate` is consistent with itself."""
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     reference = save_tiny(tmp_path, "llama", max_position_embeddings=40, rope_parameters=scaling)
@@ -302,7 +302,7 @@ LONGROPE = {
 }
 
 
-def test_longrope_within_its_original_length(tmp_path: Path) -> None:
+def test_longrope_within_its_original_length_matches_transformers(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "llama", rope_parameters=LONGROPE)
     assert_same_as_generate(reference, load(tmp_path), lengths=(5, 24), chunk=7)
 
@@ -320,7 +320,7 @@ def test_longrope_beyond_its_original_length_when_long_sequences_are_expected(
     assert_same_as_generate(reference, driver, lengths=(33, 60), chunk=7)
 
 
-def test_logits_are_those_of_the_rows_asked_for(tmp_path: Path) -> None:
+def test_logits_belong_to_the_requested_rows(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "qwen3")
     prompt = prompt_of(20)
     expected = reference(torch.tensor([prompt])).logits[0]

@@ -9,15 +9,19 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.models.config.config_reader import ConfigReader
+from millrace_shard.models.config import ConfigReader
 from millrace_shard.models.families.family import GENERAL
 from millrace_shard.models.families.registry import FAMILIES
-from millrace_shard.models.operations import uses_plain_torch
-from millrace_shard.models.spec.attention_spec import AttentionSpec
-from millrace_shard.models.spec.decoder_spec import DecoderSpec, LayerSpec
-from millrace_shard.models.spec.feed_forward_spec import ExpertsSpec, GatedSpec
-from millrace_shard.models.spec.norm_spec import NormSpec
-from millrace_shard.models.spec.rope_spec import RopeSpec
+from millrace_shard.models.load import uses_plain_torch
+from millrace_shard.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    GatedSpec,
+    LayerSpec,
+    NormSpec,
+    RopeSpec,
+)
 from millrace_shard.models.split import check_split, kv_heads_per_rank
 from millrace_testing.models.models import CONFIGS
 
@@ -44,7 +48,7 @@ def spec(model_type: str = "llama", **overrides: Any) -> DecoderSpec:
     return FAMILIES[model_type].read(config.to_dict())
 
 
-def test_llama() -> None:
+def test_llama_configs_are_read_in_full() -> None:
     norm = NormSpec(eps=1e-3)
     layer = LayerSpec(
         attention=AttentionSpec(
@@ -94,7 +98,9 @@ def test_a_page_reads_every_field_of_its_class_and_has_its_defaults(model_type: 
         ("qwen3", {"attention_bias": True}, (True, True, False)),
     ],
 )
-def test_biases(model_type: str, overrides: dict[str, Any], biases: tuple[bool, ...]) -> None:
+def test_biases_follow_the_config(
+    model_type: str, overrides: dict[str, Any], biases: tuple[bool, ...]
+) -> None:
     layer = spec(model_type, **overrides).layers[0]
     attention = layer.attention
     assert (attention.qkv_bias, attention.out_bias, layer.feed_forward.bias) == biases
@@ -118,11 +124,11 @@ def test_biases(model_type: str, overrides: dict[str, Any], biases: tuple[bool, 
         ),
     ],
 )
-def test_windows(
+def test_windows_follow_the_config(
     model_type: str, overrides: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    found = spec(model_type, **overrides)
-    assert tuple(layer.attention.window for layer in found.layers) == windows
+    result = spec(model_type, **overrides)
+    assert tuple(layer.attention.window for layer in result.layers) == windows
 
 
 @pytest.mark.parametrize(
@@ -187,7 +193,7 @@ def test_other_names_of_fields() -> None:
         FAMILIES["qwen3_moe"].read(raw | {"num_local_experts": 8, "num_experts": 9})
 
 
-def test_layers_with_and_without_experts() -> None:
+def test_layers_have_experts_where_the_config_puts_them() -> None:
     def sparse(model_type: str, **overrides: Any) -> list[bool]:
         layers = spec(model_type, num_hidden_layers=5, **overrides).layers
         return [isinstance(layer.feed_forward, ExpertsSpec) for layer in layers]
@@ -227,9 +233,9 @@ def test_what_changes_nothing_is_accepted(overrides: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_possible_splits(world_size: int) -> None:
-    found = spec()
-    check_split(found, world_size)
-    attention = found.layers[0].attention
+    result = spec()
+    check_split(result, world_size)
+    attention = result.layers[0].attention
     assert kv_heads_per_rank(attention, world_size) == {1: 2, 2: 1, 4: 1}[world_size]
 
 
@@ -264,9 +270,9 @@ def test_possible_splits(world_size: int) -> None:
 def test_impossible_splits_name_the_possible_ones(
     overrides: dict[str, Any], world_size: int, possible: str
 ) -> None:
-    found = spec(**overrides)
+    result = spec(**overrides)
     with pytest.raises(UnsupportedModel) as refusal:
-        check_split(found, world_size)
+        check_split(result, world_size)
     assert str(refusal.value).endswith(f"these numbers of shards work: {possible}")
 
 

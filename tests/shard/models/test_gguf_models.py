@@ -1,4 +1,4 @@
-"""Models in GGUF files, against those of transformers with the same weights."""
+"""Models in GGUF files, against transformers' models with the same weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.model_loader.gguf.config import CLASSES
-from millrace_shard.model_loader.gguf.folder import prepare_gguf
 from millrace_shard.models.load import load_model
+from millrace_shard.weights.gguf.config import CLASSES
+from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_testing.models.gguf_files import BLOCK_TYPES, TinyGguf, read_config
 from millrace_testing.models.models import Driver, Run, logprobs, prompt_of
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.shards.ranks import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (5, 40)]
 NUM_TOKENS = 3
@@ -58,14 +58,14 @@ def assert_same_as_transformers(tiny: TinyGguf, runs: list[Run]) -> None:
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 @pytest.mark.parametrize("family", CLASSES)
-def test_logits_are_those_of_transformers(family: str, kind: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(family: str, kind: str, tmp_path: Path) -> None:
     tiny = TinyGguf(family, kind)
     folder = prepare_gguf(tiny.write(tmp_path / "m.gguf"), tmp_path / "cache", tokenizer=None)
     assert_same_as_transformers(tiny, generate(folder, ProcessGroup.single()))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_of_a_family(name: str, tmp_path: Path) -> None:
+def test_variants_of_a_family_match_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[name]
     tiny = TinyGguf(family, "Q8_0", seed=1, **overrides)
     folder = prepare_gguf(tiny.write(tmp_path / "m.gguf"), tmp_path / "cache", tokenizer=None)

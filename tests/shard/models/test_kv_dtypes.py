@@ -1,4 +1,4 @@
-"""Models over KV in int8 and fp8: bits that depend on the tokens alone, and logits close to those of plain KV."""
+"""Models over KV in int8 and fp8: bits that depend only on the tokens, and logits close to plain KV's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import KERNELS, make_kernels
 from millrace_testing.models.models import Driver, Run, edit_json, prompt_of, save_tiny
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.shards.ranks import run_ranks
 
 CPU = torch.device("cpu")
 INT8, E4M3, E5M2 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
@@ -176,7 +176,7 @@ def test_scales_of_the_checkpoint_are_used(
     assert [float(scale) for scale in scaled] == [0.25, float(torch.tensor(0.1))]
 
 
-def test_one_scale_for_both(tmp_path: Path) -> None:
+def test_one_scale_serves_keys_and_values(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     with_tensors(tmp_path, {"model.layers.0.self_attn.kv_scale": torch.tensor(0.5)})
     assert load(tmp_path, E5M2).model.geometry.layers[0].scales == (0.5, 0.5)

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
+from millrace_shard.kernels.expert_weights import ExpertsWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.models import Driver, Run, logprobs, prompt_of, save_tiny
-from millrace_testing.quantized.mxfp4 import save_mxfp4
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.quantized.checkpoints import save_mxfp4
+from millrace_testing.shards.ranks import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (5, 40)]
 NUM_TOKENS = 3
@@ -52,7 +52,7 @@ def assert_same(reference: PreTrainedModel, runs: list[Run]) -> None:
         torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
 
 
-def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
+def test_logits_match_transformers(tmp_path: Path) -> None:
     assert_same(save_mxfp4(tmp_path), generate(tmp_path))
 
 
@@ -79,7 +79,7 @@ def test_the_compiled_operator_of_experts_multiplies_the_codes(
         init(self, weights, integer=integer)
         packed_bytes.append(sum(each.nbytes for each in self._weights))
 
-    found = []
+    result = []
     for folder in (quantized, plain):
         with monkeypatch.context() as patch, torch.inference_mode():
             patch.setattr(TiledExperts, "__init__", counting)
@@ -91,9 +91,9 @@ def test_the_compiled_operator_of_experts_multiplies_the_codes(
                 device=torch.device("cpu"),
             )
             runs = Driver(model, kernels, dtype=torch.bfloat16).generate(PROMPTS, NUM_TOKENS)
-        found.append([logprobs(run)[0] for run in runs])
+        result.append([logprobs(run)[0] for run in runs])
     # The numbers of the codes are exact in bfloat16, so only the order of sums differs, and what int8 rounds.
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*result, strict=True):
         assert (ours - theirs).square().mean().sqrt() < (0.1 if integer else 0.02)
     headers = 2 * 8 * 1152
     layers = 6

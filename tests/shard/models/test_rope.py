@@ -13,8 +13,8 @@ from transformers.models.stablelm.modeling_stablelm import StableLmRotaryEmbeddi
 
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.models.rope import longest_position, model_rope_table, rope_table
-from millrace_shard.models.spec.rope_spec import RopeSpec
-from millrace_shard.models.transformers_backend.transformers_rope import rope_of
+from millrace_shard.models.spec import RopeSpec
+from millrace_shard.models.transformers_backend.rotary import rope_of
 
 YARN = {
     "rope_type": "yarn",
@@ -53,9 +53,9 @@ def config(rope: dict[str, Any], **overrides: Any) -> LlamaConfig:
 
 
 def rope(settings: dict[str, Any], **overrides: Any) -> RopeSpec:
-    found = rope_of(config(settings, **overrides))
-    assert found is not None
-    return found
+    result = rope_of(config(settings, **overrides))
+    assert result is not None
+    return result
 
 
 def reference(module: torch.nn.Module, positions: Tensor) -> Tensor:
@@ -75,14 +75,14 @@ def test_kinds_that_do_not_depend_on_a_length(name: str) -> None:
     torch.testing.assert_close(table, expected, atol=1e-6, rtol=0)
 
 
-def test_head_dim_of_its_own() -> None:
+def test_the_table_follows_an_explicit_head_dim() -> None:
     wide = config(STATIC["default"], head_dim=20)
     expected = reference(LlamaRotaryEmbedding(wide), torch.arange(9))
     torch.testing.assert_close(rope_table(rope(STATIC["default"], head_dim=20), 9), expected)
 
 
 @pytest.mark.parametrize("kind", ["default", "linear"])
-def test_partial_rotary(kind: str) -> None:
+def test_partial_rotary_rotates_a_share_of_the_channels(kind: str) -> None:
     partial = StableLmConfig(
         hidden_size=64,
         num_attention_heads=4,
@@ -105,7 +105,7 @@ def test_dynamic_rotates_each_position_as_the_last_of_its_sequence() -> None:
     torch.testing.assert_close(table[:128], within, atol=1e-6, rtol=0)
 
 
-def test_longrope_by_position_or_long_throughout() -> None:
+def test_longrope_changes_factors_by_position_or_is_long_throughout() -> None:
     short = reference(LlamaRotaryEmbedding(config(LONGROPE)), torch.arange(32))
     long = reference(LlamaRotaryEmbedding(config(LONGROPE)), torch.arange(128))
     assert not torch.allclose(short, long[:32])
@@ -136,7 +136,7 @@ def test_the_longest_sequence_expected_chooses_the_factors_and_the_size() -> Non
         (STATIC["llama3"], 128),
     ],
 )
-def test_longest_position(settings: dict[str, Any], expected: int) -> None:
+def test_the_longest_position_follows_the_scaling(settings: dict[str, Any], expected: int) -> None:
     assert longest_position(rope(settings)) == expected
 
 

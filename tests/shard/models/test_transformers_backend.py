@@ -13,14 +13,17 @@ from transformers import AttentionInterface, AutoConfig, GPT2LMHeadModel
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel, WeightsError
-from millrace_shard.model_loader.read_ahead import ReadAhead
-from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
 from millrace_shard.models.interface import KVLayer
 from millrace_shard.models.load import load_model
 from millrace_shard.models.transformers_backend import supported, transformers_model
 from millrace_shard.models.transformers_backend.paged_attention import NAME, attending
-from millrace_shard.models.transformers_backend.shape_probe import ShapeProbe
-from millrace_shard.models.transformers_backend.supported import SUPPORTED, check_supported
+from millrace_shard.models.transformers_backend.supported import (
+    SUPPORTED,
+    ShapeProbe,
+    check_supported,
+)
+from millrace_shard.weights.read_ahead import ReadAhead
+from millrace_shard.weights.unmapped_tensors import TensorUnmapper
 from millrace_testing.engines.kernels import KERNELS, make_kernels
 from millrace_testing.models.models import (
     VOCAB,
@@ -232,13 +235,11 @@ def test_classes_run_eagerly_until_a_gpu_has_shown_that_they_are_captured(
 def test_the_progress_of_loading_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("millrace_shard.model_loader.load_progress.INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("millrace_shard.weights.read_ahead.INTERVAL_SECONDS", 0.0)
     save_tiny(tmp_path, "gpt2", n_embd=512)
     with caplog.at_level(logging.INFO):
         driver = load(tmp_path)
-    told = [
-        r.message for r in caplog.records if r.name == "millrace_shard.model_loader.load_progress"
-    ]
+    told = [r.message for r in caplog.records if r.name == "millrace_shard.weights.read_ahead"]
     size = (tmp_path / "model.safetensors").stat().st_size
     assert told[-1] == f"loaded {size / 1e6:.0f} MB of {size / 1e6:.0f} MB"
     assert len(told) > 2 * len(driver.model.geometry.layers)
@@ -248,7 +249,7 @@ def test_what_is_owned_once_keeps_its_ties_and_is_not_counted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The head shares a tensor with the embeddings, as on a GPU, where the model is moved first."""
-    monkeypatch.setattr("millrace_shard.model_loader.load_progress.INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("millrace_shard.weights.read_ahead.INTERVAL_SECONDS", 0.0)
     save_tiny(tmp_path, "gpt2", n_embd=512)
     files = [tmp_path / "model.safetensors"]
     model = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float32)

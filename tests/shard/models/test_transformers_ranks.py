@@ -19,16 +19,8 @@ from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.interface import KVLayer
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.models.models import (
-    CPU,
-    Driver,
-    Run,
-    greedy,
-    logprobs,
-    prompt_of,
-    save_tiny,
-)
-from millrace_testing.shards.rank_processes import run_ranks
+from millrace_testing.models.models import CPU, Driver, Run, greedy, logprobs, prompt_of, save_tiny
+from millrace_testing.shards.ranks import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 41)]
 NUM_TOKENS = 5
@@ -56,13 +48,13 @@ def load(
 def generate_all(group: ProcessGroup, folder: Path) -> dict[tuple[str, int | None], Any]:
     """On one rank: the runs of each checkpoint and chunk, and the shapes of the rank's KV cache."""
     torch.set_num_threads(1)
-    found: dict[tuple[str, int | None], Any] = {}
+    result: dict[tuple[str, int | None], Any] = {}
     for name in CHECKPOINTS:
         for chunk in CHUNKS:
             driver = load(group, folder / name, make_kernels("plain", deterministic=False))
             runs = driver.generate(PROMPTS, NUM_TOKENS, chunk=chunk)
-            found[name, chunk] = runs, driver.model.geometry.layers
-    return found
+            result[name, chunk] = runs, driver.model.geometry.layers
+    return result
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
 def test_two_ranks_generate_what_transformers_does(
     name: str, chunk: int | None, two_ranks: TwoRanks
 ) -> None:
-    (runs, _), (others, _) = (found[name, chunk] for found in two_ranks.by_rank)
+    (runs, _), (others, _) = (result[name, chunk] for result in two_ranks.by_rank)
     for prompt, run, other in zip(PROMPTS, runs, others, strict=True):
         tokens, expected = greedy(two_ranks.references[name], prompt, NUM_TOKENS)
         assert run.ids[len(prompt) :] == tokens
@@ -117,7 +109,7 @@ def test_two_ranks_generate_what_one_does_with_half_of_the_heads(
 
 
 def every_logit(driver: Driver, run: Run, chunk: int) -> Tensor:
-    """Logits of all tokens of `run`, computed `chunk` at a time beside another prompt."""
+    """Logits of all tokens of `run`, computed `chunk` at a time together with another prompt."""
     logits = []
     while run.computed < len(run.ids):
         count = min(chunk, len(run.ids) - run.computed)
@@ -131,24 +123,24 @@ def every_logit(driver: Driver, run: Run, chunk: int) -> Tensor:
 
 def bits_by_chunk(group: ProcessGroup, folder: Path) -> dict[tuple[str, str], list[Tensor]]:
     """The logits of a prompt in chunks of 41, 7 and 1, by checkpoint and dtype."""
-    found = {}
+    result = {}
     for name in CHECKPOINTS:
         for dtype in (torch.float32, torch.bfloat16):
             kernels = make_kernels("cpu", deterministic=True, dtype=dtype)
             torch.set_num_threads(1)
             driver = load(group, folder / name, kernels, dtype)
             assert driver.model.info.batch_invariant
-            found[name, str(dtype)] = [
+            result[name, str(dtype)] = [
                 every_logit(driver, Run(list(PROMPTS[1])), chunk) for chunk in (41, 7, 1)
             ]
-    return found
+    return result
 
 
 def test_bits_on_two_ranks_depend_on_the_sequence_alone(
     two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
-    for found in run_ranks(tmp_path, 2, bits_by_chunk, two_ranks.folder):
-        for name, (whole, *chunked) in found.items():
+    for result in run_ranks(tmp_path, 2, bits_by_chunk, two_ranks.folder):
+        for name, (whole, *chunked) in result.items():
             assert whole.isfinite().all()
             assert all(torch.equal(whole, each) for each in chunked), name
 
@@ -186,15 +178,13 @@ def in_int8(group: ProcessGroup, folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "starcoder2"])
-def test_int8_weights_are_near_those_of_the_file(
-    name: str, two_ranks: TwoRanks, tmp_path: Path
-) -> None:
+def test_int8_weights_are_close_to_the_file(name: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
     expected = greedy(two_ranks.references[name], PROMPTS[1], 1)[1][0]
-    for found in (
+    for result in (
         in_int8(ProcessGroup.single(), two_ranks.folder / name),
         *run_ranks(tmp_path, 2, in_int8, two_ranks.folder / name),
     ):
-        distance = (found.log_softmax(-1) - expected).square().mean().sqrt()
+        distance = (result.log_softmax(-1) - expected).square().mean().sqrt()
         assert 1e-3 < distance / expected.std() < 0.15
 
 

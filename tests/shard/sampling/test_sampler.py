@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from millrace_shard.batch.sequence import SamplingParameters
-from millrace_shard.sampling.sequence_rules.rules import NO_RULES, Dry, SequenceRules
+from millrace_proto.sampling import NO_RULES, Dry, Sampling, SequenceRules
+from millrace_shard.batch.sequence import PARAMETERS
+from millrace_shard.batch.sequence import Sequence as Admitted
+from millrace_shard.sampling.sampler import Sampler, SamplingRows
+from millrace_shard.sampling.thresholds import uniforms
 from millrace_testing.engines.sampling_driver import (
     WAYS,
     columns,
@@ -56,7 +63,7 @@ rules = st.builds(
     ),
 )
 parameters = st.builds(
-    SamplingParameters,
+    Sampling,
     temperature=st.sampled_from([1.0, 0.5, 2.0]),
     top_k=st.sampled_from([0, 0, 1, 3, 10, 400]),
     top_p=st.sampled_from([1.0, 0.93, 0.41, 0.07]),
@@ -97,8 +104,8 @@ rows = st.builds(
 def test_tokens_and_logprobs_agree_with_the_reference(way: str, batch: list[Row]) -> None:
     """Rows are skipped where the reference's rounding decides which tokens are dropped."""
     with going(way):
-        found = sample(batch)
-    for row, id_, logprob in zip(batch, found.ids.tolist(), found.logprobs.tolist(), strict=True):
+        result = sample(batch)
+    for row, id_, logprob in zip(batch, result.ids.tolist(), result.logprobs.tolist(), strict=True):
         if not _is_clear_cut(row):
             continue
         scores = warped(row)
@@ -124,11 +131,11 @@ def test_candidates_agree_with_the_reference(way: str, batch: list[Row], n: int)
             continue
         expected = log_probabilities(warped(row))
         last = max(sorted(expected, reverse=True)[:n][-1], -1e30)
-        found = {id_: logprob for owner, id_, logprob in top if owner == i}
+        result = {id_: logprob for owner, id_, logprob in top if owner == i}
         # The reference's rounding may part equals.
-        assert {j for j, q in enumerate(expected) if q >= last + 1e-6} <= found.keys()
-        assert found.keys() <= {j for j, q in enumerate(expected) if q >= last - 1e-6}
-        assert all(abs(expected[id_] - logprob) < 1e-4 for id_, logprob in found.items())
+        assert {j for j, q in enumerate(expected) if q >= last + 1e-6} <= result.keys()
+        assert result.keys() <= {j for j, q in enumerate(expected) if q >= last - 1e-6}
+        assert all(abs(expected[id_] - logprob) < 1e-4 for id_, logprob in result.items())
 
 
 def _is_clear_cut(row: Row) -> bool:
@@ -173,22 +180,22 @@ def two_threads() -> Iterator[None]:
 
 
 KINDS = [
-    SamplingParameters(),
-    SamplingParameters(do_sample=True, seed=1),
-    SamplingParameters(do_sample=True, seed=2, temperature=0.7),
-    SamplingParameters(do_sample=True, seed=3, temperature=1.4, top_k=50),
-    SamplingParameters(do_sample=True, seed=4, top_k=5000),
-    SamplingParameters(do_sample=True, seed=5, top_p=0.9),
-    SamplingParameters(do_sample=True, seed=6, temperature=2.5, top_p=0.99),
-    SamplingParameters(do_sample=True, seed=7, typical_p=0.3),
-    SamplingParameters(do_sample=True, seed=8, temperature=0.9, top_k=40, top_p=0.8, typical_p=0.9),
-    SamplingParameters(repetition_penalty=1.3),
-    SamplingParameters(frequency_penalty=0.5, presence_penalty=0.5, openai_frequency_penalty=0.1),
-    SamplingParameters(do_sample=True, seed=9, repetition_penalty=1.1, top_p=0.5),
-    SamplingParameters(do_sample=True, seed=10, min_p=0.05),
-    SamplingParameters(do_sample=True, seed=11, temperature=0.4, top_p=0.7, min_p=0.01),
-    SamplingParameters(do_sample=True, seed=12, watermark=True, bias=((3, 9.5), (500, -2.0))),
-    SamplingParameters(bias=((7, 30.0),), watermark=True),
+    Sampling(),
+    Sampling(do_sample=True, seed=1),
+    Sampling(do_sample=True, seed=2, temperature=0.7),
+    Sampling(do_sample=True, seed=3, temperature=1.4, top_k=50),
+    Sampling(do_sample=True, seed=4, top_k=5000),
+    Sampling(do_sample=True, seed=5, top_p=0.9),
+    Sampling(do_sample=True, seed=6, temperature=2.5, top_p=0.99),
+    Sampling(do_sample=True, seed=7, typical_p=0.3),
+    Sampling(do_sample=True, seed=8, temperature=0.9, top_k=40, top_p=0.8, typical_p=0.9),
+    Sampling(repetition_penalty=1.3),
+    Sampling(frequency_penalty=0.5, presence_penalty=0.5, openai_frequency_penalty=0.1),
+    Sampling(do_sample=True, seed=9, repetition_penalty=1.1, top_p=0.5),
+    Sampling(do_sample=True, seed=10, min_p=0.05),
+    Sampling(do_sample=True, seed=11, temperature=0.4, top_p=0.7, min_p=0.01),
+    Sampling(do_sample=True, seed=12, watermark=True, bias=((3, 9.5), (500, -2.0))),
+    Sampling(bias=((7, 30.0),), watermark=True),
 ]
 
 
@@ -238,34 +245,32 @@ def test_rows_that_are_not_finite_fail_and_leave_the_others_alone(way: str, bad:
             spoiled = Row(logits=values, prompt=[4], generated=[5], parameters=kind)
             # A mask over what is no number hides nothing.
             hidden = replace(spoiled, allowed=frozenset(range(20)))
-            found = sample([spoiled, good, hidden], [2, 2, 0])
-            assert found.failed.tolist() == [True, False, True]
-            assert columns(found, 1) == columns(sample([good], [2]), 0)
-            assert all(0 <= id_ < 60 for id_ in found.ids.tolist())
-            assert {owner for owner, *_ in top_of(found)} <= {0, 1}
+            result = sample([spoiled, good, hidden], [2, 2, 0])
+            assert result.failed.tolist() == [True, False, True]
+            assert columns(result, 1) == columns(sample([good], [2]), 0)
+            assert all(0 <= id_ < 60 for id_ in result.ids.tolist())
+            assert {owner for owner, *_ in top_of(result)} <= {0, 1}
 
 
-def test_impossible_tokens_in_finite_logits_are_no_failure() -> None:
+def test_impossible_tokens_in_finite_logits_do_not_fail() -> None:
     row = Row(
         logits=[-math.inf, 2.0, -math.inf, 1.0], prompt=[1], generated=[], parameters=KINDS[0]
     )
-    found = sample([row], [4])
-    assert found.failed.tolist() == [False]
-    assert [id_ for _, id_, _ in top_of(found)] == [1, 3]
+    result = sample([row], [4])
+    assert result.failed.tolist() == [False]
+    assert [id_ for _, id_, _ in top_of(result)] == [1, 3]
 
 
 @pytest.mark.parametrize("kind", [p for p in KINDS if p.do_sample and not p.bias])
 @pytest.mark.parametrize("way", WAYS)
-def test_extreme_parameters_never_leave_the_vocabulary(way: str, kind: SamplingParameters) -> None:
+def test_extreme_parameters_never_leave_the_vocabulary(way: str, kind: Sampling) -> None:
     for temperature in (1e-300, 1e-42, 1e-30, 1e30, 1e300):
-        hard = SamplingParameters(
-            do_sample=True, seed=kind.seed, temperature=temperature, top_p=1e-300
-        )
+        hard = Sampling(do_sample=True, seed=kind.seed, temperature=temperature, top_p=1e-300)
         row = Row(logits=[3.0, 9.0, -5.0, -math.inf], prompt=[0], generated=[], parameters=hard)
         with going(way):
-            found = sample([row])
-        assert found.ids.tolist() == [1]
-        assert not found.failed.any()
+            result = sample([row])
+        assert result.ids.tolist() == [1]
+        assert not result.failed.any()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -276,24 +281,22 @@ def test_what_is_impossible_is_never_drawn_at_any_temperature(way: str) -> None:
             logits=scores,
             prompt=[0],
             generated=[],
-            parameters=SamplingParameters(
-                do_sample=True, seed=seed, temperature=temperature, top_k=top_k
-            ),
+            parameters=Sampling(do_sample=True, seed=seed, temperature=temperature, top_k=top_k),
         )
         for seed in range(40)
         for temperature in (1e-40, 1.0, 1e38)
         for top_k in (0, 7, 39, 40, 10**9)
     ]
     with going(way):
-        found = sample(batch)
-    assert not found.failed.any()
-    assert all(id_ % 2 == 0 for id_ in found.ids.tolist())
+        result = sample(batch)
+    assert not result.failed.any()
+    assert all(id_ % 2 == 0 for id_ in result.ids.tolist())
 
 
 def top_ids(scores: list[float], n: int, **fields: object) -> list[int]:
-    row = Row(logits=scores, prompt=[0], generated=[], parameters=SamplingParameters(**fields))  # type: ignore[arg-type]
-    found = sample([row], [n])
-    return [id_ for _, id_, _ in top_of(found)]
+    row = Row(logits=scores, prompt=[0], generated=[], parameters=Sampling(**fields))  # type: ignore[arg-type]
+    result = sample([row], [n])
+    return [id_ for _, id_, _ in top_of(result)]
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -341,23 +344,23 @@ EXTREME: dict[str, dict[str, Any]] = {
 )
 def test_penalties_never_make_a_finite_row_fail(name: str, others: dict[str, Any]) -> None:
     scores = [0.0, 5.0, -5.0, 0.0, *[float(i % 7) for i in range(VOCAB - 4)]]
-    parameters = SamplingParameters(**EXTREME[name], **others)
+    parameters = Sampling(**EXTREME[name], **others)
     row = Row(
         logits=scores,
         prompt=[0, 1, 2, 1, 1],
         generated=[3, 1, 2, 2, 5, 5],
         parameters=parameters,
     )
-    found = sample([row])
-    assert found.failed.tolist() == [False]
-    assert found.logprobs.isfinite().all()
+    result = sample([row])
+    assert result.failed.tolist() == [False]
+    assert result.logprobs.isfinite().all()
     # What is not a number to begin with is not made one.
     scores[7] = math.nan
     assert sample([row]).failed.tolist() == [True]
 
 
 def test_impossible_tokens_stay_impossible_whatever_is_added() -> None:
-    parameters = SamplingParameters(
+    parameters = Sampling(
         do_sample=True,
         repetition_penalty=1e-30,
         presence_penalty=-1e30,
@@ -366,9 +369,9 @@ def test_impossible_tokens_stay_impossible_whatever_is_added() -> None:
     )
     scores = [0.0, -math.inf, 1.0]
     row = Row(logits=scores, prompt=[1], generated=[1], parameters=parameters, gamma=1.0)
-    found = sample([row], [3])
-    assert [id_ for _, id_, _ in top_of(found)] == [0, 2]
-    assert not found.failed.any()
+    result = sample([row], [3])
+    assert [id_ for _, id_, _ in top_of(result)] == [0, 2]
+    assert not result.failed.any()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -401,3 +404,205 @@ def test_a_row_without_a_mask_is_left_alone_by_the_masks_of_others() -> None:
             assert columns(guided, i) == columns(unguided, i)
         else:
             assert int(guided.ids[i]) in row.allowed
+
+
+NUM_DRAWS = 100_000
+SCORES = [0.0, 1.0, -1.0, 2.0, 0.5, -2.0, 1.5, 0.2, -0.3, 0.9, -40.0, 1.1]
+FIXED: dict[str, Callable[[NDArray[np.int64]], tuple[NDArray[Any], NDArray[Any]]]] = {
+    "seeds": lambda i: (i, np.full(len(i), 5)),
+    "seeds-far-apart": lambda i: (i * np.int64(0x1234567890ABCD), np.full(len(i), 700)),
+    "positions": lambda i: (np.full(len(i), 2**64 - 1, dtype=np.uint64), i + 1),
+    "both": lambda i: (i // 50, i % 50 + 1),
+}
+DISTRIBUTIONS = {
+    "plain": Sampling(do_sample=True),
+    "hot": Sampling(do_sample=True, temperature=1.7),
+    "top-k": Sampling(do_sample=True, top_k=5),
+    "top-p": Sampling(do_sample=True, temperature=0.8, top_p=0.8),
+    "typical": Sampling(do_sample=True, typical_p=0.7),
+    "min-p": Sampling(do_sample=True, min_p=0.2),
+}
+
+
+def draws(
+    scores: list[float],
+    kind: Sampling,
+    seeds: NDArray[np.uint64],
+    positions: NDArray[np.int64],
+    *,
+    at_once: int = 10_000,
+) -> NDArray[np.int64]:
+    """A token for each seed and position, from the same scores."""
+    one = Admitted(slot=0, request_id=0, input_ids=np.zeros(1, dtype=np.int64), parameters=kind)
+    columns = np.repeat(one.columns(), len(seeds))
+    columns["seed"] = seeds
+    sampler = Sampler(torch.zeros(1, int(positions.max()) + 1, dtype=torch.int32), ())
+    result = []
+    for start in range(0, len(seeds), at_once):
+        some = slice(start, start + at_once)
+        rows = SamplingRows(
+            parameters=columns[some],
+            positions=positions[some],
+            table_rows=np.zeros(len(seeds[some]), dtype=np.int64),
+        )
+        logits = torch.tensor(scores).repeat(len(seeds[some]), 1)
+        result.append(sampler.sample(logits, rows).ids.numpy())
+    return np.concatenate(result)
+
+
+def check_distribution(found: NDArray[np.int64], probs: list[float]) -> None:
+    """Pearson's chi-square stays under its 99.9 % quantile (by Wilson and Hilferty 1931); rare tokens count as one."""
+    counts = np.bincount(found, minlength=len(probs))
+    expected = np.array(probs) * len(found)
+    assert counts[np.array(probs) == 0].sum() == 0
+    common = expected >= 5
+    observed = [*counts[common], counts[~common].sum()]
+    wanted = [*expected[common], expected[~common].sum()]
+    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, wanted, strict=True) if e > 0)
+    freedom = sum(e > 0 for e in wanted) - 1
+    part = 2 / (9 * freedom)
+    assert statistic < freedom * (1 - part + 3.09 * math.sqrt(part)) ** 3
+
+
+@pytest.mark.parametrize("fixed", FIXED)
+def test_draws_follow_the_distribution_over_seeds_and_over_positions(fixed: str) -> None:
+    index = np.arange(NUM_DRAWS, dtype=np.int64)
+    seeds, positions = FIXED[fixed](index)
+    result = draws(SCORES, DISTRIBUTIONS["plain"], seeds.astype(np.uint64), positions)
+    check_distribution(result, probabilities(SCORES))
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_draws_follow_the_distribution_that_is_left(kind: str) -> None:
+    index = np.arange(NUM_DRAWS, dtype=np.int64)
+    row = Row(logits=SCORES, prompt=[0], generated=[], parameters=DISTRIBUTIONS[kind])
+    result = draws(SCORES, DISTRIBUTIONS[kind], index.astype(np.uint64), index % 97 + 1)
+    check_distribution(result, probabilities(warped(row)))
+    with going("nothing read back"):
+        again = draws(
+            SCORES, DISTRIBUTIONS[kind], index[:10_000].astype(np.uint64), index[:10_000] % 97 + 1
+        )
+    assert np.array_equal(again, result[:10_000])
+
+
+def test_draws_from_many_tokens_follow_the_distribution() -> None:
+    """The row has several blocks of the cumulative sum, and tokens of very different weight."""
+    generator = np.random.default_rng(8)
+    scores = (generator.standard_normal(1200) * 2).tolist()
+    index = np.arange(NUM_DRAWS, dtype=np.int64)
+    result = draws(
+        scores, DISTRIBUTIONS["plain"], index.astype(np.uint64) * np.uint64(977), index % 7 + 1
+    )
+    check_distribution(result, probabilities(scores))
+
+
+def test_neighbouring_positions_are_independent() -> None:
+    """Pairs of consecutive draws of one seed follow the product of the distribution with itself."""
+    scores = SCORES[:6]
+    seeds = np.repeat(np.arange(NUM_DRAWS // 2, dtype=np.uint64), 2)
+    positions = np.tile(np.array([40, 41]), NUM_DRAWS // 2)
+    first, second = draws(scores, DISTRIBUTIONS["plain"], seeds, positions).reshape(-1, 2).T
+    probs = probabilities(scores)
+    check_distribution(first * len(scores) + second, [p * q for p in probs for q in probs])
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_draws_are_the_same_on_any_row_tile_and_batch(kind: str) -> None:
+    seeds = np.array([0, 1, 2**63, 2**64 - 1] * 30, dtype=np.uint64)
+    positions = np.arange(120) % 11 + 1
+    scores = [math.sin(i) * 4 for i in range(300)]
+    result = draws(scores, DISTRIBUTIONS[kind], seeds, positions)
+    order = np.random.default_rng(1).permutation(120)
+    shuffled = draws(scores, DISTRIBUTIONS[kind], seeds[order], positions[order], at_once=7)
+    assert np.array_equal(shuffled, result[order])
+    with going("small tiles"):
+        assert np.array_equal(draws(scores, DISTRIBUTIONS[kind], seeds, positions), result)
+
+
+@settings(derandomize=True)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**20))
+def test_uniforms_are_splitmix64(seed: int, position: int) -> None:
+    result = uniforms(np.array([seed, 3], dtype=np.uint64), np.array([position, 0]))
+    assert result.tolist() == [splitmix64(seed, position) >> 40, splitmix64(3, 0) >> 40]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
+def test_every_seed_of_64_bits_is_one_of_its_own(seed: int) -> None:
+    """None is cut, made signed or taken for "no seed" on its way to the generator."""
+    parameters = Sampling(do_sample=True, seed=seed)
+    one = Admitted(
+        slot=0, request_id=0, input_ids=np.zeros(1, dtype=np.int64), parameters=parameters
+    )
+    columns = np.repeat(one.columns(), 3)
+    assert [int(value) for value in columns["seed"]] == [seed] * 3
+    result = uniforms(columns["seed"], np.arange(3))
+    assert result.tolist() == [splitmix64(seed, position) >> 40 for position in range(3)]
+
+
+def test_uniforms_begin_with_the_published_sequence() -> None:
+    """The first outputs of splitmix64 for seed 1234567, as its reference program prints them."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    result = uniforms(np.full(3, 1234567, dtype=np.uint64), np.arange(3))
+    assert result.tolist() == [value >> 40 for value in published]
+
+
+META = torch.device("meta")
+ALIGNED = [
+    Sampling(),
+    Sampling(do_sample=True),
+    Sampling(do_sample=True, top_p=0.9),
+    Sampling(do_sample=True, typical_p=0.9, top_k=2),
+    Sampling(do_sample=True, min_p=0.1),
+]
+
+
+class Softmaxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the bytes of the rows that softmaxes read."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.row_bytes: list[int] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default):
+            self.row_bytes.append(args[0].stride(0) * args[0].itemsize)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("vocab", [5, 501, 502, 503, 504])
+@pytest.mark.parametrize("kind", ALIGNED)
+def test_softmax_reads_rows_that_begin_at_16_bytes(
+    vocab: int, kind: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    columns = Admitted(slot=0, request_id=0, input_ids=np.zeros(3, np.int64), parameters=kind)
+    rows = SamplingRows(
+        parameters=np.full(3, columns.columns(), dtype=PARAMETERS),
+        positions=np.full(3, 3),
+        table_rows=np.arange(3),
+    )
+    sampler = Sampler(torch.zeros(3, 4, dtype=torch.int32, device=META), ())
+    with Softmaxes() as softmaxes:
+        sampler.sample(torch.zeros(3, vocab, device=META), rows)
+    assert softmaxes.row_bytes
+    assert all(size % 16 == 0 for size in softmaxes.row_bytes)
+
+
+@pytest.mark.parametrize("kind", ALIGNED)
+def test_padding_is_never_chosen(kind: Sampling) -> None:
+    logits = [[1.0, 0.5, 0.9, 0.2, 1.1], [math.nan] * 5, [-math.inf] * 5, [1.0, math.inf, 0, 0, 0]]
+    rows = [Row(logits=each, prompt=[0], generated=[], parameters=kind) for each in logits]
+    with going("nothing read back"):
+        result = sample(rows, [5] * 4)
+    assert result.failed.tolist() == [False, True, True, True]
+    assert all(0 <= id_ < 5 for id_ in result.ids.tolist())
+    assert all(id_ < 5 for _, id_, _ in top_of(result))
+    expected = sample(rows[:1], [5])
+    assert result.ids[0] == expected.ids[0]
+    assert result.logprobs[0].item() == pytest.approx(expected.logprobs[0].item())

@@ -1,4 +1,4 @@
-"""Warpers against those of transformers, and the properties that random scores must keep."""
+"""Warpers against transformers' warpers, and the properties that random scores must keep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from transformers import (
 )
 
 from millrace_shard.device import transfers
-from millrace_shard.sampling.fixed_point import SCALE_BITS, UNIFORM_BITS, draw, entropy, fixed_point
+from millrace_shard.sampling.thresholds import (
+    SCALE_BITS,
+    UNIFORM_BITS,
+    draw,
+    entropy,
+    fixed_point,
+    threshold_by_buckets,
+    threshold_by_sorting,
+)
 from millrace_shard.sampling.warpers import (
     apply_temperature,
     keep_min_p,
@@ -120,11 +128,11 @@ def test_every_way_to_find_a_cut_keeps_the_same(
     scores = scores.bfloat16().float()
     masses = column([mass] * len(scores))
     ks = torch.tensor([[int(mass * VOCAB)]] * len(scores))
-    found = keep_top_p(scores, masses), keep_typical(scores, masses), keep_top_k(scores, ks, VOCAB)
+    result = keep_top_p(scores, masses), keep_typical(scores, masses), keep_top_k(scores, ks, VOCAB)
     monkeypatch.setattr(transfers, "is_synchronous", lambda _: False)
-    assert torch.equal(found[0], keep_top_p(scores, masses))
-    assert torch.equal(found[1], keep_typical(scores, masses))
-    assert torch.equal(found[2], keep_top_k(scores, ks, VOCAB))
+    assert torch.equal(result[0], keep_top_p(scores, masses))
+    assert torch.equal(result[1], keep_typical(scores, masses))
+    assert torch.equal(result[2], keep_top_k(scores, ks, VOCAB))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.5, 1.0])
@@ -172,5 +180,53 @@ def test_sums_of_whole_distributions_fit_their_integers() -> None:
 
 def test_entropy_counts_impossible_tokens_as_nothing() -> None:
     scores = torch.tensor([[1.0, 1.0, float("-inf"), 1.0, 1.0], [0.0] + [float("-inf")] * 4])
-    found = entropy(scores.softmax(-1), scores.log_softmax(-1))
-    torch.testing.assert_close(found, torch.tensor([[4.0], [1.0]]).log())
+    result = entropy(scores.softmax(-1), scores.log_softmax(-1))
+    torch.testing.assert_close(result, torch.tensor([[4.0], [1.0]]).log())
+
+
+WAYS = {"buckets": threshold_by_buckets, "sorting": threshold_by_sorting}
+numbers = st.floats(width=32, allow_nan=False) | st.integers(-3, 3).map(float)
+items = st.lists(st.tuples(numbers, st.integers(0, 1 << 38)), min_size=1, max_size=40)
+
+
+def reference_kept(pairs: list[tuple[float, int]], budget: int) -> list[bool]:
+    """By descending key, until the budget is reached, ties whole."""
+    total, least = 0, float("inf")
+    for key, weight in sorted(pairs, reverse=True):
+        if total >= budget:
+            break
+        total, least = total + weight, key
+    return [key >= least for key, _ in pairs]
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(items, st.floats(0, 1.2))
+@pytest.mark.parametrize("way", WAYS)
+def test_those_above_the_cut_weigh_less_than_the_budget(
+    way: str, pairs: list[tuple[float, int]], share: float
+) -> None:
+    budget = max(1, int(share * sum(weight for _, weight in pairs)))
+    keys = torch.tensor([[key for key, _ in pairs]])
+    weights = torch.tensor([[weight for _, weight in pairs]])
+    result = WAYS[way](keys, weights, torch.tensor([[budget]]))
+    assert result.shape == (1, 1)
+    assert (keys >= result)[0].tolist() == reference_kept(pairs, budget)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 1.0, 30.0])
+def test_buckets_and_sorting_find_the_same_cut_in_long_rows(spread: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.randn(6, 20_000, generator=generator) * spread - 1.0
+    weights = torch.randint(0, 1 << 30, keys.shape, generator=generator)
+    shares = torch.tensor([[0.0], [1e-4], [0.3], [0.9], [1.0], [1.1]], dtype=torch.float64)
+    budget = (shares * weights.sum(-1, keepdim=True)).long().clamp_(min=1)
+    by_buckets, by_sorting = (way(keys, weights, budget) for way in WAYS.values())
+    assert torch.equal(keys < by_buckets, keys < by_sorting)
+
+
+def test_rows_that_break_the_rules_do_not_raise() -> None:
+    keys = torch.tensor([[float("nan"), 1.0], [float("inf"), float("-inf")], [1.0, 2.0]])
+    weights = torch.tensor([[-(1 << 63), 5], [0, 0], [3, 4]])
+    budget = torch.tensor([[-4], [1], [3]])
+    for way in WAYS.values():
+        assert way(keys, weights, budget)[2].tolist() == [2.0]

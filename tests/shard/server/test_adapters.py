@@ -1,4 +1,4 @@
-"""Adapters over the wire: loading beside steps, refusals, sequences that use them, memory."""
+"""Adapters over the wire: loading during steps, refusals, sequences that use them, memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.engine.adapter_memory import AdapterMemory
 from millrace_shard.engine.engine import Engine
-from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.engine.loaded_model import AdapterMemory, LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.plain import PlainKernels
@@ -179,7 +178,7 @@ def test_info_lists_the_modules_in_order_of_execution(shard: Shard) -> None:
         assert module.bytes_per_slice >= 16 * 4 * (module.inputs + module.outputs + 1)
 
 
-def test_rows_with_and_without_adapters_in_one_step(warm: Shard) -> None:
+def test_rows_with_and_without_adapters_share_a_step(warm: Shard) -> None:
     assert warm.load(1, warm.digests[0]) == ""
     assert warm.load(3, warm.digests[1]) == ""
     assert_tokens(
@@ -256,7 +255,7 @@ def test_unusable_files_are_told_and_change_nothing(warm: Shard) -> None:
 def test_an_adapter_of_another_model_names_module_and_shapes(warm: Shard, tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"intermediate_size": 96}, "mlp.down_proj is 64 x 80, the adapter's 64 x 96"),
-        ({"num_hidden_layers": 3}, "no module model.layers.2."),
+        ({"num_hidden_layers": 3}, "module model.layers.2."),
     ]
     for changes, words in cases:
         other = save_tiny(tmp_path / words, "llama", **changes)

@@ -65,7 +65,7 @@ class Shard:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Shard]]:
-    """Starts shards on sockets of their own, and stops them."""
+    """Starts shards, each on its own socket, and stops them."""
     endings: list[Callable[[], object]] = []
 
     def start(*, rank: int = 0, prefill_logprobs: bool = True) -> Shard:
@@ -158,7 +158,7 @@ def decode(*slots: int) -> pb.Decode:
     return pb.Decode(decode_slots=slots)
 
 
-def test_info_says_what_is_loaded(start: Callable[..., Shard]) -> None:
+def test_info_describes_what_is_loaded(start: Callable[..., Shard]) -> None:
     shard = start(rank=1, prefill_logprobs=False)
     info = shard.stub.Info(pb.InfoRequest(), timeout=SECONDS)
     assert info == pb.InfoResponse(
@@ -215,7 +215,7 @@ def test_limits_that_do_not_fit_are_the_operators_error(start: Callable[..., Sha
     assert details.startswith("Not enough memory to handle `max_total_tokens`=64: they take")
 
 
-def test_a_warm_up_that_fails_says_so_and_the_next_one_succeeds(
+def test_a_failed_warm_up_is_reported_and_the_next_one_succeeds(
     start: Callable[..., Shard],
 ) -> None:
     shard = start()
@@ -234,7 +234,7 @@ def test_a_warm_up_that_fails_says_so_and_the_next_one_succeeds(
     assert shard.health().warmed_up
 
 
-def test_a_warm_up_in_which_the_group_is_lost_says_that_the_shard_goes(
+def test_a_warm_up_that_loses_the_group_reports_the_shards_end(
     start: Callable[..., Shard],
 ) -> None:
     """UNAVAILABLE, so the router may wait for a restarted shard."""
@@ -265,10 +265,10 @@ def test_a_sequence_from_prompt_to_end(shard: Shard) -> None:
     assert np.isnan(first.prefill_logprobs[0])
     assert not np.isnan(list(first.prefill_logprobs)[1:]).any()
     assert first.timings.HasField("concat_ns")
-    found = list(first.ids)
+    result = list(first.ids)
     for _ in range(5):
-        found += steps.ask(decode=decode(0)).ids
-    assert found == greedy(PROMPT, 6)
+        result += steps.ask(decode=decode(0)).ids
+    assert result == greedy(PROMPT, 6)
     dropped = steps.ask(filter_batch=pb.FilterBatch(dropped_slots=[0]))
     assert not dropped.HasField("error")
     assert steps.ask(decode=decode(0)).error.kind == pb.StepError.KIND_FAILED
@@ -370,7 +370,7 @@ def test_other_ranks_answer_with_the_checksum_alone(
         assert not getattr(answers[1], column)
 
 
-def test_prompts_have_candidates_where_asked_for(shard: Shard) -> None:
+def test_prompts_have_candidates_where_requested(shard: Shard) -> None:
     steps = Steps(shard, 5)
     steps.open()
     answer = steps.ask(prefill=prefill(prefill_logprobs=True, prefill_top_n_tokens=2))

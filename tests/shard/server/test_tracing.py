@@ -1,4 +1,4 @@
-"""Spans of a shard's calls, below those of the router."""
+"""Spans of a shard's calls, below the router's spans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
-from millrace_shard.commands.trace_export import TracingError, open_tracing
+from millrace_shard.commands.composition import TracingError, open_tracing
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.warmup import MemoryLimits

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from millrace_shard.commands.serve import with_folders
+from millrace_shard.commands.composition import with_folders
 from millrace_shard.config import ShardConfig
 from millrace_shard.errors import ModelError
-from millrace_shard.model_loader.download import HubAccess
-from millrace_shard.model_loader.hub import HubError, HubSettings
 from millrace_shard.speculation.checkpoints import Checkpoints, find_draft
+from millrace_shard.weights.download import HubAccess
+from millrace_shard.weights.hub import HubError, HubSettings
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import REPO, Hub
 
@@ -53,32 +53,32 @@ def find(model_id: str, found: HubSettings, draft_model: str | None = None) -> C
     return Checkpoints.find(model_id, draft_model=draft_model, revision=None, settings=found)
 
 
-def test_a_model_alone(tmp_path: Path) -> None:
+def test_a_model_without_a_draft_is_found(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", MODEL)
     assert find(str(folder), settings(tmp_path)) == Checkpoints(folder)
 
 
-def test_a_model_with_a_draft_from_the_hub(tmp_path: Path) -> None:
+def test_a_draft_is_downloaded_from_the_hub(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", MODEL)
     with fake_hub.serve(Hub(MODEL)) as hub:
-        found = find(str(folder), settings(tmp_path, hub), REPO)
-    assert found.model == folder
-    assert found.draft is not None
-    assert (found.draft / "model.safetensors").read_bytes() == b"weights"
+        result = find(str(folder), settings(tmp_path, hub), REPO)
+    assert result.model == folder
+    assert result.draft is not None
+    assert (result.draft / "model.safetensors").read_bytes() == b"weights"
     offline = settings(tmp_path, offline=True)
-    assert find_draft(REPO, offline) == found.draft
+    assert find_draft(REPO, offline) == result.draft
 
 
 def test_medusa_heads_bring_their_model_along(tmp_path: Path) -> None:
     base = write(tmp_path / "base", MODEL)
     with fake_hub.serve(Hub(medusa(str(base)))) as hub:
-        found = find(REPO, settings(tmp_path, hub))
+        result = find(REPO, settings(tmp_path, hub))
         hub.requests.clear()
-        assert find(REPO, settings(tmp_path, hub)) == found
+        assert find(REPO, settings(tmp_path, hub)) == result
         assert hub.requests == []
-    assert found.model == base
-    assert found.draft is not None
-    assert {path.name for path in found.draft.iterdir()} == {
+    assert result.model == base
+    assert result.draft is not None
+    assert {path.name for path in result.draft.iterdir()} == {
         "config.json",
         "medusa_lm_head.safetensors",
     }
@@ -87,9 +87,9 @@ def test_medusa_heads_bring_their_model_along(tmp_path: Path) -> None:
 def test_the_model_of_medusa_heads_comes_from_the_hub(tmp_path: Path) -> None:
     heads = write(tmp_path / "heads", medusa(REPO))
     with fake_hub.serve(Hub(MODEL)) as hub:
-        found = find(str(heads), settings(tmp_path, hub))
-    assert found.draft == heads
-    assert (found.model / "model.safetensors").read_bytes() == b"weights"
+        result = find(str(heads), settings(tmp_path, hub))
+    assert result.draft == heads
+    assert (result.model / "model.safetensors").read_bytes() == b"weights"
 
 
 def test_medusa_heads_as_a_draft_model_keep_the_model_given(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_medusa_heads_and_a_draft_model_are_too_much(tmp_path: Path) -> None:
 
 def test_a_draft_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", MODEL)
-    with pytest.raises(ModelError, match="there is no folder /no/such/draft"):
+    with pytest.raises(ModelError, match="folder /no/such/draft does not exist"):
         find(str(folder), settings(tmp_path), "/no/such/draft")
     with pytest.raises(ModelError, match="org/other is not in the cache"):
         find(str(folder), settings(tmp_path, offline=True), "org/other")
@@ -131,5 +131,5 @@ def test_a_shard_resolves_its_draft_model_itself(tmp_path: Path) -> None:
     config = ShardConfig.from_args([f"--draft-model={draft}", str(base)])
     assert with_folders(config).draft_model == str(draft)
     heads = write(tmp_path / "heads", medusa(str(base)))
-    found = with_folders(ShardConfig.from_args([str(heads)]))
-    assert (found.model_folder, found.draft_model) == (base, str(heads))
+    result = with_folders(ShardConfig.from_args([str(heads)]))
+    assert (result.model_folder, result.draft_model) == (base, str(heads))

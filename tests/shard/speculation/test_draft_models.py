@@ -16,17 +16,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace_shard.batch.sequence import SamplingParameters, Sequence
+from millrace_proto.sampling import Sampling
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.factory import Speculation
-from millrace_shard.speculation.loading import SpeculationLoader
+from millrace_shard.speculation.loading import Speculation, SpeculationLoader
 from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.multi_token import (
     FakeGrammars,
@@ -88,7 +88,7 @@ class Setup:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread: several would wait for each other, which is slow beside another busy process."""
+    """Use one thread: several would wait for each other, which is slow next to another busy process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -215,7 +215,7 @@ def test_a_draft_model_reads_blocks_that_another_sequence_filled(setup: Setup) -
         request_id=1,
         input_ids=ints(prompt),
         cached_tokens=2 * BLOCK_SIZE,
-        parameters=SamplingParameters(),
+        parameters=Sampling(),
     )
     change = BatchChange(
         admitted=(sequence,), grown_slots=ints([1] * 6), grown_blocks=ints([*shared, *own])
@@ -291,7 +291,7 @@ def test_a_draft_model_of_other_tokens_is_refused(setup: Setup, tmp_path: Path) 
     ("draft", "speculate", "most"),
     [(False, 3, 3), (True, None, 4), (True, 7, 7), (True, 0, None), (False, None, None)],
 )
-def test_the_number_of_drafts(
+def test_the_number_of_drafts_follows_the_flag_and_the_draft_model(
     setup: Setup, draft: bool, speculate: int | None, most: int | None
 ) -> None:
     folder = setup.folder if draft else None
@@ -388,11 +388,11 @@ def test_medusa_heads_change_no_bit_and_read_the_right_state(
     propose, drafts = proposer.propose, []
 
     def recorded(rows: Any) -> Any:
-        found = propose(rows)
+        result = propose(rows)
         for row, slot in enumerate(rows.slots.tolist()):
-            if found.counts[row]:
-                drafts.append((slot, int(rows.num_tokens[row]), found.of_row(row)))
-        return found
+            if result.counts[row]:
+                drafts.append((slot, int(rows.num_tokens[row]), result.of_row(row)))
+        return result
 
     monkeypatch.setattr(proposer, "propose", recorded)
     random = np.random.default_rng(depth)

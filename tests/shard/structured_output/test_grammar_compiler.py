@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from random import Random
 from threading import Barrier, Event, Semaphore, Thread
@@ -21,18 +22,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 
 from millrace_proto import generate_pb2 as pb
-from millrace_shard.batch.sequence import Grammar
+from millrace_proto.sequence import Grammar
 from millrace_shard.engine.engine import Progress
 from millrace_shard.server.service import ShardService
-from millrace_shard.structured_output import grammar_compiler, grammar_process
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
+from millrace_shard.structured_output import grammar_compiler, grammar_process, matcher
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.grammar_process import CompilerBusy, GrammarProcess
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager
-from millrace_shard.structured_output.mask_computer import MaskRequest
-from millrace_testing.engines.grammars import Words, lark, mask_of, regex, schema
+from millrace_shard.structured_output.mask_computer import Bitmasks, MaskRequest
+from millrace_testing.engines.grammars import Words, allowed, lark, mask_of, regex, schema
 from millrace_testing.text.texts import byte_level
 
 PATIENT = 60.0
@@ -83,7 +85,7 @@ def process_of(compiler: GrammarCompiler) -> psutil.Process:
     [regex("[0-9]{4}"), schema('{"type": "object"}'), lark('start: "a" b\nb: /x+/')],
     ids=["regex", "json schema", "lark"],
 )
-def test_a_valid_grammar(compiler: GrammarCompiler, grammar: Grammar) -> None:
+def test_a_valid_grammar_is_accepted(compiler: GrammarCompiler, grammar: Grammar) -> None:
     compiler.check(grammar)
     assert mask_of(compiler.matcher(grammar))
 
@@ -613,7 +615,7 @@ def test_the_service_answers_without_the_engine(
 @pytest.mark.parametrize(
     "grammars", [None, GrammarManager(None, 430)], ids=["none", "no tokenizer"]
 )
-def test_a_model_without_grammars_says_so(grammars: GrammarManager | None) -> None:
+def test_a_model_without_grammars_reports_it(grammars: GrammarManager | None) -> None:
     answer = ask(grammars, pb.Grammar(kind=pb.Grammar.KIND_REGEX, source="a"), Call())
     assert answer.error == NO_GRAMMARS
 
@@ -626,3 +628,83 @@ def test_a_service_that_is_busy_compiling_is_to_be_asked_again(
     with pytest.raises(RuntimeError, match="try again"):
         ask(GrammarManager(new_compiler(folder), 430), pb.Grammar(source="a"), call)
     assert call.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+VOCAB_SIZE = 430
+STATES = 600
+"""A text takes some hundreds of them; several share them."""
+NUM_TEXTS = 5
+NUM_TOKENS = 40
+GRAMMAR = regex(r"[a-z ]*[aeiou][a-z ]{9}[xyz][a-z ]*")
+
+
+@pytest.fixture
+def small_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    made = GrammarCompiler.load(tmp_path, vocab_size=VOCAB_SIZE, eos_token_ids=(0,))
+    assert made is not None
+    limits = LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
+    monkeypatch.setattr(matcher, "LIMITS", limits)
+    monkeypatch.setattr(grammar_compiler, "RENEW_SECONDS", 60.0)
+    yield made
+    made.close()
+
+
+class Texts:
+    """Follows texts of one grammar, each by its own generator."""
+
+    def __init__(self, small_compiler: GrammarCompiler, numbers: range) -> None:
+        self.grammars = GrammarManager(small_compiler, VOCAB_SIZE, overlap=False)
+        self.masks: dict[int, list[set[int]]] = {number: [] for number in numbers}
+        self._last: dict[int, tuple[int, ...]] = dict.fromkeys(numbers, ())
+        self._random = {number: Random(number) for number in numbers}
+        # A grammar that is admitted while it is being compiled is compiled once more, and shares nothing.
+        small_compiler.matcher(GRAMMAR)
+        for number in numbers:
+            self.grammars.admit(number, GRAMMAR, np.zeros(0, dtype=np.int64))
+
+    def step(self) -> Bitmasks:
+        """A token of each."""
+        rows = [
+            MaskRequest(slot=slot, new_tokens=partial(self._last.__getitem__, slot))
+            for slot in self._last
+        ]
+        masks = self.grammars.start(rows).result()
+        for slot, mask in zip(self._last, masks.bits, strict=True):
+            result = allowed(mask)
+            self.masks[slot].append(result)
+            self._last[slot] = (self._random[slot].choice(sorted(result - {0})),)
+        return masks
+
+
+def test_a_text_goes_on_whatever_others_have_used_up(small_compiler: GrammarCompiler) -> None:
+    together = Texts(small_compiler, range(NUM_TEXTS))
+    for _ in range(NUM_TOKENS):
+        assert not len(together.step().failed)
+    for number in range(NUM_TEXTS):
+        alone = Texts(small_compiler, range(number, number + 1))
+        for _ in range(NUM_TOKENS):
+            assert not len(alone.step().failed)
+        assert alone.masks[number] == together.masks[number]
+
+
+def test_the_states_do_run_out(
+    small_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the test above would show nothing. So it is where compiling takes too long for a step to wait."""
+    monkeypatch.setattr(grammar_compiler, "RENEW_SECONDS", 0.0)
+    texts = Texts(small_compiler, range(NUM_TEXTS))
+    failed = {slot for _ in range(NUM_TOKENS) for slot in texts.step().failed}
+    assert failed
+    # Later texts have their own states.
+    later = Texts(small_compiler, range(1))
+    assert not len(later.step().failed)
+
+
+def test_a_text_with_too_many_states_of_its_own_fails(
+    small_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = LLParserLimits(max_lexer_states=40, verbose_errors=False)
+    monkeypatch.setattr(matcher, "LIMITS", limits)
+    texts = Texts(small_compiler, range(1))
+    assert any(len(texts.step().failed) for _ in range(NUM_TOKENS))

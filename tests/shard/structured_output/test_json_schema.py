@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import string
 from collections.abc import Iterator
 from itertools import islice, permutations, product
 from pathlib import Path
@@ -12,16 +13,18 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from bench.structured_output.schemas import Schemas, problem
+from bench.structured_output.schemas import problem
+from hypothesis import given
+from hypothesis import strategies as st
 
-from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
-from millrace_shard.structured_output.grammar.json_schema import (
-    MAX_DEPTH,
-    SchemaInvalid,
-    read_schema,
-)
+from millrace_router.tool_calls.parsing.lark import json_value
+from millrace_router.tool_calls.parsing.parameters import arguments_schema
+from millrace_router.tool_calls.tool import Tool
+from millrace_shard.structured_output.grammar_source import GrammarInvalid, with_exact_schemas
+from millrace_shard.structured_output.json_schema import MAX_DEPTH, SchemaInvalid, read_schema
 from millrace_shard.structured_output.matcher import Matcher
-from millrace_testing.engines.grammars import Words, schema, walk
+from millrace_testing.engines.grammars import Words, lark, schema, walk
+from millrace_testing.engines.random_schemas import Schemas
 
 SUITE = os.environ.get("JSON_SCHEMA_TEST_SUITE")
 """The folder draft2020-12 of the official suite, which jsonschema's source distribution carries as json/tests."""
@@ -146,7 +149,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "multipleOf": ({"type": "integer", "multipleOf": 3}, [0, 3, -9, 123], [1, 10]),
     "multipleOf, decimal": ({"type": "number", "multipleOf": 0.01}, [0.07, 12.5, 3], [0.075]),
     "anyOf": ({"anyOf": [{"type": "integer"}, {"const": "x"}]}, [1, "x"], ["y", None]),
-    "anyOf beside type": (
+    "anyOf with type": (
         {"type": "string", "anyOf": [{"maxLength": 1}, {"const": "abc"}]},
         ["a", "abc"],
         ["ab", 1],
@@ -156,7 +159,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [None, "a"],
         [1],
     ),
-    "oneOf told apart by a property": (
+    "oneOf distinguished by a property": (
         {
             "oneOf": [
                 {"type": "object", "properties": {"k": {"const": "a"}}, "required": ["k"]},
@@ -396,7 +399,7 @@ def test_a_listed_name_does_not_come_again_in_escapes(described: dict[str, Any],
 
 
 @pytest.mark.parametrize("control", ["\x00", "\x1f", "\x7f"])
-def test_control_characters_that_are_asked_for_can_be_written(control: str) -> None:
+def test_requested_control_characters_can_be_written(control: str) -> None:
     written = f'"a\\u{ord(control):04x}"'
     assert accepts({"const": f"a{control}"}, written)
     assert not accepts({"type": "string"}, written)
@@ -510,8 +513,8 @@ def test_a_part_that_would_never_end_is_not_entered() -> None:
         },
     }
     assert accepts(described, '{"b":null}')
-    found = matcher(described)
-    assert not found.consume_all(WORDS.split(b'{"a'))
+    result = matcher(described)
+    assert not result.consume_all(WORDS.split(b'{"a'))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -521,11 +524,11 @@ def test_random_schemas_never_yield_invalid_json(seed: int) -> None:
     for _ in range(NUM_RANDOM):
         described = schemas.schema()
         try:
-            found = matcher(described)
+            result = matcher(described)
         except GrammarInvalid:
             refused += 1
             continue
-        text = walk(found, WORDS, rng, most=300)
+        text = walk(result, WORDS, rng, most=300)
         if text is None:
             unfinished += 1
             continue
@@ -556,8 +559,8 @@ def writings(value: Any) -> Iterator[Any]:
         yield value
 
 
-@pytest.mark.skipif(SUITE is None, reason="run by make test-json-schema")
-def test_the_official_suite() -> None:
+@pytest.mark.skipif(SUITE is None, reason="run by make test-all SUITE=fuzz")
+def test_the_official_suite_is_enforced_or_refused() -> None:
     wrong, missing, refused, checked = [], [], [], 0
     for name, described, tests in suite_groups():
         try:
@@ -576,8 +579,127 @@ def test_the_official_suite() -> None:
             elif test["valid"] and not is_accepted and not title.startswith("format: "):
                 missing.append(title)
     if (report := os.environ.get("JSON_SCHEMA_REPORT")) is not None:
-        found = {"checked": checked, "wrong": wrong, "missing": missing, "refused": refused}
-        Path(report).write_text(json.dumps(found, indent=1))
+        result = {"checked": checked, "wrong": wrong, "missing": missing, "refused": refused}
+        Path(report).write_text(json.dumps(result, indent=1))
     assert not wrong
     assert not missing
     assert checked > 600
+
+
+BYTES = Words([bytes([byte]) for byte in range(256)], size=300)
+KEPT = [
+    ({"type": "string", "format": "date"}, '"2024-02-29"', '"2023-02-29"'),
+    ({"type": "number", "exclusiveMaximum": 3, "minimum": 2.5}, "2.5", "3"),
+    ({"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}, "1.5", "1"),
+    (
+        {"type": "object", "properties": {"p": {"const": True}}, "required": ["p"]},
+        '{"p":true}',
+        r'{"p":true,"\u0070":0}',
+    ),
+]
+"""A schema, JSON that is of it, and JSON that llguidance by itself would have for it."""
+
+
+def consumes_all(matcher: Matcher, text: str) -> bool:
+    return matcher.consume_all([*BYTES.split(text.encode()), BYTES.eos[0]]) and matcher.has_ended
+
+
+@pytest.mark.parametrize(("described", "good", "bad"), KEPT)
+def test_a_schema_in_a_grammar_is_kept_to_the_letter(
+    described: dict[str, Any], good: str, bad: str
+) -> None:
+    assert problem(good, described) is None
+    assert problem(bad, described) is not None
+    grammar = lark(f'start: "it: " it // %json {{\nit: %json {json.dumps(described)}\n')
+    assert consumes_all(BYTES.matcher(grammar), f"it: {good}")
+    assert not consumes_all(BYTES.matcher(grammar), f"it: {bad}")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("described", "good", "bad"), KEPT)
+def test_arguments_of_tools_are(
+    described: dict[str, Any], good: str, bad: str, *, strict: bool
+) -> None:
+    parameters = {"type": "object", "properties": {"a": described}, "required": ["a"]}
+    tool = Tool("tool", None, parameters, strict=strict)
+    grammar = lark(f"start: {json_value(arguments_schema(tool))}")
+    assert consumes_all(BYTES.matcher(grammar), f'{{"a":{good}}}')
+    assert not consumes_all(BYTES.matcher(grammar), f'{{"a":{bad}}}')
+
+
+def test_unenforceable_schemas_are_refused_unless_lenient() -> None:
+    endless = {"$ref": "#"}
+    with pytest.raises(GrammarInvalid, match="refers to itself"):
+        BYTES.matcher(lark(f"start: %json {json.dumps(endless)}"))
+    huge = {"type": "integer", "maximum": 10**20}
+    with pytest.raises(GrammarInvalid, match="2\\*\\*53"):
+        BYTES.matcher(lark(f"start: %json {json.dumps(huge)}"))
+    lenient = {**huge, "x-guidance": {"lenient": True}}
+    assert consumes_all(BYTES.matcher(lark(f"start: %json {json.dumps(lenient)}")), "7")
+
+
+def test_a_grammar_may_ask_for_other_spacing() -> None:
+    described = {"type": "array", "x-guidance": {"whitespace_flexible": False}}
+    grammar = lark(f"start: %json {json.dumps(described)}")
+    assert consumes_all(BYTES.matcher(grammar), "[1,2]")
+    assert not consumes_all(BYTES.matcher(grammar), "[1, 2]")
+
+
+@pytest.mark.parametrize("of", ["[1]", '"lenient"'])
+def test_what_is_asked_of_the_library_is_an_object(of: str) -> None:
+    with pytest.raises(GrammarInvalid, match="x-guidance"):
+        BYTES.matcher(lark(f'start: %json {{"x-guidance": {of}}}'))
+
+
+@pytest.mark.parametrize("broken", ["{", '{"type": }', "{'a': 1}"])
+def test_texts_that_are_not_json_are_refused(broken: str) -> None:
+    with pytest.raises(GrammarInvalid):
+        BYTES.matcher(lark(f"start: %json {broken}"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        r'start: "a \" %json {\"type\": 1}"',
+        'start: /%json {"type"}/',
+        r'start: /\/%json {"format": "date"}/',
+        'start: "a" // %json {"format": "date"}\n',
+        'start: "a" # %json {"format": "date"}\n',
+        'start: %regex {"substring_words": "%json {"}',
+        "start: %json true",
+    ],
+)
+def test_strings_expressions_and_comments_hold_no_schemas(source: str) -> None:
+    assert with_exact_schemas(source) == source
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ("start: </think> %json ", " </s>"),
+        ("start: <tool#call> %json ", ""),
+        ('start: <a"b> %json ', ' "x"'),
+        ("start: /a\nb/ %json ", ' "x/y"'),
+        ("start: /[/ /]/ %json ", ""),
+        ('start: "a" //\n | %json ', " # /\n"),
+    ],
+)
+def test_schemas_are_found_beside_special_tokens_and_expressions(pieces: tuple[str, str]) -> None:
+    described = json.dumps({"type": "string", "format": "date"})
+    exact = with_exact_schemas(f"%json {described}").removeprefix("%json ")
+    assert exact != described
+    assert with_exact_schemas(described.join(pieces)) == exact.join(pieces)
+
+
+LITERALS = st.text(st.sampled_from([*string.ascii_letters, *'{}%"/\\#\n ']), max_size=20)
+DATE = {"type": "string", "format": "date"}
+
+
+@given(before=LITERALS, between=LITERALS)
+def test_schemas_are_found_between_any_literals(before: str, between: str) -> None:
+    """Every schema is replaced, and nothing else."""
+    described = json.dumps(DATE)
+    pieces = [f"start: {json.dumps(before)} %json ", f" {json.dumps(between)} %json\n", ' "z"']
+    exact = with_exact_schemas(f"%json {described}").removeprefix("%json ")
+    assert exact != described
+    assert with_exact_schemas(described.join(pieces)) == exact.join(pieces)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_shard.batch.sequence import Grammar
+from millrace_proto.sequence import Grammar
 from millrace_shard.structured_output.manager import GrammarManager
 from millrace_shard.structured_output.mask_computer import Bitmasks, MaskRequest
 from millrace_shard.structured_output.matcher import Matcher
@@ -53,7 +53,7 @@ def step(grammars: GrammarManager, *rows: MaskRequest) -> Bitmasks:
     return grammars.start(rows).result()
 
 
-@pytest.fixture(params=[True, False], ids=["beside the forward pass", "when asked for"])
+@pytest.fixture(params=[True, False], ids=["during the forward pass", "on request"])
 def grammars(request: pytest.FixtureRequest) -> GrammarManager:
     return new_manager(WORDS, overlap=request.param)
 
@@ -83,7 +83,7 @@ def test_a_mask_allows_exactly_what_some_text_of_the_language_goes_on_with(
 
 @settings(max_examples=60, deadline=None)
 @given(words=LANGUAGES, seed=st.integers(0, 1000), num_drafts=st.integers(1, 5))
-def test_masks_after_drafts_are_those_of_the_text_with_them_and_drafts_leave_no_trace(
+def test_masks_after_drafts_match_the_text_with_them_and_drafts_leave_no_trace(
     words: list[str], seed: int, num_drafts: int
 ) -> None:
     grammars, rng = new_manager(WORDS), random.Random(seed)
@@ -128,7 +128,7 @@ def chain_of(words: Words, language: Sequence[bytes], so_far: bytes, most: int) 
 
 @settings(max_examples=60, deadline=None)
 @given(words=LANGUAGES, most=st.integers(1, 9))
-def test_jump_forward_tokens_are_those_of_single_steps(words: list[str], most: int) -> None:
+def test_jump_forward_tokens_match_single_steps(words: list[str], most: int) -> None:
     language = [word.encode() for word in words]
     grammars = new_manager(ONE_END)
     grammars.admit(1, of_words(words), np.array(NONE, dtype=np.int64))

@@ -1,24 +1,103 @@
-"""The checked form of an adapter, by the names of the base's modules."""
+"""The checked form of an adapter, by the names of the base's modules.
+
+The tensors' names are PEFT's keys, and the variants of them in published files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from millrace_router.adapters.fetching.arrays import (
+from millrace_router.adapters.fetching.errors import Invalid
+from millrace_router.adapters.fetching.peft_config import PeftConfig
+from millrace_router.adapters.fetching.source_files import CONFIG_FILE
+from millrace_router.adapters.fetching.tensors import (
     Float32,
+    SafetensorsFile,
+    Tensor,
     all_finite,
     from_float32,
     to_float32,
 )
-from millrace_router.adapters.fetching.errors import Invalid
-from millrace_router.adapters.fetching.peft_config import CONFIG_FILE, PeftConfig
-from millrace_router.adapters.fetching.safetensors_file import SafetensorsFile, Tensor
-from millrace_router.adapters.fetching.tensor_names import Part, TensorName, base_module
 from millrace_router.errors import quoted
 from millrace_router.request.adapter import AdapterModule
+
+PREFIX = "base_model.model."
+MAX_NAME_LENGTH = 1024
+Part = Literal["lora_A", "lora_B", "bias", "base_layer"]
+
+_KEY = re.compile(r"(?P<module>[^\x00]+)\.(?P<part>lora_[AB])(?:\.default)?\.(?P<leaf>weight|bias)")
+_COPY = ".base_layer.weight"
+_VISION_SEGMENT = "language_model"
+_WRAPPERS = ("model", "transformer")
+"""Names of the decoder inside a model's class."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorName:
+    """The module that a tensor belongs to, by the name that it was trained with, and its part."""
+
+    module: str
+    part: Part
+
+    @classmethod
+    def parse(cls, key: str) -> TensorName:
+        """Read a key of the file; raises Invalid for everything else.
+
+        `base_layer` is the base's own weight, which PEFT saves with A and B of a head.
+        """
+        if len(key) > MAX_NAME_LENGTH:
+            raise Invalid(f"the name of the tensor {quoted(key)} is too long")
+        if key.endswith(_COPY):
+            return cls(_without_prefix(key.removesuffix(_COPY)), "base_layer")
+        match = _KEY.fullmatch(key)
+        is_bias = match is not None and match["leaf"] == "bias"
+        if match is None or (is_bias and match["part"] == "lora_A"):
+            raise Invalid(f"the tensor {quoted(key)} {_why_not(key)}")
+        module = _without_prefix(match["module"])
+        if is_bias:
+            return cls(module, "bias")
+        return cls(module, "lora_A" if match["part"] == "lora_A" else "lora_B")
+
+
+def base_module(trained: str, modules: Collection[str]) -> str | None:
+    """Find the base's module for a name that an adapter was trained with; None: there is no such module.
+
+    Another class of the model may have given the name.
+    """
+    return next((name for name in _candidates(trained) if name in modules), None)
+
+
+def _without_prefix(module: str) -> str:
+    while module.startswith(PREFIX):
+        module = module.removeprefix(PREFIX)
+    return module
+
+
+def _candidates(trained: str) -> Iterator[str]:
+    yield trained
+    segments = trained.split(".")
+    plain = [segment for segment in segments if segment != _VISION_SEGMENT]
+    yield ".".join(plain)
+    for wrapper in _WRAPPERS:
+        yield ".".join([wrapper, *plain])
+    if plain[0] in _WRAPPERS:
+        yield ".".join(plain[1:])
+
+
+def _why_not(key: str) -> str:
+    if "lora_magnitude_vector" in key:
+        return "is of DoRA, which is not supported"
+    if "lora_embedding_" in key:
+        return "changes an embedding, which is not supported"
+    if ".lora_" not in key and key.endswith((".weight", ".bias")):
+        return "replaces a weight of the model, which is not supported"
+    return "is not of LoRA"
+
 
 TENSORS_PER_MODULE = 4
 PARTS: tuple[Part, ...] = ("lora_A", "lora_B", "bias")
@@ -40,7 +119,6 @@ class LoraModule:
 
     @property
     def rank(self) -> int:
-        """The number of ranks."""
         return self.a.shape[0]
 
     @property
@@ -76,12 +154,12 @@ def check_adapter(
             f"the file has {len(file.tensors)} tensors, and the model {len(shapes)} modules for adapters"
         )
     if not file.tensors:
-        raise Invalid("the file has no tensors")
-    found = _by_module(file.tensors, shapes)
+        raise Invalid("the file contains no tensors")
+    parts_by_module = _by_module(file.tensors, shapes)
     return [
-        _module(config, shapes[name], found[name], max_rank=max_rank)
+        _module(config, shapes[name], parts_by_module[name], max_rank=max_rank)
         for name in shapes
-        if name in found
+        if name in parts_by_module
     ]
 
 
@@ -99,7 +177,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
 def _by_module(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, AdapterModule]
 ) -> dict[str, dict[Part, _Found]]:
-    found: dict[str, dict[Part, _Found]] = {}
+    modules: dict[str, dict[Part, _Found]] = {}
     for key, tensor in tensors.items():
         name = TensorName.parse(key)
         base = base_module(name.module, shapes)
@@ -107,22 +185,22 @@ def _by_module(
             raise Invalid(
                 f"the tensor {quoted(key)} is of a module that the model does not have, or that adapters cannot change"
             )
-        parts = found.setdefault(base, {})
+        parts = modules.setdefault(base, {})
         if name.part in parts:
             raise Invalid(
                 f"the tensors {quoted(parts[name.part].key)} and {quoted(key)} are of the same module"
             )
         parts[name.part] = _Found(key, name.module, tensor)
-    return found
+    return modules
 
 
 def _module(
     config: PeftConfig, shape: AdapterModule, parts: Mapping[Part, _Found], *, max_rank: int
 ) -> LoraModule:
     any_part = next(iter(parts.values()))
-    for wanted in PARTS if config.lora_bias else PARTS[:2]:
-        if wanted not in parts:
-            raise Invalid(f"the tensor {quoted(any_part.key)} has no {wanted} beside it")
+    for name in PARTS if config.lora_bias else PARTS[:2]:
+        if name not in parts:
+            raise Invalid(f"the tensor {quoted(any_part.key)} comes without its {name}")
     if "bias" in parts and not config.lora_bias:
         raise Invalid(
             f"the tensor {quoted(parts['bias'].key)} is there, but lora_bias of {CONFIG_FILE} is not set"
@@ -157,9 +235,9 @@ def _module(
     )
 
 
-def _expect_shape(found: _Found, expected: tuple[int, ...], shape: AdapterModule) -> None:
-    if found.tensor.shape != expected:
+def _expect_shape(part: _Found, expected: tuple[int, ...], shape: AdapterModule) -> None:
+    if part.tensor.shape != expected:
         raise Invalid(
-            f"the tensor {quoted(found.key)} has the shape {list(found.tensor.shape)}, and the module {shape.name}"
+            f"the tensor {quoted(part.key)} has the shape {list(part.tensor.shape)}, and the module {shape.name}"
             f" of the model, with the rank of {CONFIG_FILE}, needs {list(expected)}"
         )

@@ -12,15 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace_router.adapters.adapter_files import ADAPTER_FILE, PARTIAL_PREFIX
-from millrace_router.adapters.fetching.arrays import from_float32, to_float32
+from millrace_router.adapters.cache import ADAPTER_FILE, PARTIAL_PREFIX
 from millrace_router.adapters.fetching.canonical import LoraModule
 from millrace_router.adapters.fetching.errors import Unavailable
-from millrace_router.adapters.fetching.safetensors_file import (
+from millrace_router.adapters.fetching.tensors import (
     DTYPE_BYTES,
     METADATA,
     Tensor,
+    from_float32,
     parse_safetensors,
+    to_float32,
 )
 
 FORMAT = "millrace-adapter-1"
@@ -85,7 +86,7 @@ def read_adapter(digest: str, cache: Path) -> list[LoraModule]:
 
 
 def _chunks(modules: Sequence[LoraModule]) -> Iterator[bytes | memoryview]:
-    """The parts of the file: its header, and the tensors, the widest values first, so that each is aligned."""
+    """Return the parts of the file: its header, and the tensors, the widest values first, so that each is aligned."""
     tensors = dict(_tensors(modules))
     order = sorted(tensors, key=lambda name: (-DTYPE_BYTES[tensors[name].dtype], name))
     offsets, end = {}, 0

@@ -2,7 +2,7 @@
 
 FetchError
 ├── NotFound       no such adapter, or no right to know that it exists
-├── Forbidden      the token has no access
+├── Forbidden      the token lacks access
 ├── Invalid        the files cannot be used
 ├── TooLarge       more bytes than allowed
 └── Unavailable    the hub or the disk failed, and may work later
@@ -21,7 +21,6 @@ class FetchError(Exception):
     kind: ClassVar[str]
 
     def answer(self) -> dict[str, JsonValue]:
-        """Render for the router."""
         return {"error": self.kind, "reason": str(self)}
 
 
@@ -32,7 +31,7 @@ class NotFound(FetchError):
 
 
 class Forbidden(FetchError):
-    """The token has no access."""
+    """The token lacks access."""
 
     kind = "forbidden"
 
@@ -54,7 +53,6 @@ class TooLarge(FetchError):
         self.limit = limit
 
     def answer(self) -> dict[str, JsonValue]:
-        """Render for the router."""
         return super().answer() | {"num_bytes": self.num_bytes, "limit": self.limit}
 
 
@@ -68,5 +66,4 @@ class Unavailable(FetchError):
         self.retry_after_seconds = retry_after_seconds
 
     def answer(self) -> dict[str, JsonValue]:
-        """Render for the router."""
         return super().answer() | {"retry_after_seconds": self.retry_after_seconds}

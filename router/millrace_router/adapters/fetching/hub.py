@@ -1,6 +1,6 @@
 """Fetches an adapter from the Hugging Face hub: the commit and the sizes first, then two files of that commit.
 
-A redirect is followed to the hub itself, and over HTTPS to its hosts for files; the token goes to the hub alone.
+A redirect is followed to the hub itself, and over HTTPS to its hosts for files; the token goes only to the hub.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from millrace_router.adapters.fetching.errors import (
     NotFound,
     Unavailable,
 )
-from millrace_router.adapters.fetching.peft_config import CONFIG_FILE
-from millrace_router.adapters.fetching.source_files import WEIGHTS_FILE, SourceFiles, check_listing
+from millrace_router.adapters.fetching.source_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    SourceFiles,
+    check_listing,
+)
 
 FILE_DOMAINS = ("hf.co", "huggingface.co")
 """The hub's hosts for files are below these."""
@@ -49,7 +53,7 @@ class Commit:
     """SHA-256 of the files that the hub keeps by their hash."""
 
     def digest(self) -> str:
-        """The key under which a refusal of this commit is remembered."""
+        """Return the key under which a refusal of this commit is remembered."""
         return hashlib.sha256(f"{self.repository}@{self.commit}".encode()).hexdigest()
 
 
@@ -81,7 +85,7 @@ class Hub:
 
         Raises:
             NotFound, Forbidden: by what the hub answers, with and without a token.
-            Unavailable: there is no answer, or it is not that of a hub.
+            Unavailable: the server did not answer, or not as a hub does.
 
         """
         revision = revision or DEFAULT_REVISION
@@ -106,7 +110,7 @@ class Hub:
             self._download(commit, CONFIG_FILE), self._download(commit, WEIGHTS_FILE)
         )
 
-    def _download(self, commit: Commit, name: str) -> bytearray:
+    def _download(self, commit: Commit, name: str) -> bytes:
         size = commit.sizes[name]
         url = f"{self.endpoint}/{commit.repository}/resolve/{commit.commit}/{name}"
         data = bytearray(size)
@@ -119,10 +123,10 @@ class Hub:
                 view[filled : filled + len(chunk)] = chunk
                 filled += len(chunk)
             if response.read(1):
-                raise Unavailable(f"{name} is longer than the hub's list of files says")
+                raise Unavailable(f"{name} is longer than in the hub's list of files")
         if commit.sha256.get(name, digest := hashlib.sha256(data).hexdigest()) != digest:
             raise Unavailable(f"the download of {name} is damaged")
-        return data
+        return bytes(data)
 
     def _open(self, url: str) -> _Response:
         """Follow redirects as far as they are allowed."""
@@ -139,17 +143,17 @@ class Hub:
                 url = self.redirect(url, location)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 raise Unavailable(f"the hub does not answer ({type(error).__name__})") from None
-        raise Unavailable("the hub redirects without an end")
+        raise Unavailable("the hub redirects too often")
 
     def headers_for(self, url: str) -> dict[str, str]:
-        """Headers of a request; the token goes to the endpoint alone."""
+        """Headers of a request; the token goes only to the endpoint."""
         headers = {"user-agent": "millrace", "accept-encoding": "identity"}
         if self.token is not None and _origin(urlsplit(url)) == _origin(urlsplit(self.endpoint)):
             headers["authorization"] = f"Bearer {self.token}"
         return headers
 
     def redirect(self, url: str, location: str) -> str:
-        """The address that a redirect leads to; raises Unavailable for another host than the hub's."""
+        """Return the address that a redirect leads to; raises Unavailable for another host than the hub's."""
         try:
             target = urljoin(url, location)
             parts, endpoint = urlsplit(target), urlsplit(self.endpoint)

@@ -12,9 +12,9 @@ from millrace_router.adapters.fetching.errors import FetchError, Invalid
 from millrace_router.adapters.fetching.hub import Hub
 from millrace_router.adapters.fetching.local import read_folder
 from millrace_router.adapters.fetching.merging import merge
-from millrace_router.adapters.fetching.peft_config import CONFIG_FILE, PeftConfig
-from millrace_router.adapters.fetching.safetensors_file import parse_safetensors
-from millrace_router.adapters.fetching.source_files import SourceFiles
+from millrace_router.adapters.fetching.peft_config import PeftConfig
+from millrace_router.adapters.fetching.source_files import CONFIG_FILE, SourceFiles
+from millrace_router.adapters.fetching.tensors import parse_safetensors
 from millrace_router.errors import quoted
 from millrace_router.request.adapter import (
     AdapterModule,
@@ -66,7 +66,7 @@ def _unless_known(
 
 
 def _checked(files: SourceFiles, request: JsonObject) -> JsonObject:
-    config = PeftConfig.parse(bytes(files.config))
+    config = PeftConfig.parse(files.config)
     file = parse_safetensors(files.weights)
     shapes = [
         AdapterModule(name=name, inputs=inputs, outputs=outputs, bytes_per_slice=0)

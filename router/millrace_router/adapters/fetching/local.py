@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from millrace_router.adapters.fetching.errors import Invalid, NotFound, Unavailable
-from millrace_router.adapters.fetching.peft_config import CONFIG_FILE
 from millrace_router.adapters.fetching.source_files import (
+    CONFIG_FILE,
     PICKLES,
     WEIGHTS_FILE,
     SourceFiles,
@@ -85,14 +85,14 @@ class _OpenFolder:
         """The states of the files that were read."""
 
     def states(self) -> list[_State | None]:
-        """The state of each file, behind links; None for one that is not there."""
-        found: list[_State | None] = []
+        """Return the state of each file, behind links; None for one that is not there."""
+        states: list[_State | None] = []
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             try:
-                found.append(_state(os.stat(name, dir_fd=self._descriptor)))
+                states.append(_state(os.stat(name, dir_fd=self._descriptor)))
             except OSError:
-                found.append(None)
-        return found
+                states.append(None)
+        return states
 
     def read(self, max_bytes: int) -> SourceFiles:
         sizes = {
@@ -114,10 +114,10 @@ class _OpenFolder:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def _target(self, name: str) -> Path | None:
-        """The file behind a link; None if the file is no link.
+        """Return the file behind a link; None if the file is not a link.
 
         Raises:
-            OSError, RuntimeError: there is no file, the link leads elsewhere, or in circles.
+            OSError, RuntimeError: the file does not exist, or the link leads elsewhere or in circles.
 
         """
         if not stat.S_ISLNK(os.lstat(name, dir_fd=self._descriptor).st_mode):
@@ -127,7 +127,7 @@ class _OpenFolder:
             raise FileNotFoundError
         return target
 
-    def _read(self, name: str, size: int) -> bytearray:
+    def _read(self, name: str, size: int) -> bytes:
         """Read a file of `size` bytes once; a link that appears after the file was found is not followed."""
         try:
             target = self._target(name)
@@ -153,7 +153,7 @@ class _OpenFolder:
                 filled += count
             if filled < size or file.read(1):
                 raise Unavailable(f"{name} changed while it was read")
-        return data
+        return bytes(data)
 
 
 def _is_below(path: Path, root: Path | None) -> bool:

@@ -6,16 +6,23 @@ and adapters without biases, for which PEFT defines no merge.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from millrace_router.adapters.fetching.arrays import Float32, bytes_of, from_float32, to_float32
 from millrace_router.adapters.fetching.canonical import LoraModule, check_finite
 from millrace_router.adapters.fetching.errors import Invalid
-from millrace_router.adapters.fetching.masks import kept, mask_key
-from millrace_router.adapters.fetching.safetensors_file import Tensor
+from millrace_router.adapters.fetching.tensors import (
+    Float32,
+    Tensor,
+    bytes_of,
+    from_float32,
+    to_float32,
+)
 from millrace_router.errors import quoted
 from millrace_router.request.adapter import MergeRecipe, MergeStrategy, SignMethod
 
@@ -46,9 +53,9 @@ def merge(
             parts.setdefault(module.name, []).append(_Part(position, weight, module))
     with np.errstate(over="ignore", invalid="ignore"):
         if recipe.strategy is MergeStrategy.CAT:
-            merged = [_concatenated(found) for found in parts.values()]
+            merged = [_concatenated(module_parts) for module_parts in parts.values()]
         else:
-            merged = [_combined(found, digests, recipe) for found in parts.values()]
+            merged = [_combined(module_parts, digests, recipe) for module_parts in parts.values()]
     for module in merged:
         check_finite(f"{module.name}.lora_A", module.a)
         check_finite(f"{module.name}.lora_B", module.b)
@@ -92,7 +99,7 @@ def _joined(tensors: Sequence[Tensor], *, axis: int) -> Tensor:
 
 
 def _combined(parts: Sequence[_Part], digests: Sequence[str], recipe: MergeRecipe) -> LoraModule:
-    """A from the Aᵢ and B from the Bᵢ; the square root of |wᵢ sᵢ| weighs both, and its sign A alone."""
+    """Return a from the Aᵢ and B from the Bᵢ; the square root of |wᵢ sᵢ| weighs both, and its sign only A."""
     first = parts[0].module
     for part in parts:
         if part.module.rank != first.rank:
@@ -144,7 +151,7 @@ def _combine(
 
 
 def _total(tensors: Sequence[Float32]) -> Float32:
-    """The sum of the tensors, added in their order."""
+    """Return the sum of the tensors, added in their order."""
     total = tensors[0].copy()
     for tensor in tensors[1:]:
         total += tensor
@@ -174,3 +181,25 @@ def _thinned(tensor: Float32, key: int, density: float) -> Float32:
         return tensor
     mask = kept(key, tensor.size, density).reshape(tensor.shape)
     return tensor * mask / np.float32(density)
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_MANTISSA_BITS = 53
+
+
+def mask_key(digests: Sequence[str], position: int, tensor: str) -> int:
+    """Return the seed of one tensor of the adapter at `position` among those with `digests`."""
+    text = json.dumps([*digests, position, tensor]).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+
+
+def kept(key: int, count: int, density: float) -> npt.NDArray[np.bool_]:
+    """[count]: whether the value at each index is kept, with probability `density`; each depends only on its index."""
+    with np.errstate(over="ignore"):
+        state = np.uint64(key) + _STEP * np.arange(1, count + 1, dtype=np.uint64)
+        state = (state ^ (state >> np.uint64(30))) * _FACTORS[0]
+        state = (state ^ (state >> np.uint64(27))) * _FACTORS[1]
+        state ^= state >> np.uint64(31)
+    uniform = (state >> np.uint64(64 - _MANTISSA_BITS)).astype(np.float64) * 2.0**-_MANTISSA_BITS
+    return np.asarray(uniform < density)

@@ -9,11 +9,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from millrace_router.adapters.fetching.errors import Invalid
-from millrace_router.adapters.fetching.json_text import JsonObject, parse_object
+from millrace_router.adapters.fetching.source_files import CONFIG_FILE, JsonObject, parse_object
 from millrace_router.errors import quoted
 
-CONFIG_FILE = "adapter_config.json"
-MAX_CONFIG_BYTES = 1 << 20
 MAX_PATTERNS = 10_000
 MAX_PATTERN_LENGTH = 512
 MAX_RANK = 1 << 16

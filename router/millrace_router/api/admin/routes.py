@@ -1,25 +1,20 @@
-"""Routes of the operator that load, unload and list adapters, in vLLM's and in SGLang's form."""
+"""Bodies and answers of the routes that load, unload and list adapters."""
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
 from http import HTTPStatus
 
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from typing_extensions import TypedDict
 
-from millrace_router.adapters.names.registry import Registration
-from millrace_router.adapters.names.resolver import Resolver
-from millrace_router.adapters.names.sources import check_name, operators_source
-from millrace_router.api.admin.protocol import (
-    AdapterJson,
-    AdaptersJson,
-    LoadedAdaptersJson,
-    LoadLoraAdapterRequest,
-    UnloadLoraAdapterRequest,
-)
-from millrace_router.api.openai.errors import openai_errors
+from millrace_router.access.keys import presents_key
+from millrace_router.adapters.names import Registration, check_name, operators_source
+from millrace_router.adapters.resolver import Resolver
+from millrace_router.api.body.fields import RequestModel, Switch
+from millrace_router.api.chat.route import openai_errors
 from millrace_router.config import AdapterSpec
 from millrace_router.errors import (
     AdapterInvalid,
@@ -32,10 +27,109 @@ from millrace_router.errors import (
     ValidationError,
 )
 from millrace_router.server.bodies import json_response, read_model
-from millrace_router.server.keys import presents_key
+from millrace_router.server.operation import READING, Operation
 from millrace_router.server.services import SERVICES
 
 log = structlog.get_logger(__name__)
+
+
+class LoadLoraAdapterRequest(RequestModel):
+    """vLLM's body; SGLang's has the same first two fields. An adapter keeps its name until it is unloaded."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+    """A folder, or an id on the hub."""
+    load_inplace: Switch = False
+    """Whether a name that is loaded already gets new files; running requests keep theirs."""
+
+
+class UnloadLoraAdapterRequest(RequestModel):
+    """vLLM's and SGLang's body."""
+
+    lora_name: str | None = None
+
+
+class LoadedAdaptersJson(TypedDict):
+    """SGLang's answer."""
+
+    success: bool
+    error_message: str | None
+    loaded_adapters: dict[str, str]
+    """The path of each name."""
+
+
+class AdapterJson(TypedDict):
+    """An adapter that the operator named."""
+
+    name: str
+    source: str
+    """`hub` or `local`."""
+    path: str
+    revision: str | None
+    digest: str | None
+    """The version of new requests; null before the first use."""
+    versions: list[str]
+    """The digests that `name@sha256:…` finds, the newest first."""
+    is_default: bool
+
+
+class AdaptersJson(TypedDict):
+    """Answer of `/adapters`."""
+
+    adapters: list[AdapterJson]
+
+
+CHANGING = (*READING, HTTPStatus.NOT_FOUND)
+
+_vllm = partial(Operation, method="post", is_admin=True, openai=True, answer=bytes)
+_sglang = partial(
+    Operation,
+    method="post",
+    is_admin=True,
+    openai=True,
+    answer=LoadedAdaptersJson,
+    failures=CHANGING,
+    failure=LoadedAdaptersJson,
+)
+
+OPERATIONS = (
+    _vllm(
+        path="/v1/load_lora_adapter",
+        id="load_lora_adapter",
+        summary="Let requests name a LoRA adapter, or give a name new files",
+        body=LoadLoraAdapterRequest,
+        failures=(*CHANGING, HTTPStatus.SERVICE_UNAVAILABLE),
+    ),
+    _vllm(
+        path="/v1/unload_lora_adapter",
+        id="unload_lora_adapter",
+        summary="Take the name of a LoRA adapter away",
+        body=UnloadLoraAdapterRequest,
+        failures=CHANGING,
+    ),
+    _sglang(
+        path="/load_lora_adapter",
+        id="sglang_load_lora_adapter",
+        summary="The same as `/v1/load_lora_adapter`, in SGLang's form",
+        body=LoadLoraAdapterRequest,
+    ),
+    _sglang(
+        path="/unload_lora_adapter",
+        id="sglang_unload_lora_adapter",
+        summary="The same as `/v1/unload_lora_adapter`, in SGLang's form",
+        body=UnloadLoraAdapterRequest,
+    ),
+    Operation(
+        method="get",
+        is_admin=True,
+        path="/adapters",
+        id="adapters",
+        summary="The LoRA adapters that the operator named, and their versions",
+        answer=AdaptersJson,
+        failures=(HTTPStatus.NOT_FOUND,),
+        openai=True,
+    ),
+)
 
 
 def register(app: web.Application) -> None:

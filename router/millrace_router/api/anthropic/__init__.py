@@ -1,5 +1,5 @@
 """Anthropic's messages, turned into a chat and back.
 
 Entry point: `routes.register`.
-May import: api.openai, api.chat, server and below.
+May import: api.chat, api.body, server and below.
 """

@@ -45,7 +45,7 @@ class MessagesUsageJson(TypedDict):
 
 
 class MessagesAnswerJson(TypedDict):
-    """Answer of `/v1/messages`; at the start of a stream it has no end."""
+    """Answer of `/v1/messages`; at the start of a stream its end is null."""
 
     id: str
     type: Literal["message"]

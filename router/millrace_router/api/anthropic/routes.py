@@ -1,37 +1,125 @@
-"""Anthropic's messages."""
+"""Anthropic's messages: routes, the header of the request id, and the error envelope."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
+from http import HTTPStatus
 
+import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from millrace_router.api.adapters.naming import adapter_of_model
-from millrace_router.api.anthropic.answers import MessageHead, blocks_of, end_json
-from millrace_router.api.anthropic.errors import (
-    COUNT_TOKENS,
-    MESSAGES,
-    add_request_id,
-    error_event,
-    messages_errors,
+from millrace_router.api.anthropic.answers import (
+    MessageHead,
+    MessageStream,
+    error_answer,
+    may_be_retried,
+    message_json,
+    status_of,
 )
-from millrace_router.api.anthropic.protocol import CountTokensJson
+from millrace_router.api.anthropic.protocol import (
+    CountTokensJson,
+    MessageEventJson,
+    MessagesAnswerJson,
+)
 from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
-from millrace_router.api.anthropic.stream import MessageStream
 from millrace_router.api.anthropic.to_chat import chat_of
-from millrace_router.api.openai.errors import deltas_of, model_name
-from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
-from millrace_router.api.request_fields.reading import read_request
-from millrace_router.engine.generation import Generation
-from millrace_router.server.access_log import REQUEST_ID, watch
-from millrace_router.server.bodies import json_response
-from millrace_router.server.headers import answer_headers, sse_options
+from millrace_router.api.body.adapters import adapter_of_model
+from millrace_router.api.body.reading import read_request
+from millrace_router.api.chat.choice import reader
+from millrace_router.api.chat.route import model_name
+from millrace_router.api.chat.start import prepare_chat, start_chat
+from millrace_router.errors import RouterError, ThreadsUnsupported
+from millrace_router.server.access_log import REQUEST_ID
+from millrace_router.server.bodies import error_response, json_response
+from millrace_router.server.headers import answer_headers, note_ignored, sse_options
 from millrace_router.server.idempotent_route import idempotent
-from millrace_router.server.ignored import note_ignored
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
-from millrace_router.server.sse import respond
+from millrace_router.server.operation import IDEMPOTENT, MESSAGING, NAMING, Operation
+from millrace_router.server.services import SERVICES
+from millrace_router.server.sse import named_event, respond
+
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+REQUEST_ID_HEADER = "request-id"
+SHOULD_RETRY_HEADER = "x-should-retry"
+"""Takes precedence over the status in Anthropic's clients."""
+
+
+def is_of_messages(request: web.Request) -> bool:
+    """Whether a request is for one of these routes, or for a path below them."""
+    return f"{request.path}/".startswith(f"{MESSAGES}/")
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Send the request's id in the header that Anthropic's clients read; a hook of `on_response_prepare`."""
+    if is_of_messages(request) and REQUEST_ID in request:
+        response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+
+
+def messages_errors(handler: Handler) -> Handler:
+    """Wrap `handler`, so that errors before the first byte have Anthropic's envelope."""
+
+    @wraps(handler)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except RouterError as error:
+            return refusal(request, error)
+
+    return answer
+
+
+def refusal(request: web.Request, error: RouterError) -> web.Response:
+    """Render an error with its status."""
+    status = status_of(error)
+    response = error_response(error)
+    response.set_status(status)
+    answer = error_answer(status, error.client_text, request[REQUEST_ID])
+    if isinstance(error, ThreadsUnsupported):
+        answer["error"]["details"] = error.details
+    response.body = orjson.dumps(answer)
+    if not may_be_retried(error):
+        response.headers[SHOULD_RETRY_HEADER] = "false"
+    return response
+
+
+def unauthorized(request: web.Request) -> web.Response:
+    """Answer a request without the right key."""
+    status = HTTPStatus.UNAUTHORIZED
+    answer = error_answer(status, "the API key is missing or wrong", request[REQUEST_ID])
+    return web.Response(body=orjson.dumps(answer), status=status, content_type="application/json")
+
+
+def error_event(error: RouterError, request_id: str) -> bytes:
+    """Frame a failure in mid-stream."""
+    answer = error_answer(status_of(error), error.client_text, request_id)
+    return named_event("error", orjson.dumps(answer))
+
+
+OPERATIONS = (
+    Operation(
+        method="post",
+        path=MESSAGES,
+        id="messages",
+        summary="Answer a chat, as Anthropic's API does",
+        body=MessagesRequest,
+        answer=MessagesAnswerJson,
+        event=MessageEventJson,
+        failures=(*MESSAGING, *NAMING, HTTPStatus.GONE, HTTPStatus.INTERNAL_SERVER_ERROR),
+        anthropic=True,
+        headers=IDEMPOTENT,
+    ),
+    Operation(
+        method="post",
+        path=COUNT_TOKENS,
+        id="messages_count_tokens",
+        summary="Count the tokens of a chat, as Anthropic's API does",
+        body=CountTokensRequest,
+        answer=CountTokensJson,
+        failures=MESSAGING,
+        anthropic=True,
+    ),
+)
 
 
 def register(app: web.Application) -> None:
@@ -58,35 +146,15 @@ async def messages(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_request(request, MessagesRequest)
     note_ignored(request, body.left_out())
-    with counting_refusals(services.metrics):
-        chat = await prepare_chat(services, chat_of(body, services.dialect))
-        scheduling = scheduling_of(request, None)
-        adapter = adapter_of_model(request, body.model)
-    head = MessageHead(model=model_name(services, body.model))
-    async with await services.infer.start(
-        replace(chat.request, scheduling=scheduling, adapter=adapter)
-    ) as generation:
-        watch(request, generation)
-        if not body.stream:
-            return await _answer(services, generation, chat, head)
-        on_error = partial(error_event, request_id=request[REQUEST_ID])
-        options = sse_options(services, [generation], on_error)
-        stream = MessageStream(generation, chat.text(), head)
-        return await respond(request, [stream], options)
-
-
-async def _answer(
-    services: Services, generation: Generation, chat: PreparedChat, head: MessageHead
-) -> web.Response:
-    text = chat.text()
-    pieces = await deltas_of(generation, text)
-    usage = generation.usage(pieces[-1].num_tokens)
-    finish_reason = pieces[-1].finish_reason
-    assert finish_reason is not None
-    answer = head.json(
-        usage,
-        blocks_of(pieces),
-        end_json(finish_reason, text.stop_sequence),
-    )
-    headers = answer_headers(services, [generation], usage)
-    return json_response(answer, headers=headers)
+    chat, adapter = chat_of(body, services.dialect), adapter_of_model(request, body.model)
+    async with start_chat(request, chat, None, adapter) as run:
+        head = MessageHead(model=model_name(services, body.model))
+        if body.stream:
+            (generation,) = run.generations
+            on_error = partial(error_event, request_id=request[REQUEST_ID])
+            options = sse_options(services, run.generations, on_error)
+            stream = MessageStream(generation, reader(run.chat), head)
+            return await respond(request, [stream], options)
+        (choice,) = await run.read()
+        headers = answer_headers(services, run.generations, choice.usage)
+        return json_response(message_json(head, choice), headers=headers)

@@ -7,28 +7,31 @@ from itertools import groupby
 
 import orjson
 
-from millrace_router.api.anthropic.blocks import (
+from millrace_router.api.anthropic.request import (
     Block,
+    CountTokensRequest,
+    MessagesRequest,
+    MessagesTurn,
     ThinkingBlock,
+    ThinkingConfig,
     ToolResultBlock,
     ToolUseBlock,
     joined,
 )
-from millrace_router.api.anthropic.request import (
-    CountTokensRequest,
-    MessagesRequest,
-    MessagesTurn,
-    ThinkingConfig,
+from millrace_router.api.body.grammars import raw_schema
+from millrace_router.api.body.messages import (
+    called,
+    check_exclusive,
+    choose_by_word,
+    choose_named,
+    new_tool,
 )
-from millrace_router.api.chat.chat import Chat, check_exclusive
-from millrace_router.api.chat.messages import called
-from millrace_router.api.chat.sampling import openai_generation
-from millrace_router.api.chat.tools import choose_by_word, choose_named, new_tool
-from millrace_router.api.grammars import raw_schema
+from millrace_router.api.body.sampling import openai_generation
+from millrace_router.api.chat.chat import Chat
 from millrace_router.errors import ThreadsUnsupported, ValidationError
 from millrace_router.reasoning.reasoning_format import switch
-from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
+from millrace_router.request.limits import Dialect
 from millrace_router.text.template_messages import THOUGHT, Message
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
@@ -36,7 +39,7 @@ NAMES = FieldNames(prompt="messages", max_new_tokens="max_tokens", stop="stop_se
 ID_PREFIX = "toolu_"
 """Prefix of the ids of calls for Anthropic's clients; templates that want ids of a length do not expect it."""
 ERROR = "Error"
-"""Beginning of the result of a call that failed: templates have no field for it."""
+"""Beginning of the result of a call that failed: templates lack a field for it."""
 
 
 def chat_of(body: CountTokensRequest, dialect: Dialect) -> Chat:
@@ -144,7 +147,7 @@ def _assistant(blocks: Sequence[Block], calls: Sequence[ToolUseBlock]) -> Messag
 
 
 def _others(role: str, blocks: Sequence[Block], names: dict[str, str]) -> Iterator[Message]:
-    """Make messages of their own of the results, where they stand; the text between them stays `role`'s."""
+    """Make a message of each tool result, in order; the text between them stays in messages of `role`."""
     if not blocks:
         yield {"role": role, "content": ""}
     for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResultBlock)):

@@ -1,5 +1,5 @@
-"""The request of a chat in the form that all its dialects share: messages, tools, sampling.
+"""A chat, from the form that all dialects share to its prompt, its start and the choices that are read of it.
 
-Entry point: `chat.Chat`.
-May import: api.grammars, api.fields, validation, tool_calls, text, request and below.
+Entry points: `chat.Chat`, `start.start_chat`, `choice.read_choice`.
+May import: api.body, server and below.
 """

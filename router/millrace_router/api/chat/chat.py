@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace_router.api.chat.shown import DEFAULT_TEXT, ShownText
-from millrace_router.errors import ToolError
-from millrace_router.request.dialect import Dialect
+from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
+from millrace_router.reasoning.reasoning_format import ReasoningFormat, Start
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.text.template_messages import Message, text_of
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.tool_calls.parsing.call_format import CallFormat
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 AUTO = ToolChoice("auto")
-EXCLUSIVE = "Grammar and tools are mutually exclusive"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,11 @@ class Chat:
     """A conversation whose next turn is to be generated."""
 
     request: GenerationRequest
-    """Without a prompt; its grammar is that of the text, without calls of tools."""
+    """Without a prompt; its grammar is for the text, not for calls of tools."""
     messages: Sequence[Message]
-    """As the chat template takes them: role, content, calls, call id, name, in this order."""
+    """In the form that chat templates take: role, content, calls, call id, name, in this order."""
+    num_choices: int = 1
+    """Answers to generate."""
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = AUTO
     tool_prompt: str | None = None
@@ -35,12 +37,12 @@ class Chat:
     continue_final_message: bool | None = None
     template_variables: Mapping[str, Any] | None = None
     num_logprobs: int | None = None
-    """Candidates beside the log probability of each token; None for no log probabilities."""
+    """Candidates that come with the log probability of each token; None for no log probabilities."""
     logprobs_name_ids: bool = False
-    """Whether they name tokens by their ids."""
+    """Whether the log probabilities name tokens by their ids."""
     adds_special_tokens: bool = False
     """Whether the tokenizer puts its special tokens around the rendered prompt."""
-    shown: ShownText = DEFAULT_TEXT
+    output_options: OutputOptions = DEFAULT_OUTPUT
     keeps_stops: bool = False
     """Whether stop strings stay in the text."""
     effort: str | None = None
@@ -48,7 +50,7 @@ class Chat:
     thinking_budget: int | None = None
     """Tokens after which a thought is closed."""
     splits_thought: bool = True
-    """Whether thoughts are told from the text."""
+    """Whether thoughts are split from the text."""
     shows_thought: bool = True
 
     @property
@@ -62,7 +64,22 @@ class Chat:
         return text_of(last.get("content"))
 
 
-def check_exclusive(tools: object, request: GenerationRequest, dialect: Dialect) -> None:
-    """Raise ToolError for tools beside a grammar if the dialect refuses them."""
-    if dialect.refuses_tools_with_format and tools is not None and request.grammar is not None:
-        raise ToolError(EXCLUSIVE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedChat:
+    """A chat that may be generated, and what its answer is read with."""
+
+    chat: Chat
+    request: GenerationRequest
+    """With the prompt, and the grammar of the whole answer."""
+    tools: tuple[Tool, ...]
+    """The tools that may be called; empty if none may."""
+    tool_format: CallFormat
+    reasoning: ReasoningFormat | None
+    """How thoughts are split from the text; None if they are not."""
+    start: Start
+    tokenizer: Tokenizer
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token can become nothing but thought, text and calls."""
+        return self.chat.num_logprobs is None and not self.chat.output_options.token_ids

@@ -1,5 +1,5 @@
-"""OpenAI's chat completions, and the parts that all chat dialects share.
+"""OpenAI's chats, text completions and list of models.
 
-Entry points: `routes.register`, `prepare.prepare_chat`.
-May import: api.chat, server and below.
+Entry points: `routes.register`, `completion_routes.register`.
+May import: api.chat, api.body, server and below.
 """

@@ -6,13 +6,8 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypeAliasType, TypedDict
 
+from millrace_router.api.chat.choice import CachedTokensJson, ChatCompletionLogprobJson
 from millrace_router.text.tokenizer import TokenSpan
-
-
-class CachedTokensJson(TypedDict):
-    """Details of a prompt's tokens."""
-
-    cached_tokens: int
 
 
 class ReasoningTokensJson(TypedDict):
@@ -53,21 +48,6 @@ class HeadJson(TypedDict):
     """Of chats with `return_token_ids`: in the answer, or in the first chunk of each choice."""
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprobJson] | None]]
     """Of chats with `prompt_logprobs`: for each token of the prompt."""
-
-
-class ChatCompletionTopLogprobJson(TypedDict):
-    """A token and its log probability."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    """UTF-8 of the text that it adds, cut anywhere."""
-
-
-class ChatCompletionLogprobJson(ChatCompletionTopLogprobJson):
-    """A generated token, and the likeliest tokens in its place."""
-
-    top_logprobs: list[ChatCompletionTopLogprobJson]
 
 
 class ChatCompletionLogprobsJson(TypedDict):
@@ -194,7 +174,7 @@ class OldToolCallJson(TypedDict):
 
 
 class OldDeltaJson(TypedDict):
-    """A part of a choice for TGI's old clients, told by their `User-Agent`: it has all keys, and one call at most."""
+    """A part of a choice for TGI's old clients: it has all keys, and one call at most."""
 
     role: str
     content: str | None
@@ -221,7 +201,7 @@ class ChatCompletionChoiceJson(TypedDict):
 
 
 class ChatCompletionChunkJson(HeadJson):
-    """One event of a chat's stream; the chunk of the usage has no choices."""
+    """One event of a chat's stream; in the chunk of the usage `choices` is empty."""
 
     choices: list[ChatCompletionChoiceJson]
     usage: UsageJson | None
@@ -254,30 +234,41 @@ class ChatTokenizeResponseJson(TypedDict):
     templated_text: str
 
 
-class StreamFailureJson(TypedDict):
-    """Details of a failure in mid-stream."""
+class CompletionLogprobsJson(TypedDict):
+    """Columns of equal length, in the shape of OpenAI's first completions."""
 
-    message: str
-    type: str
-    http_status_code: int
-
-
-class StreamErrorJson(TypedDict):
-    """The event of a failure, before the last one of the stream."""
-
-    error: StreamFailureJson
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    """null for the first token of a prompt."""
+    top_logprobs: list[dict[str, float] | None]
+    """For each token, the likeliest tokens in its place, and the token itself."""
+    text_offset: list[int]
+    """For each token, the position of its first character in the choice's text."""
 
 
-class FailureJson(StreamFailureJson):
-    """Details of a failure, as OpenAI's clients read them."""
+class CompletionCompleteJson(TypedDict):
+    """A choice of a text completion, or a part of one."""
 
-    param: str | None
-    """The field of the request that is wrong."""
-    code: str | None
+    index: int
+    text: str
+    logprobs: CompletionLogprobsJson | None
+    finish_reason: str | None
+    """null until the last part; "" with `--strict-tgi`."""
+    token_ids: NotRequired[list[int]]
+    """With `return_token_ids`."""
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprobJson] | None]]
+    """With `prompt_logprobs`: for each token of the prompt."""
+    prompt_token_ids: NotRequired[list[int]]
+    """With `return_token_ids`, in the first part of each choice."""
 
 
-class OpenAIErrorResponseJson(TypedDict):
-    """A failure for OpenAI's clients, which print `error.message`, and for TGI's, which read `error_type`."""
+class ChunkJson(HeadJson):
+    """One event of a text completion's stream."""
 
-    error: FailureJson
-    error_type: str
+    choices: list[CompletionCompleteJson]
+
+
+class CompletionFinalJson(ChunkJson):
+    """Answer of `/v1/completions`, and the events with the usage, such as the last one of a choice."""
+
+    usage: UsageJson

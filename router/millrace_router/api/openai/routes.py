@@ -2,39 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from http import HTTPStatus
+from pathlib import PurePath
 
 import orjson
 from aiohttp import web
 
-from millrace_router.api.openai.adapter_models import adapter_json, adapters_json
-from millrace_router.api.openai.answers import AnswerHead
-from millrace_router.api.openai.chat_answers import ChatAnswers, OldChatAnswers
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
-from millrace_router.api.openai.chat_stream import ChatStream
-from millrace_router.api.openai.choice_stream import OpenChoices
-from millrace_router.api.openai.errors import (
-    deltas_of,
-    fingerprint,
-    model_name,
-    openai_errors,
+from millrace_router.adapters.names import Registration
+from millrace_router.api.body.adapters import token_of
+from millrace_router.api.body.reading import read_request
+from millrace_router.api.chat.route import counted_again, openai_errors, openai_route, stream_errors
+from millrace_router.api.chat.start import prepare_chat, start_chat
+from millrace_router.api.openai.protocol import (
+    ChatCompletionChunkJson,
+    ChatCompletionJson,
+    ChatTokenizeResponseJson,
+    ModelInfoJson,
+    ModelJson,
 )
-from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
-from millrace_router.api.openai.prompt_logprobs import prompt_logprobs_json
-from millrace_router.api.openai.protocol import ChatCompletionCompleteJson, ModelInfoJson, ModelJson
-from millrace_router.api.openai.route_wrappers import counted_again, openai_route, stream_errors
-from millrace_router.api.request_fields.reading import read_request
-from millrace_router.engine.generation import Generation
-from millrace_router.engine.usage import Usage
+from millrace_router.api.openai.render import chat_answer
+from millrace_router.api.openai.request import ChatCompletionRequest
+from millrace_router.api.openai.stream import chat_streams
 from millrace_router.errors import UnknownModel
-from millrace_router.server.access_log import watch
+from millrace_router.request.adapter import AdapterSource
 from millrace_router.server.bodies import json_response
 from millrace_router.server.headers import answer_headers, sse_options
-from millrace_router.server.request_start import counting_refusals, scheduling_of
+from millrace_router.server.operation import ADMITTING, GENERATING, IDEMPOTENT, Operation
 from millrace_router.server.services import SERVICES, Services
-from millrace_router.server.sse import DONE, respond
+from millrace_router.server.sse import respond
+
+CHAT_OPERATIONS = (
+    Operation(
+        method="post",
+        path="/chat_tokenize",
+        id="get_chat_tokenize",
+        summary="Turn a chat into a prompt, and tokenize it",
+        body=ChatCompletionRequest,
+        answer=ChatTokenizeResponseJson,
+        failures=ADMITTING,
+        foreign=(HTTPStatus.NOT_FOUND,),
+    ),
+    Operation(
+        method="post",
+        path="/v1/chat/completions",
+        id="chat_completions",
+        summary="Answer a chat",
+        body=ChatCompletionRequest,
+        answer=ChatCompletionJson,
+        event=ChatCompletionChunkJson,
+        has_end=True,
+        failures=GENERATING,
+        openai=True,
+        headers=IDEMPOTENT,
+    ),
+)
+MODEL_OPERATIONS = (
+    Operation(
+        method="get",
+        is_open=True,
+        path="/v1/models",
+        id="openai_get_model_info",
+        summary="The model that is served, and the adapters that the client may use",
+        answer=ModelInfoJson,
+        foreign=(HTTPStatus.NOT_FOUND,),
+    ),
+    Operation(
+        method="get",
+        path="/v1/models/{model}",
+        id="get_model",
+        summary="The model that is served, or an adapter, by its name",
+        answer=ModelJson,
+        failures=(HTTPStatus.NOT_FOUND,),
+        openai=True,
+    ),
+)
 
 
 def register(app: web.Application) -> None:
@@ -55,12 +96,12 @@ async def models(request: web.Request) -> web.StreamResponse:
 
 async def model(request: web.Request) -> web.StreamResponse:
     """`GET /v1/models/{model}`: the one that is served, or an adapter of it, by its name."""
-    asked = request.match_info["model"]
-    served = [one for one in _models(request.app[SERVICES]) if one["id"] == asked]
-    found = served[0] if served else adapter_json(request, asked)
-    if found is None:
-        raise UnknownModel(asked)
-    return json_response(found)
+    name = request.match_info["model"]
+    served = [one for one in _models(request.app[SERVICES]) if one["id"] == name]
+    model_json = served[0] if served else adapter_json(request, name)
+    if model_json is None:
+        raise UnknownModel(name)
+    return json_response(model_json)
 
 
 def _models(services: Services) -> list[ModelJson]:
@@ -86,80 +127,53 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`."""
     services = request.app[SERVICES]
     body = await read_request(request, ChatCompletionRequest)
-    with counting_refusals(services.metrics):
-        chat = await prepare_chat(services, body.chat(services.limits))
-        scheduling = scheduling_of(request, body.priority)
-        adapter = body.adapter(request)
-    answers, headers = _answers(services, body), body.lorax_headers(services, adapter)
-    with ExitStack() as cleanup:
-        generations = await services.infer.start_samples(
-            replace(chat.request, scheduling=scheduling, adapter=adapter), body.num_choices
-        )
-        for generation in generations:
-            cleanup.callback(generation.close)
-        watch(request, *generations)
-        if not body.stream:
-            asked = body.prompt_logprobs
-            return await _answer(services, chat, generations, answers, headers, asked=asked)
-        options = sse_options(services, generations, stream_errors(services), headers)
-        choices = OpenChoices(
-            len(generations),
-            answers.usage_chunk if body.includes_usage else None,
-            # TGI's old clients read the end of a stream as JSON.
-            end=() if body.is_of_old_client else (DONE,),
-        )
-        streams = [
-            ChatStream(
-                index,
-                generation,
-                chat.text(),
-                answers,
-                choices,
-                is_plain=chat.is_plain,
-                continuous_usage=body.continuous_usage,
-            )
-            for index, generation in enumerate(generations)
-        ]
-        return await respond(request, streams, options)
+    chat, adapter = body.chat(services.limits), body.adapter(request)
+    async with start_chat(request, chat, body.priority, adapter) as run:
+        headers = body.lorax_headers(services, adapter)
+        if body.stream:
+            options = sse_options(services, run.generations, stream_errors(services), headers)
+            return await respond(request, chat_streams(run, body), options)
+        answer, usage = await chat_answer(run, body)
+        headers = {**answer_headers(services, run.generations, usage), **headers}
+        return json_response(answer, headers=headers)
 
 
-def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
-    dialect = services.dialect
-    head = AnswerHead(
-        "chat.completion",
-        "chatcmpl",
-        model=model_name(services, body.model),
-        fingerprint=fingerprint(services),
-        anonymous=dialect.hides_ids,
-    )
-    kind = OldChatAnswers if body.is_of_old_client else ChatAnswers
-    return kind(head, dialect)
+def adapters_json(request: web.Request) -> list[ModelJson]:
+    """List the adapters that the client may use: registered ones, and ids that its token for the hub opened.
 
-
-async def _answer(
-    services: Services,
-    chat: PreparedChat,
-    generations: Sequence[Generation],
-    answers: ChatAnswers,
-    headers: Mapping[str, str],
-    *,
-    asked: int | None,
-) -> web.Response:
-    """Read one generation after the other: tokens of the others wait in their streams.
-
-    `asked` is the number of candidates beside each token of the prompt, if the answer has them.
+    The list of models needs no key, but names of adapters may be names of customers: without the key there are none.
     """
-    choices: list[ChatCompletionCompleteJson] = []
-    usage = Usage()
-    for index, generation in enumerate(generations):
-        text = chat.text()
-        pieces = await deltas_of(generation, text)
-        choices.append(answers.choice(index, pieces))
-        usage += generation.usage(pieces[-1].num_tokens, text.reasoning_tokens)
-    headers = {**answer_headers(services, generations, usage), **headers}
-    ids = generations[0].valid.input_ids if chat.shown.token_ids else None
-    answer = answers.answer(choices, usage, ids)
-    prompt = generations[0].prompt_logprobs
-    if asked is not None and prompt is not None:
-        answer["prompt_logprobs"] = prompt_logprobs_json(prompt, asked, services.tokenizer)
-    return json_response(answer, headers=headers)
+    services = request.app[SERVICES]
+    resolver = services.adapters
+    if resolver is None or not services.keys.admit(request.headers):
+        return []
+    token = token_of(request, None)
+    opened = [] if token is None else resolver.named_by(token)
+    return [
+        *(_registered(services, one) for one in resolver.registry),
+        *(_model(services, name, root=name) for name in opened),
+    ]
+
+
+def adapter_json(request: web.Request, name: str) -> ModelJson | None:
+    """Describe one adapter that the client may use; None if it is not one."""
+    return next((one for one in adapters_json(request) if one["id"] == name), None)
+
+
+def _registered(services: Services, registration: Registration) -> ModelJson:
+    source = registration.source
+    is_folder = source.kind is AdapterSource.LOCAL
+    root = PurePath(source.location).name if is_folder else source.location
+    return _model(services, registration.name, root=root)
+
+
+def _model(services: Services, name: str, *, root: str) -> ModelJson:
+    served = services.config.served_names[0]
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": served,
+        "root": root,
+        "parent": served,
+    }

@@ -16,13 +16,20 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import TypeAliasType, TypeForm
 
-from millrace_router.api.adapters.naming import MAX_TOKEN_LENGTH
+from millrace_router.api.admin import routes as adapter_routes
+from millrace_router.api.anthropic import routes as anthropic_routes
 from millrace_router.api.anthropic.protocol import MessagesErrorResponseJson
-from millrace_router.api.chat.messages import MessageBody
-from millrace_router.api.openai.protocol import OpenAIErrorResponseJson, StreamErrorJson
-from millrace_router.api.openapi.field_texts.texts import describe
-from millrace_router.api.openapi.operation import Operation
-from millrace_router.api.openapi.operations import OPERATIONS
+from millrace_router.api.body.adapters import MAX_TOKEN_LENGTH
+from millrace_router.api.body.messages import MessageBody
+from millrace_router.api.chat.route import OpenAIErrorResponseJson, StreamErrorJson
+from millrace_router.api.openai import completion_routes
+from millrace_router.api.openai import routes as openai_routes
+from millrace_router.api.pages import routes as page_routes
+from millrace_router.api.platforms import kserve, sagemaker, vertex
+from millrace_router.api.pooling import routes as pooling_routes
+from millrace_router.api.responses import routes as responses_routes
+from millrace_router.api.tgi import estimate, probes, tokenizer
+from millrace_router.api.tgi import routes as tgi_routes
 from millrace_router.api.tgi.info import ErrorResponseJson
 from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
 from millrace_router.request.scheduling import (
@@ -40,6 +47,8 @@ from millrace_router.server.idempotency import (
     MAX_KEY_LENGTH,
     MAX_LAST_EVENT,
 )
+from millrace_router.server.idempotent_route import END_OPERATION
+from millrace_router.server.operation import Operation
 from millrace_router.server.services import SERVICES
 from millrace_router.version import VERSION
 
@@ -103,16 +112,52 @@ HEADERS: dict[str, dict[str, object]] = {
     },
 }
 
+PATHS = {"/api-doc/openapi.json": "openapi", "/openapi.json": "openapi_alias"}
+"""Paths of the document, and the names of their operations."""
+OPERATIONS = (
+    *tgi_routes.OPERATIONS,
+    *tokenizer.OPERATIONS,
+    *openai_routes.CHAT_OPERATIONS,
+    *completion_routes.OPERATIONS,
+    *responses_routes.OPERATIONS,
+    *anthropic_routes.OPERATIONS,
+    *estimate.OPERATIONS,
+    *openai_routes.MODEL_OPERATIONS,
+    probes.INFO_OPERATION,
+    page_routes.STATUS_OPERATION,
+    END_OPERATION,
+    page_routes.ROOT_OPERATION,
+    *probes.OPERATIONS,
+    *(
+        Operation(
+            method="get",
+            path=path,
+            is_open=True,
+            id=id_,
+            summary="This document",
+            answer=dict[str, Any],
+        )
+        for path, id_ in PATHS.items()
+    ),
+    *page_routes.OPERATIONS,
+    *adapter_routes.OPERATIONS,
+    *sagemaker.OPERATIONS,
+    *vertex.OPERATIONS,
+    probes.VERSION_OPERATION,
+    *kserve.OPERATIONS,
+    *pooling_routes.OPERATIONS,
+)
+"""Every route, in the order of the document."""
+
 
 @cache
 def openapi_json(*, admin: bool = True, root_path: str = "") -> bytes:
-    """Render the document, with the routes of the operator or without; `root_path` is where a proxy has the server."""
+    """Render the document, with the operator's routes if `admin`; `root_path` is where a proxy has the server."""
     servers = {"servers": [{"url": root_path}]} if root_path else {}
     return orjson.dumps(openapi(admin=admin) | servers, option=orjson.OPT_INDENT_2)
 
 
 def openapi(*, admin: bool = True) -> dict[str, Any]:
-    """Make the document."""
     schemas = _Schemas()
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
@@ -167,7 +212,9 @@ class _Schemas:
 
     def _add(self, name: str, component: dict[str, Any]) -> dict[str, Any]:
         component.pop("title", None)
-        describe(_public(name), component)
+        for described in component.get("properties", {}).values():
+            if "description" in described:
+                described["description"] = " ".join(described["description"].split())
         assert self.components.get(_public(name), component) == component, name
         self.components[_public(name)] = component
         return {"$ref": REFERENCE + _public(name)}
@@ -226,12 +273,12 @@ def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
 
 
 def _retry_after(operation: Operation, status: HTTPStatus) -> dict[str, object]:
-    """Describe the header of answers after which a client may try again."""
+    """Describe the header that gives the time to the next try."""
     schema = {"type": "integer", "minimum": 1}
     if status is HTTPStatus.TOO_MANY_REQUESTS:
         header = {"description": "Seconds until there may be room", "required": True}
     elif status is HTTPStatus.SERVICE_UNAVAILABLE and operation.fetches:
-        # The server itself may be down, too, and cannot say for how long.
+        # The shards may be down, too, for a time that is not known.
         header = {"description": "Seconds until the adapter may be fetched again"}
     else:
         return {}
@@ -286,7 +333,7 @@ def _event(of_data: dict[str, Any], *, has_end: bool) -> dict[str, Any]:
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
-    for path in ("/api-doc/openapi.json", "/openapi.json"):
+    for path in PATHS:
         app.router.add_get(path, schema)
 
 

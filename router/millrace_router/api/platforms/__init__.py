@@ -1,5 +1,5 @@
 """The envelopes of KServe, SageMaker and Vertex AI.
 
-Entry points: `register` of the three `*_routes`.
-May import: api.tgi, api.completions, api.openai, server and below.
+Entry points: `register` of the three platforms.
+May import: api.tgi, api.openai, api.chat, api.body, server and below.
 """

@@ -1,5 +1,5 @@
 """Embeddings and scores, in OpenAI's, TEI's, LoRAX's, vLLM's and Cohere's forms.
 
-Entry points: `embedding_routes.register`, `score_routes.register`.
-May import: openai, request_fields, server, engine, pooling.
+Entry point: `routes.register`.
+May import: api.chat, api.body, engine, pooling, server and below.
 """

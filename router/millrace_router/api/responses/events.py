@@ -1,26 +1,167 @@
-"""The events of a streamed response, in OpenAI's order."""
+"""Builds OpenAI's responses from their requests and their tokens: in one piece, and as events in OpenAI's order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-from millrace_router.api.openai.choice import ChatDelta, Thought, parts_of
-from millrace_router.api.openai.protocol import ChatCompletionLogprobJson
-from millrace_router.api.responses.answers import ResponseHead, is_cut
+import orjson
+
+from millrace_router.api.chat.choice import (
+    ChatCompletionLogprobJson,
+    ChatDelta,
+    ChoiceText,
+    ReadChoice,
+    Thought,
+    parts_of,
+)
+from millrace_router.api.chat.stream import EventStream
 from millrace_router.api.responses.items import (
     GrowingCall,
     GrowingCustomCall,
     GrowingMessage,
     GrowingThought,
+    new_id,
 )
-from millrace_router.api.responses.protocol import ResponseItemJson
-from millrace_router.engine.usage import Usage
-from millrace_router.errors import RouterError
+from millrace_router.api.responses.protocol import (
+    ResponseErrorJson,
+    ResponseItemJson,
+    ResponseJson,
+    ResponseReasoningJson,
+    ResponseUsageJson,
+)
+from millrace_router.api.responses.request import ResponsesReasoning, ResponsesRequest
+from millrace_router.api.responses.tools import LeftOutTool
+from millrace_router.engine.generation import Generation, Usage
+from millrace_router.errors import Overloaded, RouterError
+from millrace_router.request.float32 import shortest
+from millrace_router.server.sse import named_event
 from millrace_router.tool_calls.tool import CallDelta
+from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 ResponseEvent = dict[str, Any]
 """A `ResponseEventJson`."""
+
+
+class ResponseHead:
+    """The parts of a response that are known before its first token: its id, and the request with its defaults."""
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        *,
+        model: str,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+        is_stored: bool = False,
+    ) -> None:
+        """`model` is the name to answer with, and `defaults` are the model's."""
+        self.called_as = {tool.name: tool.called_as for tool in body.offered}
+        """How tools are named in the answer, by the names that the model knows."""
+        self._json: ResponseJson = {
+            "id": new_id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "completed_at": None,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": _reasoning(body),
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": is_stored,
+            "temperature": _number(body.temperature, defaults.temperature),
+            "text": {"format": _format(body)},
+            "tool_choice": _choice(body),
+            "tools": [
+                tool.repeated() for tool in body.tools or () if not isinstance(tool, LeftOutTool)
+            ],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": _number(body.top_p, defaults.top_p),
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    def begun(self) -> ResponseJson:
+        """Render the response while it is generated."""
+        return self._json
+
+    def ended(
+        self, output: list[ResponseItemJson], usage: Usage, finish_reason: str
+    ) -> ResponseJson:
+        """Render the whole response, which is incomplete if it was cut off."""
+        incomplete = is_cut(finish_reason)
+        return {
+            **self._json,
+            "status": "incomplete" if incomplete else "completed",
+            "completed_at": None if incomplete else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
+            "output": output,
+            "usage": usage_json(usage),
+        }
+
+    def failed(self, output: list[ResponseItemJson], error: RouterError) -> ResponseJson:
+        """Render a response that failed, with its items so far."""
+        return {**self._json, "status": "failed", "output": output, "error": _error(error)}
+
+
+def is_cut(finish_reason: str) -> bool:
+    """Whether a limit of tokens ended the answer."""
+    return finish_reason == "length"
+
+
+def usage_json(usage: Usage) -> ResponseUsageJson:
+    """Render token counts; writes to the prefix cache are not counted."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _error(error: RouterError) -> ResponseErrorJson:
+    is_load = isinstance(error, Overloaded)
+    return {
+        "code": "rate_limit_exceeded" if is_load else "server_error",
+        "message": str(error),
+    }
+
+
+def _number(value: float | None, default: float | None) -> float:
+    """Render a number as the client wrote it, or the default; 1 restricts nothing."""
+    value = default if value is None else value
+    return 1.0 if value is None else shortest(value) or 0.0
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    if body.text is None or body.text.format is None:
+        return {"type": "text"}
+    return body.text.format.model_dump(by_alias=True)
+
+
+def _reasoning(body: ResponsesRequest) -> ResponseReasoningJson:
+    reasoning = body.reasoning or ResponsesReasoning()
+    return {"effort": reasoning.effort, "summary": reasoning.summary}
+
+
+def _choice(body: ResponsesRequest) -> str | dict[str, Any]:
+    if body.tool_choice is None:
+        return "auto"
+    choice = body.tool_choice
+    return choice if isinstance(choice, str) else choice.model_dump(exclude_none=True)
 
 
 class ResponseEvents:
@@ -41,11 +182,9 @@ class ResponseEvents:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there have been events."""
         return self._num_events > 0
 
     def begin(self) -> Iterator[ResponseEvent]:
-        """Yield the first events."""
         response = self._head.begun()
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
@@ -74,7 +213,6 @@ class ResponseEvents:
         yield self._event(name, response=response)
 
     def fail(self, error: RouterError) -> Iterator[ResponseEvent]:
-        """Yield the events of a failure."""
         if not self.has_begun:
             yield from self.begin()
         yield self._event("error", code=error.error_type, message=str(error), param=None)
@@ -105,8 +243,8 @@ class ResponseEvents:
         if delta.id is not None:
             yield from self._close("completed")
             called_as = self._head.called_as[delta.name or ""]
-            kind = GrowingCustomCall if called_as.is_custom else GrowingCall
-            self._open = kind(delta.id, called_as)
+            item_class = GrowingCustomCall if called_as.is_custom else GrowingCall
+            self._open = item_class(delta.id, called_as)
             yield self._of_item("response.output_item.added", self._item("in_progress"))
         if isinstance(self._open, GrowingCustomCall):
             if text := self._open.push(delta.arguments):
@@ -148,7 +286,6 @@ class ResponseEvents:
         self._open = None
 
     def _item(self, status: Literal["in_progress", "completed", "incomplete"]) -> ResponseItemJson:
-        """Render the open item."""
         assert self._open is not None
         if isinstance(self._open, GrowingCall | GrowingCustomCall):
             return self._open.json(status)
@@ -173,3 +310,43 @@ class ResponseEvents:
         number = self._num_events
         self._num_events += 1
         return {"type": type_, "sequence_number": number, **fields}
+
+
+class ResponseStream(EventStream):
+    """Frames a response."""
+
+    def __init__(self, generation: Generation, text: ChoiceText, events: ResponseEvents) -> None:
+        super().__init__(generation, text)
+        self._events = events
+        self._failure: bytes | None = None
+
+    def failure(self, error: RouterError) -> bytes:
+        """Frame a failure in mid-stream; the frame is the same for all connections that read the stream."""
+        if self._failure is None:
+            self._failure = b"".join(_framed(self._events.fail(error)))
+        return self._failure
+
+    def _begin(self) -> Iterator[bytes]:
+        return _framed(self._events.begin())
+
+    def _push(self, delta: ChatDelta) -> Iterator[bytes]:
+        return _framed(self._events.push(delta))
+
+    def _end(self, delta: ChatDelta, finish_reason: str) -> Iterator[bytes]:
+        self._send(self._push(delta))
+        usage = self._generation.usage(delta.num_tokens, self._text.reasoning_tokens)
+        yield from _framed(self._events.end(usage, finish_reason))
+
+
+def _framed(events: Iterable[ResponseEvent]) -> Iterator[bytes]:
+    return (named_event(event["type"], orjson.dumps(event)) for event in events)
+
+
+def response_json(events: ResponseEvents, choice: ReadChoice) -> ResponseJson:
+    """Render a whole response in one piece; `events` are new."""
+    for delta in choice.deltas:
+        for _ in events.push(delta):
+            pass
+    *_, end = events.end(choice.usage, choice.finish_reason)
+    response: ResponseJson = end["response"]
+    return response

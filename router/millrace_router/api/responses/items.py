@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from millrace_router.api.openai.protocol import ChatCompletionLogprobJson
+from millrace_router.api.chat.choice import ChatCompletionLogprobJson
 from millrace_router.api.responses.protocol import (
     ItemStatus,
     ResponseCustomCallJson,
@@ -18,14 +18,13 @@ from millrace_router.api.responses.protocol import (
     ResponseSummaryTextJson,
 )
 from millrace_router.api.responses.tools import CalledAs
-from millrace_router.tool_calls.free_text.text_reader import TextReader
+from millrace_router.tool_calls.text_tool import TextReader
 
 NUM_ID_BYTES = 24
-"""The same number as in OpenAI's ids."""
+"""As many as in OpenAI's ids."""
 
 
 def new_id(prefix: Literal["resp", "item", "msg", "fc", "ctc", "rs"]) -> str:
-    """Make a unique id."""
     return f"{prefix}_{secrets.token_hex(NUM_ID_BYTES)}"
 
 

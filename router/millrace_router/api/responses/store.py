@@ -1,4 +1,4 @@
-"""Responses in memory, for clients that send an id in place of the conversation."""
+"""Stored responses, and requests that refer to them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
+from aiohttp import web
+
+from millrace_router.access.keys import KEY_NAME
+from millrace_router.api.body.reading import request_of
+from millrace_router.api.responses.items import new_id
+from millrace_router.api.responses.request import ResponsesRequest
+from millrace_router.errors import BodySizeError, StoreNeeded, quoted
+from millrace_router.server.bodies import check_structure, read_json
+from millrace_router.server.headers import note_ignored
+from millrace_router.server.services import SERVICES, counting_refusals
 
 Json = dict[str, Any]
 OVERHEAD_BYTES = 200
-"""Of each response and of each of its items, beside their JSON."""
+"""Memory of each response and of each of its items in addition to their JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +31,13 @@ class StoredResponse:
     """A response and the items of its conversation, as JSON."""
 
     tenant: str
-    """Name of the key of its client, "" for none: nobody else finds it."""
+    """Name of its client's key, "" for none; only this tenant can read the response."""
     response: bytes
     input_items: tuple[bytes, ...]
-    """All items that it is an answer to; each has an id."""
+    """All items that the response answers, each with an id."""
     output_items: tuple[bytes, ...]
     ends_at: float
-    """Time at which it is forgotten."""
+    """Time at which the response is forgotten."""
 
     @property
     def conversation(self) -> tuple[bytes, ...]:
@@ -35,7 +46,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes, items that it shares with earlier responses among them."""
+        """Bytes of the response, including items that it shares with earlier responses."""
         items = self.conversation
         num_overhead = OVERHEAD_BYTES * (1 + len(items))
         return len(self.response) + sum(map(len, items)) + num_overhead
@@ -60,7 +71,6 @@ class ResponseStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether responses are stored at all."""
         return self._max_bytes > 0
 
     def __len__(self) -> int:
@@ -97,16 +107,16 @@ class ResponseStore:
     def item(self, tenant: str, id_: str) -> Json | None:
         """Return the tenant's item with this id, if it is there."""
         self._forget_old()
-        found = self._items.get((tenant, id_))
-        item: Json | None = None if found is None else orjson.loads(found[next(reversed(found))])
+        stored = self._items.get((tenant, id_))
+        item: Json | None = None if stored is None else orjson.loads(stored[next(reversed(stored))])
         return item
 
     def delete(self, tenant: str, id_: str) -> bool:
         """Forget the tenant's response; return whether it was there."""
-        found = self.find(tenant, id_)
-        if found is not None:
+        stored = self.find(tenant, id_)
+        if stored is not None:
             self._forget(id_)
-        return found is not None
+        return stored is not None
 
     def _forget_old(self) -> None:
         now = self._clock()
@@ -131,3 +141,109 @@ class ResponseStore:
 def _id_of(item: bytes) -> str:
     id_: str = orjson.loads(item)["id"]
     return id_
+
+
+STORE: web.AppKey[ResponseStore] = web.AppKey("response_store", ResponseStore)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRequest:
+    """A request and the conversation that its response belongs to."""
+
+    body: ResponsesRequest
+    items: list[Json]
+    """The whole input as JSON, what was stored before it among it."""
+    tenant: str
+    store: ResponseStore
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the response will be stored."""
+        return self.store.is_on and self.body.store is not False
+
+    def keep(self, response: Json) -> None:
+        """Store the finished response, if it is to be."""
+        if self.is_stored:
+            self.store.add(self.tenant, response, map(_named, self.items))
+
+
+def _named(item: Json) -> Json:
+    """Return the item with an id; no model has checked the ids that clients send."""
+    id_ = item.get("id")
+    return item if isinstance(id_, str) and id_ else {**item, "id": new_id("item")}
+
+
+def tenant_of(request: web.Request) -> str:
+    """Return the name of the client's key, "" for none."""
+    name: str = request.get(KEY_NAME, "")
+    return name
+
+
+async def read_stored(request: web.Request) -> StoredRequest:
+    """Read the body, and name in the answer what is left out of the prompt.
+
+    Raises:
+        BodyError: as `read_json`, or the conversation is longer than a body may be.
+        StoreNeeded: it refers to a response that is not stored.
+        ValidationError: as `request_of`.
+
+    """
+    parsed = await read_json(request)
+    store, tenant = request.app[STORE], tenant_of(request)
+    with counting_refusals(request.app[SERVICES].metrics):
+        parsed = _with_stored(store, tenant, parsed, limit=request.client_max_size)
+    body = request_of(request, parsed, ResponsesRequest)
+    note_ignored(request, body.left_out())
+    return StoredRequest(body=body, items=_items_of(parsed), tenant=tenant, store=store)
+
+
+def _with_stored(store: ResponseStore, tenant: str, parsed: Any, *, limit: int) -> Any:  # noqa: ANN401
+    """Return the body with the earlier conversation, and the items that it refers to, in its input."""
+    if not isinstance(parsed, dict):
+        return parsed
+    previous = parsed.get("previous_response_id")
+    items = parsed.get("input")
+    if isinstance(items, list) and store.is_on:
+        items = list(map(partial(_dereferenced, store, tenant), items))
+    if isinstance(previous, str):
+        earlier = _conversation(store, tenant, previous, limit=limit)
+        if isinstance(items, str | list):
+            items = [*earlier, *_items_of({"input": items})]
+    return {**parsed, "input": items} if "input" in parsed else parsed
+
+
+def _conversation(store: ResponseStore, tenant: str, id_: str, *, limit: int) -> list[Json]:
+    """Return the items of a stored response and of its input; raises StoreNeeded or BodyError."""
+    if not store.is_on:
+        raise StoreNeeded(
+            "`previous_response_id` needs stored responses, and this server stores none without "
+            "`--responses-store`: send the whole conversation as `input`"
+        )
+    stored = store.find(tenant, id_)
+    if stored is None:
+        raise StoreNeeded(f"Previous response with id {quoted(id_)} not found")
+    joined = b"[" + b",".join(stored.conversation) + b"]"
+    if len(joined) > limit:
+        raise BodySizeError
+    check_structure(joined)
+    items: list[Json] = orjson.loads(joined)
+    return items
+
+
+def _dereferenced(store: ResponseStore, tenant: str, item: Any) -> Any:  # noqa: ANN401
+    """Return the stored item in place of a reference to it."""
+    is_reference = isinstance(item, dict) and (
+        item.get("type") == "item_reference" or not item.keys() & {"type", "role"}
+    )
+    if not is_reference or not isinstance(item.get("id"), str):
+        return item
+    return store.item(tenant, item["id"]) or item
+
+
+def _items_of(parsed: Any) -> list[Json]:  # noqa: ANN401
+    """Return the input of a valid body as items."""
+    input_ = parsed["input"]
+    if isinstance(input_, str):
+        return [{"type": "message", "role": "user", "content": input_}]
+    items: list[Json] = input_
+    return items

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from millrace_router.api.chat.chat import Chat, check_exclusive
-from millrace_router.api.chat.messages import called, template_content
-from millrace_router.api.chat.sampling import TOP_LOGPROBS, openai_generation
-from millrace_router.api.chat.tools import choose_by_word, choose_named, only
-from millrace_router.api.responses.input import (
+from millrace_router.api.body.messages import (
+    called,
+    check_exclusive,
+    choose_by_word,
+    choose_named,
+    only,
+    template_content,
+)
+from millrace_router.api.body.sampling import TOP_LOGPROBS, openai_generation
+from millrace_router.api.chat.chat import Chat
+from millrace_router.api.responses.request import (
     CallOutputItem,
     ClientCallItem,
     ClientCallOutputItem,
@@ -20,18 +26,16 @@ from millrace_router.api.responses.input import (
     McpCallItem,
     MessageItem,
     ReasoningItem,
-)
-from millrace_router.api.responses.request import (
     ResponsesAllowedTools,
     ResponsesNamedTool,
     ResponsesRequest,
 )
 from millrace_router.api.responses.tools import joined
 from millrace_router.errors import StoreNeeded, ValidationError, quoted
-from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
+from millrace_router.request.limits import Dialect
 from millrace_router.text.template_messages import THOUGHT, Message
-from millrace_router.tool_calls.free_text.text_tool import arguments_of
+from millrace_router.tool_calls.text_tool import arguments_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 NAMES = FieldNames(
@@ -56,14 +60,14 @@ def chat_of(body: ResponsesRequest, dialect: Dialect) -> Chat:
         messages=messages,
         tools=tools,
         choice=choice,
-        # OpenAI's agents send several, and many templates take one alone.
+        # OpenAI's agents send several, and many templates take only one.
         joins_turns=True,
         # The answer is a new turn, even after a turn of the assistant.
         continue_final_message=False,
         template_variables=body.chat_template_kwargs,
         thinking_budget=body.thinking_token_budget,
         effort=None if body.reasoning is None else body.reasoning.effort,
-        shown=body.shown,
+        output_options=body.output_options,
         num_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
     )
 
@@ -137,7 +141,7 @@ def _result(call_id: str, content: object) -> Message:
 
 
 def _is_thought(turns: list[Message], role: str) -> bool:
-    """Whether the last turn is so far a thought alone, and the next message of `role` belongs to it."""
+    """Return whether the last turn is so far only a thought, to which the next message of `role` belongs."""
     if role != "assistant" or not turns or THOUGHT not in turns[-1]:
         return False
     return turns[-1]["content"] is None and "tool_calls" not in turns[-1]

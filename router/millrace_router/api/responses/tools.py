@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from millrace_router.api.chat.tools import new_tool
-from millrace_router.api.fields import Items, RequestModel
+from millrace_router.api.body.fields import Items, RequestModel
+from millrace_router.api.body.messages import new_tool
 from millrace_router.api.responses.protocol import (
     ResponseCustomToolJson,
     ResponseFunctionToolJson,
@@ -17,7 +17,7 @@ from millrace_router.api.responses.protocol import (
 )
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.request import GrammarKind
-from millrace_router.tool_calls.free_text.text_tool import text_tool
+from millrace_router.tool_calls.text_tool import text_tool
 from millrace_router.tool_calls.tool import Tool
 
 JOINT = "__"
@@ -35,7 +35,6 @@ class FunctionTool(RequestModel):
     """Whether the arguments of every call match `parameters`; unlike OpenAI's, absent means false."""
 
     def as_tool(self, name: str) -> Tool:
-        """Translate."""
         return new_tool(name, self.description, self.parameters, strict=self.strict)
 
     def repeated(self) -> ResponseFunctionToolJson:
@@ -66,7 +65,6 @@ class GrammarText(RequestModel):
     definition: str
 
     def raw(self) -> RawGrammar:
-        """Translate."""
         kind = GrammarKind.LARK if self.syntax == "lark" else GrammarKind.REGEX
         return RawGrammar(kind, self.definition)
 
@@ -86,12 +84,12 @@ class CustomTool(RequestModel):
 
     def repeated(self) -> ResponseCustomToolJson:
         """Render as the answer repeats it."""
-        given = {"type": "text"} if self.format is None else self.format.model_dump()
+        format_json = {"type": "text"} if self.format is None else self.format.model_dump()
         return {
             "type": "custom",
             "name": self.name,
             "description": self.description,
-            "format": given,
+            "format": format_json,
         }
 
 
@@ -105,8 +103,8 @@ class LeftOutTool(RequestModel):
 def _type_of(tool: object) -> str:
     if not isinstance(tool, dict):
         return _TAGS.get(type(tool), "left_out")
-    given = tool.get("type", "function")
-    return given if isinstance(given, str) and given in _TAGS.values() else "left_out"
+    tool_type = tool.get("type", "function")
+    return tool_type if isinstance(tool_type, str) and tool_type in _TAGS.values() else "left_out"
 
 
 class NamespaceTool(RequestModel):

@@ -8,9 +8,9 @@ from typing import NotRequired
 import orjson
 from typing_extensions import TypedDict
 
-from millrace_router.request.events import Finished, PromptLogprobs, Token, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
+from millrace_router.request.token_stream import Finished, PromptLogprobs, Token, TokenEvent
 from millrace_router.server.sse import event as framed
 
 
@@ -99,7 +99,6 @@ class StreamResponse(TypedDict):
 
 
 def token_json(token: Token) -> TokenJson:
-    """Render one token."""
     return {
         "id": token.id,
         "text": token.text,
@@ -109,7 +108,7 @@ def token_json(token: Token) -> TokenJson:
 
 
 def prefill_json(prompt: PromptLogprobs | None, texts: Iterable[str]) -> list[PrefillTokenJson]:
-    """Render the prompt's log probabilities; empty if the request did not ask for them."""
+    """Render the prompt's log probabilities; empty if they were not requested."""
     if prompt is None:
         return []
     return [

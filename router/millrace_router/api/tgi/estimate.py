@@ -1,11 +1,27 @@
-"""Answer of `/v1/estimate`."""
+"""Predicts the times of a request without running it. Not in TGI."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from http import HTTPStatus
+
+from aiohttp import web
 from typing_extensions import TypedDict
 
-from millrace_router.prediction.estimate import Appraisal
-from millrace_router.prediction.forecast import Prediction
+from millrace_router.api.body.reading import request_of
+from millrace_router.api.chat.start import prepare_chat
+from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
+from millrace_router.api.tgi.lorax import adapter_of
+from millrace_router.api.tgi.request import GenerateRequest
+from millrace_router.errors import BodyShapeError, ValidationError
+from millrace_router.prediction.forecast import Appraisal, Prediction
+from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
+from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.server.bodies import json_response, read_json
+from millrace_router.server.operation import NAMING, READING, SCHEDULING, Operation
+from millrace_router.server.services import SERVICES, scheduling_of
+
+KEYS = ("inputs", "messages", "prompt")
 
 
 class PredictedJson(TypedDict):
@@ -33,7 +49,6 @@ class EstimateJson(TypedDict):
 
 
 def estimate_json(appraisal: Appraisal) -> EstimateJson:
-    """Render."""
     estimate, fits = appraisal.estimate, appraisal.refusal is None
     prediction = estimate.prediction if fits else None
     return {
@@ -54,3 +69,61 @@ def _predicted(prediction: Prediction) -> PredictedJson:
         "first_token_ms": round(prediction.first_token_seconds * 1000, 3),
         "finish_ms": round(prediction.finish_seconds * 1000, 3),
     }
+
+
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/v1/estimate",
+        id="estimate",
+        summary="What would become of a request, without running it",
+        body=GenerateRequest | ChatCompletionRequest | CompletionRequest,
+        answer=EstimateJson,
+        failures=(*READING, *NAMING, HTTPStatus.SERVICE_UNAVAILABLE),
+        headers=(*SCHEDULING, ADAPTER_TOKEN_HEADER),
+    ),
+)
+
+
+def register(app: web.Application) -> None:
+    """Add the route to `app`."""
+    app.router.add_post("/v1/estimate", estimate)
+
+
+async def estimate(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/estimate`: takes the body of `/generate`, of a chat or of a completion."""
+    services = request.app[SERVICES]
+    generation_request, priority = await _read(request, await read_json(request))
+    generation_request = replace(generation_request, scheduling=scheduling_of(request, priority))
+    appraisal = await services.infer.estimate(generation_request)
+    return json_response(estimate_json(appraisal))
+
+
+async def _read(request: web.Request, body: object) -> tuple[GenerationRequest, int | None]:
+    """Return the generation that a body requests, and its priority; the keys of the body determine the dialect."""
+    services = request.app[SERVICES]
+    keys = [key for key in KEYS if isinstance(body, dict) and key in body]
+    if keys == ["inputs"]:
+        native = request_of(request, body, GenerateRequest)
+        adapter = adapter_of(request, native.parameters)
+        return replace(native.generation(), adapter=adapter), native.parameters.priority
+    if keys == ["messages"]:
+        conversation = request_of(request, body, ChatCompletionRequest)
+        chat, adapter = conversation.chat(services.limits), conversation.adapter(request)
+        prepared = await prepare_chat(services, chat, adapter=adapter)
+        return prepared.request, conversation.priority
+    if keys == ["prompt"]:
+        completion = request_of(request, body, CompletionRequest)
+        completion.check(services.limits)
+        if len(completion.prompts) > 1:
+            raise ValidationError(
+                f"`prompt` must be one prompt to be estimated. Given: {len(completion.prompts)}"
+            )
+        (prompt,) = completion.prompts
+        generation_request = replace(
+            completion.generation(services.dialect),
+            prompt=prompt,
+            adapter=completion.adapter(request),
+        )
+        return generation_request, completion.priority
+    raise BodyShapeError("needs one of `inputs`, `messages` and `prompt`, and no more than one")

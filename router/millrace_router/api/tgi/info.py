@@ -34,7 +34,7 @@ class VersionJson(TypedDict):
 
 
 class LimitsJson(TypedDict):
-    """The model, and what one request may ask for."""
+    """The model, and the limits of one request."""
 
     model_id: str
     model_sha: str | None
@@ -54,7 +54,7 @@ class LimitsJson(TypedDict):
     default_max_new_tokens: int | None
     """Most new tokens of a request that names no limit; None for what the context leaves."""
     max_new_tokens_limit: int | None
-    """Most new tokens that a request may ask for; None without a limit beside the context."""
+    """Most new tokens that a request may have; None if only the context limits them."""
     waiting_served_ratio: float
     max_batch_prefill_tokens: int
     max_batch_total_tokens: int
@@ -74,11 +74,10 @@ class CostsJson(TypedDict, total=False):
 
 
 class SchedulerJson(TypedDict):
-    """Settings of the scheduler: the input of a simulation, beside the costs."""
+    """Settings of the scheduler: with the costs, the input of a simulation."""
 
     prefill_chunking: str
     prefill_order: str
-    batching_policy: str
     prefix_caching: str
     kv_reservation: str
     target_inter_token_latency: float | None
@@ -117,7 +116,7 @@ class InfoJson(LimitsJson, SchedulerJson, CostsJson):
     """The most adapters in the shards at a time; 0 without adapters."""
     max_lora_rank: int
     sampling_defaults: dict[str, float]
-    """What the model's generation_config.json says of parameters that a request leaves out."""
+    """The defaults of sampling parameters in the model's generation_config.json."""
     resume_grace: float
     """Seconds that a request with an `Idempotency-Key` outlives its connection."""
     num_shard: int
@@ -194,9 +193,8 @@ def _pipeline_tag(tasks: frozenset[Task]) -> str:
 def _scheduler(services: Services) -> SchedulerJson:
     config, loading = services.config, services.loading
     return {
-        "prefill_chunking": config.prefill_chunking,
+        "prefill_chunking": "on",
         "prefill_order": config.prefill_order,
-        "batching_policy": config.batching_policy,
         "prefix_caching": config.prefix_caching,
         "kv_reservation": config.kv_reservation,
         "target_inter_token_latency": config.target_inter_token_latency,

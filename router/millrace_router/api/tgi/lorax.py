@@ -1,4 +1,4 @@
-"""The fields that LoRAX's answers have beside TGI's: its client refuses answers without them."""
+"""The fields that LoRAX's answers have in addition to TGI's: its client refuses answers without them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from millrace_router.api.adapters.headers import lorax_headers
-from millrace_router.api.adapters.naming import adapter_of_fields
+from millrace_router.api.body.adapters import adapter_of_fields, lorax_headers
 from millrace_router.api.tgi.answers import (
     AlternativeTokenJson,
     SequenceJson,
@@ -18,9 +17,9 @@ from millrace_router.api.tgi.answers import (
 from millrace_router.api.tgi.request import GenerateParameters
 from millrace_router.engine.generation import Collected
 from millrace_router.request.adapter import AdapterReference
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.token_stream import TokenEvent
 from millrace_router.server.headers import milliseconds
 from millrace_router.server.services import SERVICES
 
@@ -45,19 +44,19 @@ def headers_of(request: web.Request, parameters: GenerateParameters) -> dict[str
 
 
 async def rendered(
-    request: web.Request, asked: GenerationRequest, parameters: GenerateParameters
+    request: web.Request, generation_request: GenerationRequest, parameters: GenerateParameters
 ) -> GenerationRequest:
-    """Return `asked`, with its text as the one turn of a chat if the client wants that; raises RouterError."""
+    """Return the request, with its text as the only turn of a chat if the client wants that; raises RouterError."""
     if not parameters.apply_chat_template:
-        return asked
+        return generation_request
     template = request.app[SERVICES].template
-    turn = {"role": "user", "content": asked.text}
+    turn = {"role": "user", "content": generation_request.text}
     prompt = await template.render_async([turn], add_generation_prompt=True)
-    return replace(asked, prompt=prompt, adds_special_tokens=False)
+    return replace(generation_request, prompt=prompt, adds_special_tokens=False)
 
 
 def times_of(collected: Collected, parameters: GenerateParameters) -> dict[str, str]:
-    """Return LoRAX's headers of a whole answer beside TGI's, in milliseconds, if the request has one of its fields."""
+    """Return the headers, in milliseconds, that LoRAX adds to a whole answer if the request has one of its fields."""
     if not parameters.is_lorax:
         return {}
     times, usage = collected.times, collected.usage
@@ -78,7 +77,7 @@ def complete_sequence(
     *,
     num_prompt_tokens: int,
 ) -> None:
-    """Add LoRAX's fields to the details of a sequence if the request has one of its own."""
+    """Add LoRAX's fields to the details of a sequence if the request has a field that only LoRAX has."""
     if not parameters.is_lorax:
         return
     sequence["prompt_tokens"] = num_prompt_tokens
@@ -88,7 +87,7 @@ def complete_sequence(
 
 
 def complete_details(details: StreamDetailsJson, parameters: GenerateParameters) -> None:
-    """Add LoRAX's fields to the details at the end of a stream if the request has one of its own."""
+    """Add LoRAX's fields to the details at the end of a stream if the request has a field that only LoRAX has."""
     if parameters.is_lorax:
         details["prompt_tokens"] = details["input_length"]
         details["skipped_tokens"] = 0

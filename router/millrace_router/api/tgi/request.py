@@ -6,18 +6,18 @@ from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
-from millrace_router.api.adapters.merged import MergedAdapters
-from millrace_router.api.fields import (
+from millrace_router.api.body.adapters import MergedAdapters
+from millrace_router.api.body.fields import (
+    FieldScope,
     Float32,
-    Int32,
     NullIs,
-    Place,
     RequestModel,
+    SamplingModel,
     Switch,
     UInt32,
     UInt64,
 )
-from millrace_router.api.grammars import GrammarType, LoraxFormat
+from millrace_router.api.body.grammars import GrammarType, LoraxFormat
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 
@@ -34,54 +34,80 @@ LORAX_FIELDS = frozenset(
 """Fields that LoRAX has and TGI lacks."""
 
 
-class GenerateParameters(RequestModel):
+class GenerateParameters(SamplingModel):
     """How to generate. None means that the client left the choice to the server; null is the default everywhere."""
 
-    place = Place.PARAMETERS
+    scope = FieldScope.PARAMETERS
 
     best_of: UInt64 | None = None
-    temperature: Float32 | None = None
-    repetition_penalty: Float32 | None = None
+    """Draws this many answers, and returns the likeliest; not in streams. Range: 1 to `--max-best-of`. Default: 1."""
     frequency_penalty: Float32 | None = None
-    top_k: Int32 | None = None
-    top_p: Float32 | None = None
+    """Lowers the score of a token by its share of the prompt and the answer. Range: -2 to 2; 0 is off. Default: 0."""
     typical_p: Float32 | None = None
+    """Draws from the tokens whose information is nearest to the expected one, up to this mass. Range: above 0 and
+    below 1. Default: 1, which is off.
+    """
     do_sample: Switch = False
+    """Whether tokens are drawn, instead of taking the likeliest each time. Range: true or false. Default: false; true
+    without `parameters`, or with a field that restricts the draw.
+    """
     max_new_tokens: UInt32 | None = None
+    """Most tokens of the answer. Range: 1 to what the context leaves, or to `--max-new-tokens-limit`. Default:
+    `--default-max-new-tokens`, otherwise what the context leaves.
+    """
     return_full_text: bool | None = None
+    """Whether the text begins with the prompt. Range: true or false. Default: false; true on `POST /`."""
     stop: Annotated[list[str], Field(fail_fast=True), NullIs(list)] = Field(default_factory=list)
+    """Texts that end the answer, and are the end of it. Range: up to `--max-stop-sequences` texts. Default: none."""
     truncate: UInt64 | None = None
+    """Keeps this many of the prompt's last tokens. Range: 1 to `--max-input-tokens`. Default: all."""
     watermark: Switch = False
+    """Whether the answer has a watermark that statistics can find. Range: true or false. Default: false."""
     details: Switch = False
+    """Whether the answer has its tokens, the seed and the reason of its end. Range: true or false. Default: false."""
     decoder_input_details: Switch = False
+    """Whether the details have the prompt's tokens; needs `--enable-prefill-logprobs`. Range: true or false. Default:
+    false.
+    """
     seed: UInt64 | None = None
+    """Makes the answer repeatable: the same seed and request give the same tokens. Range: 0 to 2^64 - 1. Default:
+    random.
+    """
     top_n_tokens: UInt32 | None = None
+    """Likeliest tokens next to each token of the details. Range: 0 to `--max-top-n-tokens`. Default: 0."""
     grammar: GrammarType | None = None
+    """What the answer has to match: a JSON schema, a regular expression or a grammar. Range: an object with `type` and
+    `value`. Default: none.
+    """
     adapter_id: str | None = None
-    """The adapter of this request; none, as "", means the default one, or the base model."""
+    """The LoRA adapter of this request. Range: any name. Default: the default one."""
     adapter_source: str | None = None
-    """LoRAX's, like the five fields below: `hub` or `local`."""
+    """Where the adapter is. Range: `hub` or `local`. Default: `--adapter-source`."""
     merged_adapters: MergedAdapters | None = None
+    """Several LoRA adapters, merged for this request. Range: an object with `ids`. Default: none."""
     api_token: str | None = Field(default=None, repr=False)
-    """The client's own token for the hub."""
+    """The client's own token for the hub. Range: any text. Default: none."""
     return_k_alternatives: UInt32 | None = None
-    """The same as `top_n_tokens`, in LoRAX's form."""
+    """LoRAX's form of `top_n_tokens`. Range: 0 to `--max-top-n-tokens`. Default: 0."""
     response_format: LoraxFormat | None = None
-    """The same as `grammar`, for JSON."""
+    """LoRAX's form of `grammar`, for JSON. Range: an object with `type`. Default: none."""
     apply_chat_template: bool | None = None
-    """Whether the text is the one turn of a chat, which the chat template renders."""
+    """Whether `inputs` is the user's turn of a chat, and the chat template makes the prompt. Range: true or false.
+    Default: false.
+    """
     lora_path: str | None = None
-    """SGLang's: the name of a registered adapter."""
+    """The name of a registered adapter, as in SGLang. Range: any name. Default: none."""
     priority: int | None = None
-    """Not in TGI: requests of a higher priority are served first; beats the header `x-priority`."""
+    """Requests of a higher priority are served first. Range: -10 to 10. Default: the header `x-priority`, otherwise 0.
+    """
     ignore_eos: Switch = Field(
         default=False, validation_alias=AliasChoices("ignore_eos", "ignore_eos_token")
     )
-    """Not in TGI: generate `max_new_tokens` tokens even after an end-of-sequence token, for benchmarks."""
+    """Whether the answer goes on until `max_new_tokens`, even if the model ends it. Range: true or false. Default:
+    false.
+    """
     min_new_tokens: UInt32 | None = None
-    """Not in TGI: tokens before which no end-of-sequence token is drawn."""
-    min_p: Float32 | None = None
-    """Not in TGI: tokens less likely than this share of the likeliest one are not drawn."""
+    """Tokens before which the model cannot end the answer. Range: 0 to `max_new_tokens`. Default: 0."""
 
     @property
     def is_lorax(self) -> bool:
@@ -100,12 +126,7 @@ class GenerateParameters(RequestModel):
             best_of=self.best_of,
             do_sample=self.do_sample,
             seed=self.seed,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
             typical_p=self.typical_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty,
             watermark=self.watermark,
             grammar=self._grammar(),
@@ -113,11 +134,12 @@ class GenerateParameters(RequestModel):
             if self.top_n_tokens is None
             else self.top_n_tokens,
             decoder_input_details=self.decoder_input_details,
+            **self.shared_sampling(),
         )
 
     def _grammar(self) -> RawGrammar | None:
-        given = self.grammar or self.response_format
-        return None if given is None else given.raw()
+        grammar = self.grammar or self.response_format
+        return None if grammar is None else grammar.raw()
 
 
 def sampling_parameters() -> GenerateParameters:
@@ -128,15 +150,16 @@ def sampling_parameters() -> GenerateParameters:
 class GenerateRequest(RequestModel):
     """Body of `/generate`, `/generate_stream` and `/tokenize`."""
 
-    place = Place.GENERATE
+    scope = FieldScope.GENERATE
 
     inputs: str
+    """The prompt. Range: a text that is not empty. Default: none, it is required."""
     parameters: Annotated[GenerateParameters, NullIs(sampling_parameters)] = Field(
         default_factory=sampling_parameters
     )
+    """How to generate. Range: an object. Default: sampling with a temperature of 1."""
 
     def generation(self) -> GenerationRequest:
-        """Translate."""
         return self.parameters.generation(self.inputs)
 
 
@@ -144,3 +167,4 @@ class CompatGenerateRequest(GenerateRequest):
     """Body of `POST /`."""
 
     stream: Switch = False
+    """Whether the answer comes in pieces, as events. Range: true or false. Default: false."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from http import HTTPStatus
 
 import orjson
 from aiohttp import web
+from typing_extensions import TypeAliasType
 
-from millrace_router.api.openai.route_wrappers import asks_for_stream, with_errors_in_stream
-from millrace_router.api.request_fields.reading import read_request, request_of
+from millrace_router.api.body.reading import read_request, request_of
+from millrace_router.api.chat.route import asks_for_stream, with_errors_in_stream
 from millrace_router.api.tgi.answers import (
     BestOfDetailsJson,
     BestOfSequenceJson,
@@ -31,20 +34,74 @@ from millrace_router.api.tgi.lorax import (
     times_of,
 )
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateRequest
-from millrace_router.api.tgi.tokenizer_routes import names_prompt, tokenize_prompt
+from millrace_router.api.tgi.tokenizer import (
+    TokenizePromptJson,
+    TokenizePromptRequest,
+    names_prompt,
+    tokenize_prompt,
+)
 from millrace_router.engine.generation import Collected, Generation
-from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import Task
+from millrace_router.request.token_stream import Finished, TokenEvent
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_json
-from millrace_router.server.generation_stream import GenerationStream
-from millrace_router.server.headers import answer_headers, sse_options
+from millrace_router.server.headers import answer_headers, note_ignored, sse_options
 from millrace_router.server.idempotent_route import idempotent
-from millrace_router.server.request_start import counting_refusals, scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.operation import ADMITTING, GENERATING, IDEMPOTENT, Operation
+from millrace_router.server.services import SERVICES, Services, scheduling_of
 from millrace_router.server.sse import error_event, respond
 from millrace_router.server.sse import event as framed
+from millrace_router.server.stream_writer import GenerationStream
+from millrace_router.text.tokenizer import TokenSpan
+
+IMAGE = re.compile(r"!\[[^\]\n]{0,256}\]\((?:https?://|data:)", re.IGNORECASE)
+"""The beginning of a Markdown image, which TGI gives to models that see: here its address is text of the prompt."""
+
+TokenizeResponse = TypeAliasType("TokenizeResponse", list[TokenSpan])
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/",
+        id="compat_generate",
+        summary="Generate tokens if `stream == false`, or a stream of tokens if `stream == true`",
+        body=CompatGenerateRequest,
+        answer=list[GenerateResponse],
+        event=StreamResponse,
+        failures=GENERATING,
+        headers=IDEMPOTENT,
+    ),
+    Operation(
+        method="post",
+        path="/generate",
+        id="generate",
+        summary="Generate tokens",
+        body=GenerateRequest,
+        answer=GenerateResponse,
+        failures=GENERATING,
+        headers=IDEMPOTENT,
+    ),
+    Operation(
+        method="post",
+        path="/generate_stream",
+        id="generate_stream",
+        summary="Generate a stream of tokens as server-sent events",
+        body=GenerateRequest,
+        event=StreamResponse,
+        failures=GENERATING,
+        headers=IDEMPOTENT,
+    ),
+    Operation(
+        method="post",
+        path="/tokenize",
+        id="tokenize",
+        summary="Tokenize `inputs`, whose places count bytes of UTF-8, or as vLLM a `prompt`",
+        body=GenerateRequest | TokenizePromptRequest,
+        answer=TokenizeResponse | TokenizePromptJson,
+        failures=ADMITTING,
+        foreign=(HTTPStatus.NOT_FOUND,),
+    ),
+)
 
 
 def register(app: web.Application) -> None:
@@ -102,7 +159,7 @@ async def generated(
 ) -> tuple[GenerateResponse, Collected]:
     """Generate to the end, as `/generate` does; raises RouterError."""
     services = request.app[SERVICES]
-    collected = await services.infer.generate(await _asked(request, body))
+    collected = await services.infer.generate(await _request_of(request, body))
     watch(request, collected)
     answer: GenerateResponse = {"generated_text": _full_text(body, collected)}
     if body.parameters.details or body.parameters.decoder_input_details:
@@ -110,14 +167,15 @@ async def generated(
     return answer, collected
 
 
-async def _asked(request: web.Request, body: GenerateRequest) -> GenerationRequest:
-    """Return what a body and its headers ask for; raises RouterError."""
+async def _request_of(request: web.Request, body: GenerateRequest) -> GenerationRequest:
+    """Return the request that a body and its headers make; raises RouterError."""
     parameters = body.parameters
-    with counting_refusals(request.app[SERVICES].metrics):
-        scheduling = scheduling_of(request, parameters.priority)
-        adapter = adapter_of(request, parameters)
-        asked = await rendered(request, body.generation(), parameters)
-    return replace(asked, scheduling=scheduling, adapter=adapter)
+    if IMAGE.search(body.inputs):
+        note_ignored(request, ("inputs.image",))
+    scheduling = scheduling_of(request, parameters.priority)
+    adapter = adapter_of(request, parameters)
+    generation = await rendered(request, body.generation(), parameters)
+    return replace(generation, scheduling=scheduling, adapter=adapter)
 
 
 def _full_text(body: GenerateRequest, collected: Collected) -> str:
@@ -162,7 +220,7 @@ def _headers(request: web.Request, body: GenerateRequest, collected: Collected) 
 
 async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResponse:
     services = request.app[SERVICES]
-    async with await services.infer.start(await _asked(request, body)) as generation:
+    async with await services.infer.start(await _request_of(request, body)) as generation:
         watch(request, generation)
         headers = headers_of(request, body.parameters)
         options = sse_options(services, [generation], error_event, headers)
@@ -178,7 +236,6 @@ class GenerateStream(GenerationStream):
         self._is_lorax = body.parameters.is_lorax
 
     def token(self, event: TokenEvent) -> None:
-        """Frame the next token."""
         if event.finished is not None:
             self._sink.token(framed(orjson.dumps(self._last(event, event.finished))))
             self._finish()

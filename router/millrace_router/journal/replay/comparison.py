@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
-from math import inf, isnan, nan
+from math import inf, isnan
 from typing import NamedTuple
 
 from millrace_proto import generate_pb2 as pb
@@ -45,7 +45,6 @@ class _Row:
     request_id: int
     position: int
     """Position of the next token to compare."""
-    is_restored: bool = False
     recorded: deque[Token] = field(default_factory=deque)
     replayed: deque[Token] = field(default_factory=deque)
 
@@ -65,20 +64,6 @@ class Comparison:
     def admit(self, sequence: pb.Sequence) -> None:
         """Begin a sequence in its slot."""
         self._rows[sequence.slot] = _Row(sequence.request_id, len(sequence.input_ids))
-
-    def restore(self, sequence: pb.Sequence, num_inputs: int) -> None:
-        """Continue a sequence in its slot; its tokens after the first `num_inputs` are sampled again.
-
-        Jump-forward tokens of a grammar may be split over steps in another way than recorded, so tokens may come in
-        other steps.
-        """
-        row = _Row(sequence.request_id, num_inputs, is_restored=True)
-        row.recorded.extend(Token(id_, nan) for id_ in sequence.input_ids[num_inputs:])
-        self._rows[sequence.slot] = row
-
-    def restored(self, step: int, replayed: pb.StepResponse) -> Difference | None:
-        """Compare the tokens that restored sequences sampled again, in a step that is not in the record."""
-        return self._tokens(step, pb.StepResponse(), replayed)
 
     def answered(self, recorded: pb.StepResponse, replayed: pb.StepResponse) -> Difference | None:
         """The first difference between two answers to the same step, or None."""
@@ -106,20 +91,20 @@ class Comparison:
         for slot, tokens in _tokens_by_slot(replayed):
             self._rows[slot].replayed.extend(tokens)
         for slot in dict.fromkeys((*recorded.slots, *replayed.slots)):
-            found = self._compare_row(step, slot, self._rows[slot])
-            if found is not None:
-                return found
+            difference = self._compare_row(step, slot, self._rows[slot])
+            if difference is not None:
+                return difference
         return None
 
     def _compare_row(self, step: int, slot: int, row: _Row) -> Difference | None:
         while row.recorded and row.replayed:
             was, now = row.recorded.popleft(), row.replayed.popleft()
-            found = self._token(step, slot, row, was, now)
-            if found is not None:
-                return found
+            difference = self._token(step, slot, row, was, now)
+            if difference is not None:
+                return difference
             row.position += 1
             self.num_tokens += 1
-        if row.is_restored or not (row.recorded or row.replayed):
+        if not (row.recorded or row.replayed):
             return None
         return Difference(
             step=step,
@@ -132,13 +117,12 @@ class Comparison:
         )
 
     def _token(self, step: int, slot: int, row: _Row, was: Token, now: Token) -> Difference | None:
-        is_known = not isnan(was.logprob)
-        gap = _gap(was.logprob, now.logprob) if is_known else 0.0
+        gap = _gap(was.logprob, now.logprob)
         if was.id != now.id:
             what = "token"
         elif self._is_exact and gap:
             what = "log probability"
-        elif self._is_exact and is_known and was.candidates != now.candidates:
+        elif self._is_exact and was.candidates != now.candidates:
             what = "candidates"
         else:
             self.largest_gap = max(self.largest_gap, gap)
@@ -203,13 +187,12 @@ class Comparison:
         for slot, position in zip(
             recorded.computed_slots, recorded.computed_positions, strict=True
         ):
-            row = self._rows[slot]
-            if now.get(slot) != position and not row.is_restored:
+            if now.get(slot) != position:
                 return Difference(
                     step=step,
                     what="positions filled",
                     slot=slot,
-                    request_id=row.request_id,
+                    request_id=self._rows[slot].request_id,
                     recorded=str(position),
                     replayed=str(now.get(slot, "none")),
                 )
@@ -244,7 +227,7 @@ def _differ(was: tuple[int, float], now: tuple[int, float]) -> bool:
 
 
 def _gap(was: float, now: float) -> float:
-    """The absolute difference; 0 for two NaNs, infinite for one."""
+    """Return the absolute difference; 0 for two NaNs, infinite for one."""
     if was == now or (isnan(was) and isnan(now)):
         return 0.0
     gap = abs(was - now)

@@ -8,18 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.errors import JournalUnusable
+from millrace_router.journal.frames import JournalUnusable
 from millrace_router.journal.header import Header
-from millrace_router.journal.reader import AdapterChanged, Answered, Epoch, Failed, Happened, Sent
+from millrace_router.journal.reader import AdapterChanged, Answered, Epoch, Event, Failed, Sent
 from millrace_router.journal.replay.comparison import Comparison, Difference
-from millrace_router.journal.replay.rebuild import Rebuild, sequences_of
-from millrace_router.journal.replay.synthetic import fill_in
 from millrace_router.shards.errors import ShardError, ShardHung
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import ShardInfo
 
 REQUIRED_EQUAL = ("model_type", "vocab_size", "block_size")
-"""Properties that must equal those of the recorded shards."""
+"""Properties that must be equal to the recorded shards'."""
 REPORTED = (
     "dtype",
     "kv_cache_dtype",
@@ -30,6 +28,8 @@ REPORTED = (
     "max_draft_tokens",
 )
 """Properties that may explain other answers."""
+
+_MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,26 +138,16 @@ class _Run:
         self._header = header
         self._step_seconds = step_seconds
         self._comparison = Comparison(is_exact=is_exact)
-        self._rebuild: Rebuild | None = None
         self._number = 0
         self._flights: deque[Sequence[pb.Sequence]] = deque()
         """Sequences admitted by each recorded step that is sent and not compared."""
-        self._early: deque[pb.StepResponse] = deque()
-        """Answers to the first of those steps that were read ahead."""
 
     async def play(self) -> None:
         outcome = self.outcome
-        snapshot = outcome.epoch.snapshot
-        self.step = 0 if snapshot is None else snapshot.number
-        for event in settled(outcome.epoch.events, after=-1 if snapshot is None else self.step):
+        for event in settled(outcome.epoch.events):
             if isinstance(event, AdapterChanged):
                 await self._change_adapter(event)
-                continue
-            if snapshot is not None:
-                # The adapters of its sequences have come by now.
-                await self._restore(snapshot)
-                snapshot = None
-            if isinstance(event, Failed):
+            elif isinstance(event, Failed):
                 outcome.failure = event
             elif isinstance(event, Unanswered):
                 outcome.unanswered = event.numbers
@@ -167,8 +157,6 @@ class _Run:
                 await self._send(event.message)
             else:
                 await self._compare(event.answer)
-        if snapshot is not None:
-            await self._restore(snapshot)
         outcome.largest_gap = self._comparison.largest_gap
 
     async def _change_adapter(self, event: AdapterChanged) -> None:
@@ -178,37 +166,23 @@ class _Run:
         else:
             await shards.load_adapter(event.slot, event.digest, timeout=timeout)
 
-    async def _restore(self, snapshot: pb.StepRequest) -> None:
-        header = self._header
-        self._rebuild = rebuild = Rebuild(
-            block_size=header.shard.block_size,
-            max_tokens=header.warmup.get("max_batch_prefill_tokens", header.shard.block_size),
-        )
-        self._fill_in(snapshot)
-        for restored in sequences_of(snapshot):
-            self._comparison.restore(restored.sequence, restored.num_inputs)
-            for message in rebuild.restore(restored):
-                answer = await self._compute(message)
-                if self.outcome.is_compared and self.outcome.difference is None:
-                    self.outcome.difference = self._comparison.restored(self.step, answer)
-
     async def _send(self, recorded: pb.StepRequest) -> None:
         if recorded.HasField("open"):
             return
         message = pb.StepRequest()
         message.CopyFrom(recorded)
-        self._fill_in(message)
-        if self._rebuild is not None:
-            for other in self._rebuild.missing(message):
-                await self._compute(other)
+        if not self._header.keeps_tokens:
+            fill_in(message, self._header.shard.vocab_size)
         self._flights.append((*message.prefill.change.admitted, *message.decode.change.admitted))
-        await self._write(message)
+        self._number += 1
+        message.epoch, message.number = self._shards.epoch, self._number
+        await self._shards.write(message)
 
     async def _compare(self, recorded: pb.StepResponse) -> None:
         if not recorded.number:
             return
         self.step = recorded.number
-        answer = self._early.popleft() if self._early else await self._read()
+        answer = await self._read()
         for sequence in self._flights.popleft():
             self._comparison.admit(sequence)
         outcome = self.outcome
@@ -219,28 +193,12 @@ class _Run:
         if outcome.is_compared:
             outcome.difference = self._comparison.answered(recorded, answer)
 
-    async def _compute(self, message: pb.StepRequest) -> pb.StepResponse:
-        """Run a step that is not in the record, after all answers in flight are read."""
-        while len(self._early) < len(self._flights):
-            self._early.append(await self._read())
-        await self._write(message)
-        return await self._read()
-
-    async def _write(self, message: pb.StepRequest) -> None:
-        self._number += 1
-        message.epoch, message.number = self._shards.epoch, self._number
-        await self._shards.write(message)
-
     async def _read(self) -> pb.StepResponse:
         try:
             async with asyncio.timeout(self._step_seconds):
                 return (await self._shards.read())[0]
         except TimeoutError:
             raise ShardHung(f"no answer in {self._step_seconds:g} seconds") from None
-
-    def _fill_in(self, message: pb.StepRequest) -> None:
-        if not self._header.keeps_tokens:
-            fill_in(message, self._header.shard.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,13 +208,13 @@ class Unanswered:
     numbers: tuple[int, ...]
 
 
-def settled(events: Iterable[Happened], *, after: int) -> Iterator[Happened | Unanswered]:
+def settled(events: Iterable[Event]) -> Iterator[Event | Unanswered]:
     """`events` in order, without unanswered messages; their numbers come last.
 
-    `after` is the number of the last answer before `events`, or -1. At most the events between a message and its
-    answer are held back.
+    At most the events between a message and its answer are held back.
     """
-    held: deque[Happened] = deque()
+    held: deque[Event] = deque()
+    after = -1
     for event in events:
         held.append(event)
         if isinstance(event, Answered):
@@ -271,12 +229,51 @@ def settled(events: Iterable[Happened], *, after: int) -> Iterator[Happened | Un
         yield Unanswered(numbers)
 
 
-def _waits(event: Happened, answered: int) -> bool:
+def _waits(event: Event, answered: int) -> bool:
     return isinstance(event, Sent) and event.message.number > answered
 
 
 def _is_exact(header: Header, info: ShardInfo) -> bool:
-    """Whether these shards must compute the same bits as the recorded ones."""
+    """Return whether these shards must compute the same bits as the recorded ones."""
     return header.shard.deterministic and all(
         getattr(header.shard, name) == getattr(info, name) for name in REPORTED
     )
+
+
+def token_at(position: int, vocab_size: int) -> int:
+    """Return the id at a position, the same for every sequence, so that cached blocks match.
+
+    The ids come from splitmix64, so that no draft token is right.
+    """
+    value = (position + 1) * 0x9E3779B97F4A7C15 & _MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return (value ^ value >> 31) % vocab_size
+
+
+def fill_in(message: pb.StepRequest, vocab_size: int) -> None:
+    """Give every admitted sequence ids where the journal has none, and remove the fields that depend on them.
+
+    Rules that name tokens are removed, and so are grammars, because their sources are unknown. Rows of several
+    positions are removed with grammars and draft tokens: with more right draft tokens than in the record, a row would
+    need further blocks.
+    """
+    work = message.WhichOneof("work")
+    if work not in {"prefill", "decode"}:
+        return
+    step = message.prefill if work == "prefill" else message.decode
+    step.ClearField("decode_tokens")
+    step.ClearField("draft_tokens")
+    for sequence in step.change.admitted:
+        count = len(sequence.input_ids)
+        del sequence.input_ids[:]
+        sequence.input_ids.extend(token_at(position, vocab_size) for position in range(count))
+        bias_ids = sequence.parameters.bias_ids
+        num_biases = len(bias_ids)
+        del bias_ids[:]
+        bias_ids.extend(range(num_biases))
+        sequence.ClearField("grammar")
+        parameters = sequence.parameters
+        for ids in (parameters.allowed_ids, parameters.bad_word_ids, parameters.stop_ids):
+            del ids[:]
+        del parameters.bad_word_lengths[:]

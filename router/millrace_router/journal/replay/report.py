@@ -19,7 +19,7 @@ WITHOUT_TOKENS = (
 
 
 def head(header: Header, notes: Sequence[str]) -> str:
-    """The lines above the table: the recorded deployment, and notes."""
+    """Return the lines above the table: the recorded deployment, and notes."""
     shard = header.shard
     lines = [
         f"{header.model_id}{f' ({header.model_sha})' if header.model_sha else ''}, {shard.model_type}, {shard.dtype}, "
@@ -31,7 +31,7 @@ def head(header: Header, notes: Sequence[str]) -> str:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A row per epoch, and remarks below."""
+    """Return a row per epoch, and remarks below."""
     rows = [COLUMNS, *map(_row, outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = []
@@ -49,7 +49,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def as_json(header: Header, notes: Sequence[str], outcomes: Sequence[Outcome]) -> str:
-    """The report as JSON."""
     report = {
         "model_id": header.model_id,
         "model_sha": header.model_sha,
@@ -81,11 +80,6 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 
 def _remarks(outcome: Outcome) -> list[str]:
     remarks = []
-    if outcome.epoch.snapshot is not None:
-        number = outcome.epoch.snapshot.number
-        remarks.append(
-            f"recorded after step {number}; the state of the shards at that time was computed again"
-        )
     if outcome.difference is not None:
         remarks.append(f"first difference at {describe(outcome.difference)}")
     elif outcome.largest_gap:
@@ -103,7 +97,6 @@ def _remarks(outcome: Outcome) -> list[str]:
 
 
 def describe(difference: Difference) -> str:
-    """The text of a difference."""
     where = [f"step {difference.step}"]
     if difference.slot is not None:
         where.append(f"slot {difference.slot}")
@@ -126,7 +119,6 @@ def _entry(outcome: Outcome) -> dict[str, Any]:
     return {
         "epoch": outcome.epoch.index,
         "began": outcome.epoch.began.isoformat(),
-        "after_step": None if outcome.epoch.snapshot is None else outcome.epoch.snapshot.number,
         "steps": outcome.num_steps,
         "tokens": outcome.num_tokens,
         "recorded_seconds": outcome.recorded_ns / 1e9,

@@ -1,7 +1,7 @@
 """Linears with int8 weights and int8 activations (dynamic W8A8): half the memory of bfloat16 weights.
 
 Weights are symmetric with one scale per output; activations are symmetric with one scale for every 32 inputs of a row,
-computed at run time. A row's bits depend on the row alone. The output head keeps its dtype, since its errors would
+computed at run time. A row's bits depend only on the row. The output head keeps its dtype, since its errors would
 affect the probabilities directly.
 """
 
@@ -26,12 +26,11 @@ from millrace_shard.kernels.base import (
 )
 from millrace_shard.kernels.build import operators_loaded
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights, ExpertWeights
-from millrace_shard.kernels.layer.blocks import ComposedBlocks
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.lora.lora_site import LoraSite
-from millrace_shard.kernels.quantized.plain_linear import quantize_rows, rounded_rows
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.expert_weights import ExpertsWeights, ExpertWeights
+from millrace_shard.kernels.layer_blocks import ComposedBlocks
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.lora.adapter_table import LoraSite
+from millrace_shard.kernels.quantized import QuantizedTensor, quantize_rows, rounded_rows
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 ZERO = 128
@@ -76,7 +75,6 @@ class Int8Kernels(ComposedBlocks):
         return self._kernels.head(weight, lora)
 
     def head_from(self, weights: LinearWeights) -> Linear:
-        """The head of the wrapped kernels."""
         return self._kernels.head_from(weights)
 
 

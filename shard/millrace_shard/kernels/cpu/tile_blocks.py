@@ -1,7 +1,7 @@
 """Linears, halves of a layer and all layers as single operators over tiles, for bfloat16 models.
 
 Weights are bfloat16, or codes of 4 or 8 bits. With `integer`, codes are multiplied with activations in int8, if they
-stand for integers. A row's bits depend on the row alone, since sums run over the whole of K in one order.
+stand for integers. A row's bits depend only on the row, since sums run over the whole of K in one order.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import Layer, LayerCache
 from millrace_shard.kernels.cpu.packed_weight import or_empty, packed
-from millrace_shard.kernels.layer.activation import Activation
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.lora.lora_site import LoraSite
+from millrace_shard.kernels.layer_weights import (
+    Activation,
+    AttentionWeights,
+    LinearWeights,
+    MlpWeights,
+)
+from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
 
 TILE_DEPTH = 32
@@ -79,7 +83,7 @@ def fits_site(weights: LinearWeights) -> bool:
 
 
 def _fit_sites(first: LinearWeights, second: LinearWeights, num_parts: tuple[int, int]) -> bool:
-    """Whether both linears of a half have no adapters, or those of modules that follow each other."""
+    """Whether the linears of a half both lack adapter sites, or have sites of modules that follow each other."""
     if first.lora is None or second.lora is None:
         return first.lora is second.lora
     counts = len(first.lora.parts), len(second.lora.parts)
@@ -88,7 +92,7 @@ def _fit_sites(first: LinearWeights, second: LinearWeights, num_parts: tuple[int
 
 
 class PanelLinear:
-    """A linear over a weight in panels of 32 outputs; results are bfloat16 or float32, as `dtype` says."""
+    """A linear over a weight in panels of 32 outputs; results have `dtype`, bfloat16 or float32."""
 
     def __init__(
         self,
@@ -203,7 +207,6 @@ class TiledLayers:
     """All layers in one parallel region, since entering one takes as long as many phases of a step of few tokens."""
 
     def __init__(self, halves: Sequence[tuple[TiledAttention, TiledMlp]]) -> None:
-        """Combine `halves` from `tiled_halves`."""
         first, _ = halves[0]
         self._weights = [weight for pair in halves for half in pair for weight in half.weights]
         self._eps, self._rope = first.eps, first.rope

@@ -1,4 +1,4 @@
-"""Launches ragged paged attention, without transfers or waits, and with grids from shapes alone, for CUDA graphs."""
+"""Launches ragged paged attention without transfers or waits; grids depend only on shapes, for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class PagedAttention:
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    """The maximal shared memory of a thread block; that of a Hopper GPU under Triton's interpreter."""
+    """The maximal shared memory of a thread block; under Triton's interpreter, a Hopper GPU's."""
     if device.type != "cuda":
         return 232448
     properties = torch.cuda.get_device_properties(device)

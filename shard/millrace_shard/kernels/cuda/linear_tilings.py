@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 
 PART_STEP = 64
-"""Parts are multiples of so many inputs, which every tile's iteration divides."""
+"""Parts are multiples of this number of inputs, which every tile's iteration divides."""
 LEAST_PART = 512
 """Inputs of the shortest part: shorter ones would cost more to add than to multiply."""
 NUM_PARTS = ((16384, 1), (8192, 2), (3072, 4), (0, 8))
-"""The most parts of the inputs for layers of at least so many outputs: narrow layers need them to occupy a GPU."""
+"""The most parts of the inputs for layers of at least a number of outputs: narrow layers need them to occupy a GPU."""
 MANY_ROWS = 256
-"""From so many rows on, tiles of rows and outputs occupy a GPU, and each program adds all parts by itself."""
+"""From this number of rows on, tiles of rows and outputs occupy a GPU, and each program adds all parts by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,6 @@ def part_length(num_outputs: int, num_inputs: int) -> int:
 
 
 def row_tiling(dtype: torch.dtype, num_rows: int) -> RowTiling:
-    """The tile for `num_rows` rows."""
     if dtype == torch.float32:
         return FLOAT32
     few, some, many = TENSOR_CORES

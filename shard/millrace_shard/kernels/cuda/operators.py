@@ -1,8 +1,8 @@
-"""Kernels for CUDA: Triton for attention, rope and rows, the vendor's library for linears.
+"""Kernels for CUDA: Triton for attention, rope, rows and scores, the vendor's library for linears.
 
 In deterministic mode a row's bits depend neither on the composition of the batch nor on the prefill chunks. Otherwise
 the bits of linears may depend on the number of rows, and attention uses different tiles for prompts and for single
-queries. No operator waits for the device or reads from it, and grids follow from shapes and `batch.num_queries` alone,
+queries. No operator waits for the device or reads from it, and grids follow only from shapes and `batch.num_queries`,
 so a step of single queries may be captured in a CUDA graph and replayed over other contexts and tables.
 """
 
@@ -15,21 +15,45 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from millrace_shard.kernels.base import Experts, LayerCache, Linear
-from millrace_shard.kernels.cuda import triton_rope, triton_rows
+from millrace_shard.kernels.cuda import (
+    triton_penalties,
+    triton_rope,
+    triton_rows,
+    triton_thresholds,
+)
 from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
-from millrace_shard.kernels.cuda.experts.grouped_experts import GroupedExperts
-from millrace_shard.kernels.cuda.quantized.quantized_linear import has_codes, linear_of_parts
+from millrace_shard.kernels.cuda.grouped_experts import GroupedExperts
+from millrace_shard.kernels.cuda.quantized_linear import has_codes, linear_of_parts
 from millrace_shard.kernels.cuda.triton_linear import FixedOrderLinear
-from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
-from millrace_shard.kernels.layer.activation import Activation
-from millrace_shard.kernels.layer.blocks import ComposedBlocks
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
-from millrace_shard.kernels.layer.norm_weights import HeadNorms
-from millrace_shard.kernels.lora.lora_site import LoraSite
+from millrace_shard.kernels.expert_weights import ExpertsWeights
+from millrace_shard.kernels.layer_blocks import ComposedBlocks
+from millrace_shard.kernels.layer_weights import Activation, HeadNorms, LinearWeights
+from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.lora.triton_lora import TritonAdaptedLinear
 from millrace_shard.kernels.plain import PlainLinear
 from millrace_shard.kernels.ragged import RaggedBatch
+
+
+class TritonSampling:
+    """Sampling operators by Triton; see SamplingKernels."""
+
+    def find_threshold(
+        self, keys: Tensor, probabilities: Tensor | None, limit: Tensor, /
+    ) -> Tensor:
+        return triton_thresholds.find_threshold(keys, probabilities, limit)
+
+    def count_tokens(
+        self, counts: Tensor, token_table: Tensor, spans: Tensor, longest: int
+    ) -> None:
+        """Add the tokens of `spans` to `counts`."""
+        triton_penalties.count_tokens(counts, token_table, spans, longest)
+
+    def penalise(
+        self, scores: Tensor, counts: Tensor, token_table: Tensor, rows: Tensor, penalties: Tensor
+    ) -> None:
+        """Penalise the ids that occur in the sequences of `rows`."""
+        triton_penalties.penalise(scores, counts, token_table, rows, penalties)
+
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = range(16, 257)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.agreement import CPU, Random
-from millrace_shard.kernels.greedy import choose_greedy
-from millrace_shard.kernels.sampling_kernels import SCALE_BITS, SamplingKernels
+from millrace_shard.kernels.scores import SCALE_BITS, SamplingKernels, choose_greedy
 
 NUM_ROWS = 5
 UNEVEN_VOCAB = 5003
@@ -43,7 +42,7 @@ Pair = tuple[Tensor, Tensor]
 def outputs(
     kernels: SamplingKernels, vocab_size: int = UNEVEN_VOCAB, device: torch.device = CPU
 ) -> Iterator[Pair]:
-    """The output of each operator over rows of `vocab_size` scores, beside that of plain torch."""
+    """The output of each operator over rows of `vocab_size` scores, with plain torch's."""
     # The scores of a model in bfloat16 have ties.
     scores = (4 * Random(torch.bfloat16, device)(NUM_ROWS, vocab_size)).float()
     # The best score occurs twice.
@@ -68,10 +67,10 @@ def _kept(kernels: SamplingKernels, scores: Tensor) -> Iterator[Pair]:
     weights = (probabilities.double() * 2**SCALE_BITS).long()
     budgets = (masses.double() * weights.sum(-1, keepdim=True)).ceil().long().clamp(min=1)
     for keys in (scores, typical):
-        found = kernels.find_threshold(keys, probabilities, masses)
-        yield keys >= found, _kept_by_sorting(keys, weights, budgets)
-    found = kernels.find_threshold(scores, None, numbers)
-    yield scores >= found, _kept_by_sorting(scores, torch.ones_like(weights), numbers)
+        thresholds = kernels.find_threshold(keys, probabilities, masses)
+        yield keys >= thresholds, _kept_by_sorting(keys, weights, budgets)
+    thresholds = kernels.find_threshold(scores, None, numbers)
+    yield scores >= thresholds, _kept_by_sorting(scores, torch.ones_like(weights), numbers)
 
 
 def _kept_by_sorting(keys: Tensor, weights: Tensor, budgets: Tensor) -> Tensor:
@@ -99,7 +98,7 @@ def _occurrences(tokens: Tensor, vocab_size: int) -> Tensor:
 def _counted(
     kernels: SamplingKernels, vocab_size: int, device: torch.device
 ) -> tuple[Tensor, tuple[Pair, Pair]]:
-    """The counts of the counted tokens; then all tokens and generated ones of each id, beside plain torch."""
+    """The counts of the counted tokens; then all tokens and generated ones of each id, with plain torch's."""
     table = _table(vocab_size, device)
     counts = torch.zeros(NUM_SLOTS, vocab_size, dtype=torch.int64, device=device)
     spans = torch.tensor([SLOTS, (0,) * NUM_ROWS, COUNTED, PROMPTS], device=device)
@@ -113,24 +112,23 @@ def _counted(
 
 
 def _penalised(kernels: SamplingKernels, scores: Tensor, counts: Tensor) -> Pair:
-    """Scores under all penalties."""
     device, vocab_size = scores.device, scores.shape[1]
     table = _table(vocab_size, device)
     penalties = torch.tensor(PENALTIES, device=device)
     # Rows of scores in another order than the sequences.
-    places = tuple(reversed(range(NUM_ROWS)))
-    rows = torch.tensor([places, SLOTS, COUNTED, LENGTHS, PROMPTS], device=device)
-    found, expected = scores.clone(), scores.clone()
-    kernels.penalise(found, counts, table, rows, penalties)
-    for place, slot, length, prompt, factors in zip(
-        places, SLOTS, LENGTHS, PROMPTS, penalties.t(), strict=True
+    indexes = tuple(reversed(range(NUM_ROWS)))
+    rows = torch.tensor([indexes, SLOTS, COUNTED, LENGTHS, PROMPTS], device=device)
+    actual, expected = scores.clone(), scores.clone()
+    kernels.penalise(actual, counts, table, rows, penalties)
+    for index, slot, length, prompt, factors in zip(
+        indexes, SLOTS, LENGTHS, PROMPTS, penalties.t(), strict=True
     ):
         repetition, frequency, presence, openai_frequency = factors
         in_all = _occurrences(table[slot, :length], vocab_size)
         generated = _occurrences(table[slot, prompt : max(prompt, length)], vocab_size)
-        row = scores[place]
+        row = scores[index]
         changed = torch.where(row < 0, row * repetition, row / repetition)
         changed = changed - frequency * in_all / length - presence * (generated > 0)
         changed = changed - openai_frequency * generated
-        expected[place] = torch.where(in_all > 0, changed, row)
-    return found, expected
+        expected[index] = torch.where(in_all > 0, changed, row)
+    return actual, expected

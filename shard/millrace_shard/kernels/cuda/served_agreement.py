@@ -25,11 +25,11 @@ from millrace_shard.kernels.agreement import (
 )
 from millrace_shard.kernels.base import Kernels, Linear
 from millrace_shard.kernels.cuda import sampling_agreement
-from millrace_shard.kernels.experts.experts_agreement import experts_weights
-from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
+from millrace_shard.kernels.expert_weights import RoutingRule, Scoring
+from millrace_shard.kernels.experts_agreement import experts_weights
 from millrace_shard.kernels.layer_shape import AttentionKind, LayerShape
-from millrace_shard.kernels.quantized.code_format import CodeFormat
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.quantized import CodeFormat
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 PROMPT = 70
@@ -131,7 +131,7 @@ def _attended(
 
 
 class _SequenceInSteps:
-    """The last token of one sequence, computed in steps of several kinds, beside shorter sequences."""
+    """The last token of one sequence, computed in steps of several kinds together with shorter sequences."""
 
     def __init__(self, kernels: Kernels, random: Random, shape: LayerShape, context: int) -> None:
         self._kernels, self._shape, self._device = kernels, shape, random.device
@@ -196,7 +196,7 @@ def _random_linear(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Linear:
-    """A linear with a weight that is made on the device, since that of a head is large."""
+    """A linear with a weight that is made on the device, since a head's weight is large."""
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(outputs, inputs, dtype=dtype, device=device, generator=generator)
     return build(weight / inputs**0.5)

@@ -1,7 +1,7 @@
 """Triton kernels of ragged paged attention: tiles of queries, and single queries split over spans of keys.
 
 T tokens, B sequences, H query heads, K key-value heads, `group` = H / K; the rows of a tile are tokens x group. The
-split over keys is that of Flash-Decoding (Dao et al., 2023), with spans at fixed positions.
+split over keys follows Flash-Decoding (Dao et al., 2023), with spans at fixed positions.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _SPANS_PER_READ = tl.constexpr(8)
 @triton.jit
 def sequence_of(slot, starts, num_sequences, tokens_per_tile: tl.constexpr):
     """The sequence of a tile slot; slots from `starts[b] // tokens_per_tile + b` on are for the tiles of sequence b."""
-    found = 0
+    num_begun = 0
     lanes = tl.arange(0, _SEQUENCES_PER_LOOK)
     for base in range(0, num_sequences, _SEQUENCES_PER_LOOK):
         sequence = base + lanes
         exists = sequence < num_sequences
         start = tl.load(starts + sequence, mask=exists, other=0)
         begun = exists & (start // tokens_per_tile + sequence <= slot)
-        found += tl.sum(begun.to(tl.int32), 0)
-    return found - 1
+        num_begun += tl.sum(begun.to(tl.int32), 0)
+    return num_begun - 1
 
 
 @triton.jit(

@@ -1,11 +1,11 @@
 """A linear whose rows have the same bits for any number of rows.
 
 An output is the sum of its parts in order, and a part is the sum over its inputs in order. Parts follow from the shape
-of the layer (`linear_tilings`). With few rows each part has a program of its own and a second kernel adds the parts;
+of the layer (`linear_tilings`). With few rows each part has its own program and a second kernel adds the parts;
 with many rows one program computes and adds them all.
 
 Products are `weight @ x.T`, so that the outputs are the long side of the tensor cores' instruction, and the number of
-rows changes its short side alone.
+rows changes only its short side.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class FixedOrderLinear:
     def __init__(
         self, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None
     ) -> None:
-        """Keep `weight` [out, in] and `bias` [out]; results have `out_dtype`, by default that of the weight."""
+        """Keep `weight` [out, in] and `bias` [out]; results have `out_dtype`, by default the weight's."""
         self._weight = weight.contiguous()
         self._bias = bias
         self._out_dtype = out_dtype or weight.dtype

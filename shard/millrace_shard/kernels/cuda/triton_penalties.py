@@ -71,7 +71,6 @@ def penalise_rows(
 
 
 def count_tokens(counts: Tensor, token_table: Tensor, spans: Tensor, longest: int) -> None:
-    """See SamplingKernels."""
     num_spans = spans.shape[1]
     if num_spans:
         count[(num_spans, triton.cdiv(longest, TOKENS_PER_PROGRAM))](
@@ -89,7 +88,6 @@ def count_tokens(counts: Tensor, token_table: Tensor, spans: Tensor, longest: in
 def penalise(
     scores: Tensor, counts: Tensor, token_table: Tensor, rows: Tensor, penalties: Tensor
 ) -> None:
-    """See SamplingKernels."""
     num_rows, size = rows.shape[1], scores.shape[1]
     if num_rows:
         penalise_rows[(num_rows, triton.cdiv(size, SCORES_PER_PROGRAM))](

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.layer.norm_weights import HeadNorms
+from millrace_shard.kernels.layer_weights import HeadNorms
 from millrace_shard.kernels.ragged import RaggedBatch
 
 ELEMENTS = 1024
@@ -26,7 +26,7 @@ def _squares(part):
 
 @triton.jit
 def _normalise(part, scale, query_norm, key_norm, channel, width: tl.constexpr, is_query, is_key):
-    """Channels of heads, those of queries and keys normalised by `scale` [heads], with the rounding of `rms_norm`."""
+    """Channels of heads; queries and keys are normalised by `scale` [heads], with the rounding of `rms_norm`."""
     known = channel < width
     for_query = tl.load(query_norm + channel, mask=known, other=0.0).to(tl.float32)[None, :]
     for_key = tl.load(key_norm + channel, mask=known, other=0.0).to(tl.float32)[None, :]
@@ -177,7 +177,6 @@ def rope_store(
 
 
 def store(keys: Tensor, values: Tensor, cache_rows: Tensor, cache: LayerCache) -> None:
-    """See Kernels."""
     if keys.stride(2) != 1 or values.stride(2) != 1:
         keys, values = keys.contiguous(), values.contiguous()
     num_tokens, num_kv_heads, head_dim = keys.shape

@@ -1,6 +1,7 @@
-"""Triton kernels over rows: norms and the activation. A row's arithmetic depends on its width alone.
+"""Triton kernels over rows: norms and the activation. A row's arithmetic depends only on its width.
 
-Rounding is that of `plain`: norms are computed in float32, cast, then scaled; activations are cast, then multiplied.
+Rounding is the same as in `plain`: norms are computed in float32, cast, then scaled; activations are cast,
+then multiplied.
 """
 
 from __future__ import annotations

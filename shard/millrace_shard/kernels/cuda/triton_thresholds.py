@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_shard.kernels.sampling_kernels import SCALE_BITS
+from millrace_shard.kernels.scores import SCALE_BITS
 
 LEVELS = ((21, 11), (10, 11), (0, 10))
 """The lowest bit and the number of bits of each level."""
@@ -78,7 +78,7 @@ def choose(
     is_last: tl.constexpr,
     is_share: tl.constexpr,
 ):
-    """Choose the bucket of each row in which its budget is reached; a prefix below 0 says that it never is."""
+    """Choose the bucket of each row in which its budget is reached; a prefix below 0 means that it never is."""
     row = tl.program_id(0).to(tl.int64)
     # The bucket of the greatest keys comes first.
     place = num_buckets - 1 - tl.arange(0, num_buckets)

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.kernels.lora.lora_site import LoraSite
-from millrace_shard.kernels.lora.packed_adapter import PackedPart
+from millrace_shard.kernels.lora.adapter_table import LoraSite, PackedPart
 
 ROWS = 32
 """Rows of one product in deterministic mode, since libraries select a kernel by the number of rows."""
@@ -43,15 +42,15 @@ class AdaptedLinear:
             return y
         site = self._site
         for group in rows.groups:
-            own: Tensor | None = None
+            inputs: Tensor | None = None
             for offset, part in enumerate(site.parts):
                 packed = site.table.part(group.slot, site.first + offset)
                 if packed is None:
                     continue
-                if own is None:
-                    own = x.index_select(0, group.rows).float()
+                if inputs is None:
+                    inputs = x.index_select(0, group.rows).float()
                 end = part.first_output + part.num_outputs
-                self._add(y[:, part.first_output : end], group.rows, own, packed)
+                self._add(y[:, part.first_output : end], group.rows, inputs, packed)
         return y
 
     def _add(self, y: Tensor, rows: Tensor, x: Tensor, part: PackedPart) -> None:

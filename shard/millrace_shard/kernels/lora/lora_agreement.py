@@ -28,10 +28,16 @@ from millrace_shard.kernels.agreement import (
 )
 from millrace_shard.kernels.base import Kernels, Layer, Layers, Linear
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
-from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
-from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
-from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart, pack_part
+from millrace_shard.kernels.lora.adapter_table import (
+    AdapterRows,
+    AdapterTable,
+    LoraPart,
+    LoraSite,
+    PackedAdapter,
+    PackedPart,
+    pack_part,
+    running,
+)
 
 VOCAB = 80
 SLOTS = (1, 0, 2)
@@ -48,7 +54,7 @@ def adapter_difference(
     head_dim: int,
     device: torch.device = CPU,
 ) -> float:
-    """The greatest difference of a layer and a head with adapters from those of `oracle`; see `distance`.
+    """The greatest difference of a layer and a head with adapters from the same with `oracle`; see `distance`.
 
     It is inf if deterministic kernels change a bit of the rows without an adapter.
     """
@@ -160,14 +166,14 @@ def _parts(name: str, inputs: int, outputs: tuple[int, ...]) -> list[LoraPart]:
 
 def _packed_parts(table: AdapterTable, random: Random, rank: int) -> dict[int, PackedPart]:
     """Every module with a bias, and with deltas of about a quarter of the results."""
-    found: dict[int, PackedPart] = {}
+    packed: dict[int, PackedPart] = {}
     for site in table.sites:
         pack = partial(pack_part, packing=site.packing, device=table.device)
         for index, part in enumerate(site.parts, site.first):
-            found[index] = pack(
+            packed[index] = pack(
                 random(rank, part.inputs) / part.inputs**0.5,
                 random(part.outputs, rank) / rank**0.5,
                 random(rank).float() / 4,
                 random(part.outputs).float() / 4,
             )
-    return found
+    return packed

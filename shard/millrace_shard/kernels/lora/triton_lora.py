@@ -1,14 +1,15 @@
-"""The adapters of the rows of a linear: shrink, `x @ A.T`, then expand, whose results are added to those of the linear.
+"""The adapters of the rows of a linear: shrink, `x @ A.T`, then expand, whose results are added to the linear's.
 
 A program computes a block of up to 16 rows of one adapter, see `AdapterRows.blocks`, with tiles of one size, so that
-the bits of a row depend on the row and its adapter alone. Rows in no block are neither read nor written.
+the bits of a row depend only on the row and its adapter. Rows in no block are neither read nor written.
 
 The inputs are split into parts, which follow from the shape of the layer. With few blocks each part has a program of
 its own; with many blocks one program computes and adds all parts. Both add the parts in order. The result is multiplied
 with the factors and rounded to the dtype of the model.
 
 Programs read slots, addresses and numbers of slices on the device, so that a captured launch holds for other rows and
-other adapters. A grid has programs for as many slices as any adapter has; those of a smaller adapter end at once.
+other adapters. A grid has programs for as many slices as any adapter has; programs past the end of a smaller adapter
+end at once.
 
 Products are `weight @ x.T`, as in `triton_linear`. No tiling has been measured on a GPU.
 """
@@ -22,9 +23,7 @@ from torch import Tensor
 from triton import knobs
 
 from millrace_shard.kernels.lora.adapted_linear import Product
-from millrace_shard.kernels.lora.adapter_rows import BLOCK_ROWS
-from millrace_shard.kernels.lora.lora_site import LoraSite
-from millrace_shard.kernels.lora.packed_adapter import DEPTH
+from millrace_shard.kernels.lora.adapter_table import BLOCK_ROWS, DEPTH, LoraSite
 
 INPUTS = 64
 """Inputs per iteration of a shrink."""
@@ -33,7 +32,7 @@ OUTPUTS = 64
 LEAST_PART, MOST_PARTS = 512, 8
 """Inputs of the shortest part, and the most parts of a layer."""
 MANY_BLOCKS = 32
-"""From so many blocks on they occupy a GPU, and each program adds all parts by itself."""
+"""From this number of blocks on they occupy a GPU, and each program adds all parts by itself."""
 
 _VARYING = ["grid_slices", "num_modules", "first_module"]
 """Numbers that differ by layer and by adapter, for whose values nothing is compiled."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.models.config.config_reader import ConfigReader
-from millrace_shard.models.spec.decoder_spec import DecoderSpec
+from millrace_shard.models.config import ConfigReader
+from millrace_shard.models.spec import DecoderSpec
 
 GENERAL: Mapping[str, Any] = {"hidden_act": "silu", "rope_theta": 10_000.0}
 """Defaults of most classes."""
@@ -23,11 +23,11 @@ class Family:
     """The values of `architectures` that mean this family."""
     spec: Callable[[ConfigReader], DecoderSpec]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the class in transformers for fields that the file may lack, beside those of GENERAL."""
+    """Values of the class in transformers for fields that the file may lack, in addition to GENERAL."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of fields, which the class in transformers takes and may write, and the names of their fields."""
     without_effect: tuple[str, ...] = ()
-    """Fields of the class, beside those that no family reads, that do not change a forward pass."""
+    """Fields of the class that do not change a forward pass, in addition to those that no family reads."""
 
     def read(self, raw: Mapping[str, Any]) -> DecoderSpec:
         """Read the object of a config.json. Raises UnsupportedModel, naming the field."""

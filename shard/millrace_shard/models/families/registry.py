@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-from millrace_shard.models.families.family import Family
-from millrace_shard.models.families.mixtures import (
-    glm4_moe,
-    gpt_oss,
-    mixtral,
-    olmoe,
-    qwen2_moe,
-    qwen3_moe,
-)
-from millrace_shard.models.families.other_norms import (
+from millrace_shard.models.families import (
     cohere,
     cohere2,
+    ernie4_5,
     exaone4,
     gemma2,
     gemma3,
     glm4,
-    olmo2,
-    olmo3,
-)
-from millrace_shard.models.families.pre_norm import (
-    ernie4_5,
+    glm4_moe,
+    gpt_oss,
     granite,
     hunyuan_v1_dense,
     llama,
     ministral3,
     mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    olmoe,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     seed_oss,
     smollm3,
 )
+from millrace_shard.models.families.family import Family
 
 _PRE_NORM = (
     *(llama, mistral, ministral3, qwen2, qwen3, phi3, granite, smollm3),

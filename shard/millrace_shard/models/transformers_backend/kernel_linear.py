@@ -7,16 +7,15 @@ from transformers.pytorch_utils import Conv1D
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Linear
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
-from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.lora.adapter_table import AdapterTable, LoraPart, LoraSite
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
-from millrace_shard.models.transformers_backend.tensor_parallel.linear_share import LinearShare
-from millrace_shard.models.transformers_backend.tensor_parallel.plan import (
+from millrace_shard.models.transformers_backend.tensor_parallel import (
+    LinearShare,
     Style,
     TensorParallelPlan,
 )
+from millrace_shard.weights.unmapped_tensors import TensorUnmapper
 
 
 class KernelLinear(nn.Module):
@@ -41,7 +40,7 @@ class SharedLinear(KernelLinear):
     def __init__(
         self, linear: Linear, share: LinearShare, outputs: int, group: ProcessGroup
     ) -> None:
-        """`outputs` are those of the whole projection."""
+        """`outputs` counts the outputs of the whole projection."""
         super().__init__(linear)
         self._share = share
         self._outputs = outputs
@@ -86,9 +85,9 @@ class ProjectionReplacement:
                 self.apply(child, f"{prefix}{name}.")
 
     def _replaced(self, projection: nn.Module, name: str) -> KernelLinear:
-        own = dict(projection.named_parameters(recurse=False))
-        weight = own["weight"].detach()
-        bias = own["bias"].detach() if "bias" in own else None
+        parameters = dict(projection.named_parameters(recurse=False))
+        weight = parameters["weight"].detach()
+        bias = parameters["bias"].detach() if "bias" in parameters else None
         with self._unmapper.releasing(weight):
             whole = weight if type(projection) is nn.Linear else weight.t().contiguous()
             style, (outputs, inputs) = self._plan.style(name), whole.shape

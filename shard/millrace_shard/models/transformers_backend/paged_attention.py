@@ -66,7 +66,6 @@ class PagedAttention:
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule
     ) -> Tensor:
-        """See Attention."""
         self.kernels.store(keys, values, self.batch, self.cache[layer])
         return self.kernels.attend(
             queries,
@@ -119,9 +118,9 @@ def _attend(
 
 def _refuse_unknown(arguments: dict[str, object], *, is_causal: bool | None) -> None:
     """Raise UnsupportedModel for arguments that the kernels do not support, such as attention sinks (`s_aux`)."""
-    known = _WITHOUT_EFFECT | _HONOURED
+    supported = _WITHOUT_EFFECT | _HONOURED
     unknown = sorted(
-        name for name, value in arguments.items() if value is not None and name not in known
+        name for name, value in arguments.items() if value is not None and name not in supported
     )
     if is_causal is False:
         unknown.append("is_causal=False")

@@ -1,4 +1,4 @@
-"""The check of a class that is not on the list: our logits of a few tokens against those of the class by itself."""
+"""The check of a class that is not on the list: our logits of a few tokens against the unchanged class's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.transformers_backend.paged_attention import NAME
-from millrace_shard.models.transformers_backend.shape_probe import refusing_errors_of
+from millrace_shard.models.transformers_backend.supported import refusing_errors_of
 
 NUM_TOKENS = 24
 IN_PARTS = "as states and then logits"
@@ -41,7 +41,7 @@ def tokens_of(vocab_size: int, seed: int = 0) -> Tensor:
 
 @torch.inference_mode()
 def eager_logits(model: PreTrainedModel) -> Tensor:
-    """Logits [NUM_TOKENS, vocab] float32 by the class's own code alone, which must not have been changed yet.
+    """Logits [NUM_TOKENS, vocab] float32 by only the class's own code, which must not have been changed yet.
 
     Raises UnsupportedModel if that code fails.
     """
@@ -59,7 +59,7 @@ def eager_logits(model: PreTrainedModel) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheck:
-    """Runs a model over paged caches of its own."""
+    """Runs a model over separate paged caches."""
 
     kernels: Kernels
     group: ProcessGroup
@@ -75,18 +75,18 @@ class SelfCheck:
         """
         distances = {}
         for name, chunks in CHUNKS.items():
-            found = torch.cat(list(self._logits(model, chunks, in_parts=name == IN_PARTS)))
+            logits = torch.cat(list(self._logits(model, chunks, in_parts=name == IN_PARTS)))
             distance = (
                 0.0
                 if expected is None
-                else _distance(found.cpu(), expected, OTHER_EXPERTS[self.dtype])
+                else _distance(logits.cpu(), expected, OTHER_EXPERTS[self.dtype])
             )
             # Written so that NaN fails.
             if not self.group.minimum(int(distance <= self.tolerance)):
-                told = "" if expected is None else f" by {distance:.2g} of their spread"
+                distance_text = "" if expected is None else f" by {distance:.2g} of their spread"
                 raise UnsupportedModel(
                     f"{model.info.model_type} fails the self-check in {self.dtype}: logits of {NUM_TOKENS} tokens "
-                    f"computed {name} over the paged cache differ from those of its own eager attention{told}; "
+                    f"computed {name} over the paged cache differ from its own eager attention's{distance_text}; "
                     f"at most {self.tolerance:g} is allowed"
                 )
             distances[name] = distance
@@ -95,7 +95,7 @@ class SelfCheck:
     def _logits(
         self, model: CausalModel, chunks: Sequence[int], *, in_parts: bool
     ) -> Iterator[Tensor]:
-        """Logits of each chunk, computed beside a chunk of other tokens."""
+        """Logits of each chunk, computed with a chunk of other tokens."""
         size = self.kernels.block_size
         blocks = -(-NUM_TOKENS // size)
         caches = [self._cache(layer, 2 * blocks + 1) for layer in model.geometry.layers]
@@ -144,10 +144,10 @@ class SelfCheck:
         )
 
 
-def _distance(found: Tensor, expected: Tensor, num_exempt: int) -> float:
+def _distance(actual: Tensor, expected: Tensor, num_exempt: int) -> float:
     """The largest difference of a row of logits [T, vocab], as a share of the row's spread, but for some rows."""
-    if not found.isfinite().all():
+    if not actual.isfinite().all():
         return math.inf
     spread = (expected - expected.mean(-1, keepdim=True)).square().mean(-1).sqrt()
-    distances = (found - expected).square().mean(-1).sqrt() / spread
+    distances = (actual - expected).square().mean(-1).sqrt() / spread
     return float(distances.sort(descending=True).values[num_exempt])

@@ -1,44 +1,95 @@
-"""Loads a class of transformers: its weights, our modules in place of some of its own, and the check of its logits."""
+"""Loads a class of transformers: its weights, our modules in place of some of its, and a check of its logits."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.model_loader.read_ahead import ReadAhead
-from millrace_shard.model_loader.safetensor_files import SafetensorFiles
-from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
 from millrace_shard.models.interface import ModelInfo
 from millrace_shard.models.kv_scales import read_kv_scales
-from millrace_shard.models.transformers_backend.batch_invariant import (
-    make_batch_invariant,
-    wants_invariance,
-)
-from millrace_shard.models.transformers_backend.checkpoint_reading import mapped_dtype, read_class
 from millrace_shard.models.transformers_backend.kernel_linear import ProjectionReplacement
+from millrace_shard.models.transformers_backend.paged_attention import NAME
+from millrace_shard.models.transformers_backend.rotary import use_rotary_table
 from millrace_shard.models.transformers_backend.self_check import (
     QUANTIZED_TOLERANCE,
     TOLERANCES,
     SelfCheck,
     eager_logits,
 )
-from millrace_shard.models.transformers_backend.supported import check_supported, is_listed
-from millrace_shard.models.transformers_backend.table_rotary import use_rotary_table
-from millrace_shard.models.transformers_backend.tensor_parallel.class_split import plan_for
-from millrace_shard.models.transformers_backend.tensor_parallel.plan import TensorParallelPlan
-from millrace_shard.models.transformers_backend.tensor_parallel.split_modules import split_modules
-from millrace_shard.models.transformers_backend.transformers_model import TransformersModel
+from millrace_shard.models.transformers_backend.supported import (
+    check_supported,
+    class_of,
+    is_listed,
+)
+from millrace_shard.models.transformers_backend.tensor_parallel import (
+    TensorParallelPlan,
+    plan_for,
+    split_modules,
+)
+from millrace_shard.models.transformers_backend.transformers_model import (
+    TransformersModel,
+    make_batch_invariant,
+    wants_invariance,
+)
+from millrace_shard.weights.read_ahead import ReadAhead
+from millrace_shard.weights.safetensor_files import SafetensorFiles
+from millrace_shard.weights.unmapped_tensors import TensorUnmapper
+
+
+def read_class(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The class with its weights, which stay in the mapped files unless they need conversion. Raises WeightsError."""
+    disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=copy.deepcopy(config),
+            dtype=dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise WeightsError(f"the weights in {folder} cannot be read: {error}") from error
+    for name, shape, expected in sorted(report["mismatched_keys"]):
+        raise WeightsError(
+            f"tensor {name} has shape {list(shape)}, its config says {list(expected)}"
+        )
+    for name in sorted(report["missing_keys"]):
+        raise WeightsError(f"tensor {name} is missing from the checkpoint")
+    found_model: PreTrainedModel = model
+    return found_model
+
+
+def mapped_dtype(config: PretrainedConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which weights stay in the mapped files, so that a rank converts no more than its part.
+
+    That is the one that the config names, unless the class keeps parameters in float32 by its own rules.
+    """
+    kind = class_of(config)
+    rules = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    has_own_rules = any(getattr(kind, name, None) for name in rules)
+    stored = config.dtype
+    is_float = isinstance(stored, torch.dtype) and stored.is_floating_point
+    return stored if is_float and not has_own_rules else dtype
+
 
 SMALL_BYTES = 128 << 20
 """Size of a checkpoint that is loaded in float32 too for its check."""
@@ -48,7 +99,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersLoader:
-    """What a rank needs to read its part of the checkpoint in `folder`."""
+    """Loads a rank's part of the checkpoint in `folder`."""
 
     folder: Path
     config: PretrainedConfig
@@ -61,7 +112,7 @@ class TransformersLoader:
     adapters: AdapterTable | None = None
     """Of which the projections become sites."""
     allow_unlisted: bool = False
-    """Load a class that is not listed too, and compare its logits with those of its own eager attention."""
+    """Load a class that is not listed too, and compare its logits with its own eager attention's."""
 
     def load(self) -> TransformersModel:
         """Load the model. Raises UnsupportedModel, also for a class that fails the comparison, or WeightsError."""
@@ -88,8 +139,10 @@ class TransformersLoader:
             tolerance=QUANTIZED_TOLERANCE if is_quantized else TOLERANCES[self.dtype],
         )
         distances = check.run(model, expected)
-        told = ", ".join(f"{name} {distance:.2g}" for name, distance in distances.items())
-        logger.info("%s passes the self-check in %s: %s", self.config.model_type, self.dtype, told)
+        distances_text = ", ".join(f"{name} {distance:.2g}" for name, distance in distances.items())
+        logger.info(
+            "%s passes the self-check in %s: %s", self.config.model_type, self.dtype, distances_text
+        )
         return model
 
     def _loaded(self, plan: TensorParallelPlan) -> tuple[TransformersModel, Tensor | None]:

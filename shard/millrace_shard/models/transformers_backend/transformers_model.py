@@ -1,4 +1,10 @@
-"""Runs the code of transformers' classes on our paged KV cache; their attention must be pluggable."""
+"""Runs the code of transformers' classes on our paged KV cache; their attention must be pluggable.
+
+Some modules are replaced, whose rounding on CPU depends on the whole step. Linears and attention use our kernels
+already. What remains are activations and other elementwise functions (see
+kernels/elementwise.py). Norms, softmax and top-k work row by row; sums, products and casts of single elements follow
+IEEE 754.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +15,57 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2CLS
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels, LayerCache
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
-from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
+from millrace_shard.kernels.elementwise import elementwise
+from millrace_shard.kernels.lora.adapter_table import AdapterRows, AdapterTable, running
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.interface import KVGeometry, KVLayer, MakeLayers, ModelInfo
-from millrace_shard.models.transformers_backend.batch_invariant import (
-    has_own_products,
-    wants_invariance,
-)
-from millrace_shard.models.transformers_backend.paged_attention import (
-    PagedAttention,
-    attending,
-)
-from millrace_shard.models.transformers_backend.shape_probe import ShapeProbe, probed
-from millrace_shard.models.transformers_backend.tensor_parallel.class_split import layer_shape
+from millrace_shard.models.transformers_backend.paged_attention import PagedAttention, attending
+from millrace_shard.models.transformers_backend.supported import ShapeProbe, probed
+from millrace_shard.models.transformers_backend.tensor_parallel import layer_shape
+
+_ACTIVATIONS = {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()}
+_EXACT = {nn.ReLU}
+
+
+def wants_invariance(kernels: Kernels, device: torch.device) -> bool:
+    """Only on CPU: on CUDA the order of a class's own sums depends on the number of rows."""
+    return kernels.deterministic and device.type == "cpu"
+
+
+def make_batch_invariant(module: nn.Module) -> None:
+    """Replace the modules below `module` that are not batch invariant; its projections must use our kernels already."""
+    for name, child in list(module.named_children()):
+        if type(child) in _ACTIVATIONS - _EXACT:
+            setattr(module, name, Activation(child))
+        else:
+            make_batch_invariant(child)
+
+
+def has_own_products(model: nn.Module) -> bool:
+    """Whether `model` has matrices, other than embeddings and norms, by which its own code multiplies."""
+    return any(
+        parameter.ndim > 1
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding) and "Norm" not in type(module).__name__
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+class Activation(nn.Module):
+    """An activation function whose bits do not depend on the place of an element."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return elementwise(self._function, x)
+
 
 CAPTURED: tuple[str, ...] = ()
 """The types of SUPPORTED whose decodes a test on a GPU has captured in graphs with the results of eager steps.
@@ -87,8 +126,8 @@ class TransformersModel:
             attending(PagedAttention(self._kernels, batch, cache)),
             running(self._adapters, tokens=batch.adapters, logits=batch.logit_adapters),
         ):
-            wanted = 0 if batch.all_logits else batch.logit_rows
-            return self._run(batch.ids, batch.positions, wanted).float()
+            rows = 0 if batch.all_logits else batch.logit_rows
+            return self._run(batch.ids, batch.positions, rows).float()
 
     @torch.inference_mode()
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
@@ -161,9 +200,9 @@ def _check_heads(model: PreTrainedModel, shapes: ShapeProbe, ranks: int) -> None
     """Raise UnsupportedModel unless each layer attends with the heads that this rank ought to have."""
     expected = layer_shape(model.config, ranks)
     for layer, (num_kv_heads, _) in shapes.layers.items():
-        found = shapes.num_heads[layer], num_kv_heads
-        if found != (expected.num_heads, expected.num_kv_heads):
+        heads = shapes.num_heads[layer], num_kv_heads
+        if heads != (expected.num_heads, expected.num_kv_heads):
             raise UnsupportedModel(
-                f"on one of {ranks} shards, layer {layer} of {type(model).__name__} attends with {found[0]} heads and "
-                f"{found[1]} key-value heads, not {expected.num_heads} and {expected.num_kv_heads}"
+                f"on one of {ranks} shards, layer {layer} of {type(model).__name__} attends with {heads[0]} heads and "
+                f"{heads[1]} key-value heads, not {expected.num_heads} and {expected.num_kv_heads}"
             )

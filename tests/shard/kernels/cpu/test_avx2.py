@@ -17,8 +17,8 @@ from millrace_shard.kernels.build import BuildError, load_operators
 
 ROOT = Path(__file__).parents[4]
 TESTS = (
-    "kernels/cpu/test_coded_layers.py",
-    "kernels/cpu/test_coded_weights.py",
+    "kernels/cpu/test_quantized_layers.py",
+    "kernels/cpu/test_quantized_weights.py",
     "kernels/cpu/test_cpu_kernels.py",
     "kernels/cpu/test_int8_linear.py",
     "kernels/cpu/test_lora_tiles.py",
@@ -36,7 +36,7 @@ WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 @pytest.mark.ecosystem
-def test_tiles_are_multiplied_rightly_where_there_is_no_avx512() -> None:
+def test_tiles_are_multiplied_exactly_without_avx512() -> None:
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         pytest.skip("these tests run by AVX2 anyway")
     try:

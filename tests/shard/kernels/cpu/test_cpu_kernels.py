@@ -20,9 +20,15 @@ from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_testing.engines.kv_reference import CACHE_DTYPES, SCALES, as_kept
-from millrace_testing.engines.tile_units import TILE_UNITS, need_brgemm, tiles_by
-from millrace_testing.models.poison import poison
+from millrace_testing.engines.kernels import (
+    CACHE_DTYPES,
+    SCALES,
+    TILE_UNITS,
+    as_kept,
+    need_brgemm,
+    tiles_by,
+)
+from millrace_testing.models.models import poison
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCE = {BF16: 0.02, FP32: 5e-6}
@@ -212,7 +218,7 @@ CASES = [
 
 @pytest.mark.parametrize(("window", "softcap"), RULES)
 @pytest.mark.parametrize(("cache_dtype", "heads", "kv_heads", "dim"), CASES)
-def test_attention_is_what_its_definition_says(
+def test_attention_matches_its_definition(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None,
     heads: int,
@@ -304,7 +310,7 @@ def test_what_lies_beyond_the_end_never_matters(
 ) -> None:
     paged = Paged.random(heads=9, kv_heads=3, dim=64, dtype=dtype, cache_dtype=cache_dtype)
     before = paged.attend(SPANS)
-    # Slots past the end of each sequence, in pages of its own: left over from others, finite.
+    # Slots past the end of each sequence, in its own pages: left over from others, finite.
     ends = [(b, length, -(-length // PAGE) * PAGE) for b, length in enumerate(CONTEXTS)]
     tails = paged.batch([span for span in ends if span[1] < span[2]])
     junk = torch.full((len(tails.positions), 3, 64), 3e4, dtype=dtype)
@@ -334,7 +340,7 @@ def test_a_sequence_that_is_not_finite_fails_alone_and_visibly(
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES[1:])
-def test_codes_are_those_of_plain_torch(
+def test_codes_match_plain_torch(
     dtype: torch.dtype, cache_dtype: torch.dtype, kernels: CpuKernels
 ) -> None:
     plain = PlainKernels(deterministic=True, block_size=PAGE)
@@ -435,7 +441,7 @@ def test_store_takes_strided_rows(dtype: torch.dtype, kernels: CpuKernels) -> No
 
 
 @pytest.mark.parametrize("width", [8, 64, 100, 576])
-def test_norms(dtype: torch.dtype, kernels: CpuKernels, width: int) -> None:
+def test_norms_match_their_definition(dtype: torch.dtype, kernels: CpuKernels, width: int) -> None:
     x, residual, weight = (torch.randn(37, width).to(dtype) for _ in range(3))
 
     def expected(values: Tensor, weight: Tensor) -> Tensor:
@@ -455,7 +461,9 @@ def test_norms(dtype: torch.dtype, kernels: CpuKernels, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [8, 100, 1536])
-def test_silu_mul(dtype: torch.dtype, kernels: CpuKernels, width: int) -> None:
+def test_silu_mul_matches_its_definition(
+    dtype: torch.dtype, kernels: CpuKernels, width: int
+) -> None:
     gate_up = (torch.randn(33, 2 * width) * 3).to(dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     expected = F.silu(gate) * up
@@ -518,7 +526,7 @@ def test_fast_linear_is_right(dtype: torch.dtype, rows: int) -> None:
     assert error(out, expected) < TOLERANCE[dtype]
 
 
-def test_no_rows_are_no_trouble(dtype: torch.dtype, kernels: CpuKernels) -> None:
+def test_no_rows_are_accepted(dtype: torch.dtype, kernels: CpuKernels) -> None:
     nothing = torch.empty(0, 64, dtype=dtype)
     for deterministic in (True, False):
         linear = CpuKernels(deterministic=deterministic).linear(torch.randn(40, 64).to(dtype))

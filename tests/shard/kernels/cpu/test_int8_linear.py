@@ -16,8 +16,8 @@ from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized.plain_linear import quantize_rows, rounded_rows
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_shard.kernels.quantized import quantize_rows, rounded_rows
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 SIZES = [(96, 64), (576, 576), (1000, 130), (70, 4100), (24, 33), (1, 16)]
@@ -59,13 +59,15 @@ def test_every_32_inputs_of_a_row_have_their_own_scale() -> None:
         [[127.0, 0.6], [12.7, 0.06], [1270, 4]]
     )
     rounded = rounded_rows(rows)
-    found = torch.stack((rounded[0, :2], rounded[0, 32:34], rounded[0, 64:66]))
-    torch.testing.assert_close(found, torch.tensor([[127.0, 1.0], [12.7, 0.1], [1270, 0]]).double())
+    result = torch.stack((rounded[0, :2], rounded[0, 32:34], rounded[0, 64:66]))
+    torch.testing.assert_close(
+        result, torch.tensor([[127.0, 1.0], [12.7, 0.1], [1270, 0]]).double()
+    )
     assert int(rounded.count_nonzero()) == 5
 
 
 @pytest.mark.parametrize(("out", "inputs"), SIZES)
-def test_products_are_those_of_integers(out: int, inputs: int) -> None:
+def test_products_match_integers(out: int, inputs: int) -> None:
     weight, x = weight_of(out, inputs), torch.randn(40, inputs).to(BF16)
     y = PlainInt8Linear(weight, None)(x)
     wq, ws = quantize_rows(weight)

@@ -22,18 +22,27 @@ from millrace_shard.kernels.cpu.tile_blocks import (
     TiledLayers,
     TiledMlp,
 )
-from millrace_shard.kernels.layer.blocks import ComposedLayers
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import NormWeights
-from millrace_shard.kernels.layer.rotation import Rotation
+from millrace_shard.kernels.layer_blocks import ComposedLayers
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.lora.adapted_linear import AdaptedLinear
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
-from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
-from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
-from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
-from millrace_shard.kernels.quantized.quantized_tensor import QuantizedTensor
+from millrace_shard.kernels.lora.adapter_table import (
+    AdapterRows,
+    AdapterTable,
+    LoraPart,
+    LoraSite,
+    PackedAdapter,
+    PackedPart,
+    running,
+)
+from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -355,11 +364,11 @@ def test_attention_adds_each_sequences_own_adapter(bias: bool) -> None:
         ]
     )
     assert distance(y, expected) < TOLERANCE
-    for part, slot, found in zip(parts, of_sequences, torch.split(y, CONTEXTS), strict=True):
+    for part, slot, result in zip(parts, of_sequences, torch.split(y, CONTEXTS), strict=True):
         count = len(part)
         batch = ragged_batch([count], [count], block_size=64)
         with running(model.table, tokens=of_slots(torch.full((count,), slot))):
-            assert torch.equal(block(None, part.clone(), batch, new_cache()), found)
+            assert torch.equal(block(None, part.clone(), batch, new_cache()), result)
 
 
 def test_all_layers_at_once_are_one_after_the_other() -> None:
@@ -380,15 +389,15 @@ def test_all_layers_at_once_are_one_after_the_other() -> None:
     assert isinstance(kernels.layers([layers[0], layers[2]], None), ComposedLayers)
     residual = torch.randn(sum(CONTEXTS), HIDDEN).to(BF16)
     slots = torch.tensor([5, 0, 6, 2, 8]).repeat_interleave(torch.tensor(CONTEXTS))
-    batch, found = ragged_batch(CONTEXTS, CONTEXTS, block_size=64), []
+    batch, result = ragged_batch(CONTEXTS, CONTEXTS, block_size=64), []
     for run_layers in (together, apart):
         caches, changed = [new_cache() for _ in range(3)], residual.clone()
         with running(model.table, tokens=of_slots(slots)):
             y = run_layers(changed, batch, caches)
-        found.append(
+        result.append(
             [y, changed, *(pages for cache in caches for pages in (cache.keys, cache.values))]
         )
-    for left, right in zip(*found, strict=True):
+    for left, right in zip(*result, strict=True):
         assert torch.equal(left, right)
 
 

@@ -20,13 +20,18 @@ from millrace_shard.kernels.build import BuildError, load_operators
 from millrace_shard.kernels.cpu import tile_blocks
 from millrace_shard.kernels.cpu.int8_linear import PlainInt8Linear, with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
-from millrace_shard.kernels.layer.rotation import Rotation
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    HeadNorms,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.tile_units import TILE_UNITS, need_brgemm, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, need_brgemm, tiles_by
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -35,7 +40,7 @@ HIDDEN, HEADS, DIM = 64, 2, 32
 OUT_OF_MEMORY = """
 import resource
 import torch
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
+from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -127,7 +132,7 @@ def cache_of(
     return cache
 
 
-def test_halves_of_a_layer_without_rows(kernels: CpuKernels) -> None:
+def test_halves_of_a_layer_accept_no_rows(kernels: CpuKernels) -> None:
     nothing = torch.empty(0, HIDDEN, dtype=BF16)
     cache = cache_of(kernels, HEADS, DIM)
     batch = replace(
@@ -148,7 +153,7 @@ def test_halves_of_a_layer_without_rows(kernels: CpuKernels) -> None:
 
 
 @pytest.mark.parametrize("dim", [768, 800, 1024])
-def test_heads_of_any_size(kernels: CpuKernels, dim: int) -> None:
+def test_attention_is_exact_for_heads_of_any_size(kernels: CpuKernels, dim: int) -> None:
     # Above 768 the tiles of a row of queries are further apart than they are long.
     group, plain = 71, PlainKernels(deterministic=True, block_size=64)
     queries, keys, values = (

@@ -24,14 +24,19 @@ from millrace_shard.kernels.cpu.tile_blocks import (
     TiledLayers,
     TiledMlp,
 )
-from millrace_shard.kernels.layer.blocks import ComposedLayers
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
-from millrace_shard.kernels.layer.rotation import Rotation
+from millrace_shard.kernels.layer_blocks import ComposedLayers
+from millrace_shard.kernels.layer_weights import (
+    AttentionWeights,
+    HeadNorms,
+    LinearWeights,
+    MlpWeights,
+    NormWeights,
+    Rotation,
+)
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 EPS = 1e-5
@@ -197,7 +202,7 @@ def tables_of(num_queries: Sequence[int], num_context: Sequence[int]) -> RaggedB
 
 @pytest.mark.parametrize("with_x", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_is_what_its_definition_says(shape: Shape, with_x: bool) -> None:
+def test_attention_matches_its_definition(shape: Shape, with_x: bool) -> None:
     weights = shape.weights()
     residual = torch.randn(sum(CONTEXTS), shape.hidden).to(BF16)
     x = torch.randn_like(residual) if with_x else None
@@ -295,7 +300,7 @@ def test_all_layers_at_once_are_one_after_the_other(
     apart = kernels.layers(layers, lambda x: x)
     assert isinstance(apart, ComposedLayers)
     residual = torch.randn(sum(CONTEXTS), shapes[0].hidden).to(BF16)
-    found = []
+    result = []
     for run_layers in (together, apart):
         caches = [shape.cache() for shape in shapes]
         firsts = [c - q for c, q in zip(CONTEXTS, counts, strict=True)]
@@ -306,8 +311,8 @@ def test_all_layers_at_once_are_one_after_the_other(
         changed = residual[late]
         y = run_layers(changed, tables_of(counts, CONTEXTS), caches)
         pages = [each for cache in caches for each in (cache.keys, cache.values)]
-        found.append([y, changed, *pages])
-    for left, right in zip(*found, strict=True):
+        result.append([y, changed, *pages])
+    for left, right in zip(*result, strict=True):
         assert torch.equal(left, right)
 
 
@@ -317,8 +322,8 @@ from millrace_shard.kernels.agreement import largest_difference
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.kernels.layer.layer_weights import AttentionWeights, LinearWeights, MlpWeights
-from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
+from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
+from millrace_shard.kernels.layer_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.plain import PlainKernels
 load_operators()
 torch.ops.millrace.use_amx(sys.argv[1] == "amx")
@@ -396,7 +401,7 @@ def test_parts_are_packed_as_the_whole(out: int, inputs: int, cuts: tuple[int, .
         [torch.zeros(64, 32, dtype=BF16).T],
     ],
 )
-def test_parts_that_are_no_weight_are_refused(parts: list[Tensor]) -> None:
+def test_parts_that_are_not_a_weight_are_refused(parts: list[Tensor]) -> None:
     with pytest.raises(RuntimeError, match="Expected"):
         torch.ops.millrace.pack_panels(parts, False)
 

@@ -1,4 +1,4 @@
-"""The operator of experts against its definition in float64, and a row's bits beside other rows."""
+"""The operator of experts against its definition in float64, and a row's bits among other rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from millrace_shard.kernels.agreement import Random
 from millrace_shard.kernels.base import Experts
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
-from millrace_shard.kernels.experts.composed_experts import ComposedExperts
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
-from millrace_shard.kernels.experts.experts_agreement import RULES, experts_weights
-from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
-from millrace_shard.kernels.layer.activation import Activation
+from millrace_shard.kernels.expert_weights import ExpertsWeights, RoutingRule, Scoring
+from millrace_shard.kernels.experts_agreement import RULES, experts_weights
+from millrace_shard.kernels.layer_blocks import ComposedExperts
+from millrace_shard.kernels.layer_weights import Activation
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.quantized.defined_experts import defined_experts
+from millrace_testing.quantized.code_formats import defined_experts
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -58,9 +57,7 @@ def rows_of(count: int, shape: str, seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.scoring.value)
-def test_experts_are_what_their_definition_says(
-    kernels: CpuKernels, rule: RoutingRule, shape: str
-) -> None:
+def test_experts_match_their_definition(kernels: CpuKernels, rule: RoutingRule, shape: str) -> None:
     made = kernels.experts(weights_of(rule, shape))
     assert isinstance(made, TiledExperts)
     for count in (1, 5, 200):
@@ -89,8 +86,8 @@ def test_a_row_has_the_same_bits_beside_any_rows_and_on_any_threads(
     expected = made(x)
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
-        for found in steps_of(made, x, shape):
-            assert torch.equal(found, expected)
+        for result in steps_of(made, x, shape):
+            assert torch.equal(result, expected)
 
 
 def test_more_pairs_than_are_computed_at_once(kernels: CpuKernels) -> None:
@@ -110,7 +107,7 @@ def test_a_row_that_is_not_finite_fails_alone(kernels: CpuKernels) -> None:
         assert torch.equal(after[kept], before[kept])
 
 
-def test_no_rows(kernels: CpuKernels) -> None:
+def test_experts_accept_no_rows(kernels: CpuKernels) -> None:
     assert kernels.experts(weights_of(RULES[0], "in-tiles"))(rows_of(0, "in-tiles")).shape == (
         0,
         64,
@@ -118,7 +115,7 @@ def test_no_rows(kernels: CpuKernels) -> None:
 
 
 def test_equal_experts_are_chosen_in_order(kernels: CpuKernels) -> None:
-    """A router of zeros scores all experts alike, so those of the first places are added."""
+    """A router of zeros scores all experts alike, so the first experts are added."""
     rule = RoutingRule(top_k=2, scoring=Scoring.SOFTMAX, renormalise=True)
     weights = partial(weights_of, rule, "in-tiles")
     zeros = replace(weights().router, weight=torch.zeros_like(weights().router.weight))

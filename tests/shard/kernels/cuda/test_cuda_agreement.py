@@ -7,15 +7,14 @@ import torch
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
-from millrace_shard.kernels import agreement
+from millrace_shard.kernels import agreement, experts_agreement
 from millrace_shard.kernels.agreement import TOLERANCE
 from millrace_shard.kernels.cuda import served_agreement
 from millrace_shard.kernels.cuda.operators import CudaKernels
 from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_difference
-from millrace_shard.kernels.experts import experts_agreement
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized.code_format import CodeFormat
+from millrace_shard.kernels.quantized import CodeFormat
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP32 = torch.float32

@@ -66,7 +66,7 @@ def distance(out: Tensor, expected: Tensor) -> float:
     ],
     ids=lambda each: "-".join(map(str, each)) if isinstance(each, tuple) else str(each)[6:],
 )
-def test_attention_is_what_its_definition_says(
+def test_attention_matches_its_definition(
     heads: tuple[int, int, int], dtype: torch.dtype, deterministic: bool
 ) -> None:
     paged = pages(heads, dtype, deterministic=deterministic)
@@ -75,7 +75,7 @@ def test_attention_is_what_its_definition_says(
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "fixed"])
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (20, 5.0), (None, 2.0)])
-def test_windows_and_caps_are_what_their_definitions_say(
+def test_windows_and_caps_match_their_definitions(
     window: int | None, softcap: float | None, deterministic: bool
 ) -> None:
     paged = pages(deterministic=deterministic)
@@ -239,12 +239,12 @@ def test_every_tile_has_a_slot() -> None:
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     owners = torch.empty(int(starts[-1]) // 4 + 140, dtype=torch.int32, device=DEVICE)
     _owners[(len(owners),)](starts.int().to(DEVICE), owners, 140, tokens_per_tile=4)
-    found = owners.tolist()
+    result = owners.tolist()
     for sequence, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=False)):
         first = start // 4 + sequence
         num_tiles = -(-count // 4)
-        assert found[first : first + num_tiles] == [sequence] * num_tiles
-        assert found.index(sequence) == first
+        assert result[first : first + num_tiles] == [sequence] * num_tiles
+        assert result.index(sequence) == first
 
 
 def test_spans_tile_the_positions() -> None:

@@ -44,8 +44,8 @@ def compile_kernels(cache: Path, *arguments: list[str]) -> list[dict[str, Any]]:
 
 def instructions(compiled: dict[str, Any]) -> set[tuple[str, ...]]:
     """Version, rows and depth of the tensor cores' instructions in a linear; the rows of x are its other side."""
-    found = (INSTRUCTION.search(each) for each in compiled["products"])
-    return {(each[1], each[2], each[4] or each[3]) for each in found if each is not None}
+    result = (INSTRUCTION.search(each) for each in compiled["products"])
+    return {(each[1], each[2], each[4] or each[3]) for each in result if each is not None}
 
 
 def most_stack(compiled: dict[str, Any]) -> int:

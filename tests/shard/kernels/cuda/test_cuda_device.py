@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cuda.operators import CudaKernels
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_testing.quantized.code_formats import TABLES, code_format
 

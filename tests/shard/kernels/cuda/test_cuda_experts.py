@@ -11,12 +11,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.agreement import Random
-from millrace_shard.kernels.cuda.experts.grouped_experts import GroupedExperts
-from millrace_shard.kernels.cuda.experts.triton_choice import group_pairs
+from millrace_shard.kernels.cuda.grouped_experts import GroupedExperts
 from millrace_shard.kernels.cuda.operators import CudaKernels
-from millrace_shard.kernels.experts.composed_experts import ComposedExperts
-from millrace_shard.kernels.experts.experts_agreement import RULES, experts_weights
-from millrace_shard.kernels.experts.routing import RoutingRule, Scoring
+from millrace_shard.kernels.cuda.triton_choice import group_pairs
+from millrace_shard.kernels.expert_weights import RoutingRule, Scoring
+from millrace_shard.kernels.experts_agreement import RULES, experts_weights
+from millrace_shard.kernels.layer_blocks import ComposedExperts
 from millrace_shard.kernels.plain import PlainKernels
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -41,7 +41,7 @@ def rows_of(count: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.scoring.value)
-def test_experts_are_those_of_plain_torch(rule: RoutingRule, dtype: torch.dtype) -> None:
+def test_experts_match_plain_torch(rule: RoutingRule, dtype: torch.dtype) -> None:
     made, plain = experts_of(rule, dtype), experts_of(rule, dtype, composed=True)
     assert isinstance(made, GroupedExperts)
     assert isinstance(plain, ComposedExperts)
@@ -79,8 +79,8 @@ def test_the_choice_is_that_of_plain_torch(rule: RoutingRule) -> None:
     bias, correction = made._router.bias, made._router.correction
     biased = logits if bias is None else logits + bias
     chosen, shares = rule.choose(biased, correction)
-    found, found_shares = made._choose(logits)
-    assert torch.equal(found.long(), chosen)
+    result, found_shares = made._choose(logits)
+    assert torch.equal(result.long(), chosen)
     torch.testing.assert_close(found_shares, shares)
 
 

@@ -118,7 +118,7 @@ def test_rows_may_be_views(rows: int) -> None:
     assert torch.equal(linear(x.t().contiguous().t()), expected)
 
 
-def test_rows_of_many_tiles_and_of_none() -> None:
+def test_many_tiles_and_no_rows_give_exact_products() -> None:
     weight, x = normal(FP32, 330, 16), normal(FP32, 900, 16, seed=1)
     linear = FixedOrderLinear(weight, None)
     assert error(linear(x), x.double() @ weight.double().T) < TOLERANCE[FP32]

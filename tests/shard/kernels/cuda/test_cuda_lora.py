@@ -15,18 +15,21 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
-from millrace_shard.adapters.canonical_file import CanonicalModule
-from millrace_shard.adapters.packing import AdapterPacker
+from millrace_shard.adapters.packing import AdapterPacker, CanonicalModule
 from millrace_shard.kernels import agreement
 from millrace_shard.kernels.base import Linear
 from millrace_shard.kernels.cuda.operators import CudaKernels
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
-from millrace_shard.kernels.lora import adapter_rows, lora_agreement, triton_lora
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows, most_blocks
-from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.lora import adapter_table, lora_agreement, triton_lora
+from millrace_shard.kernels.lora.adapter_table import (
+    AdapterRows,
+    AdapterTable,
+    LoraPart,
+    PackedAdapter,
+    most_blocks,
+    running,
+)
 from millrace_shard.kernels.lora.lora_agreement import adapter_difference
-from millrace_shard.kernels.lora.lora_site import LoraPart
-from millrace_shard.kernels.lora.packed_adapter import PackedAdapter
 from millrace_shard.kernels.lora.triton_lora import TritonAdaptedLinear
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -126,13 +129,13 @@ class Bench:
         y = wide @ self.weight.double().cpu().T
         for row, slot in enumerate(slots):
             for part in self.parts:
-                found = self.modules.get(slot, {}).get(part.name)
-                if found is None:
+                result = self.modules.get(slot, {}).get(part.name)
+                if result is None:
                     continue
-                a, b = (each.to(self.dtype).double() for each in (found.a, found.b))
-                delta = (wide[row] @ a.T * found.scales.double()) @ b.T
-                if found.bias is not None:
-                    delta = delta + found.bias.double()
+                a, b = (each.to(self.dtype).double() for each in (result.a, result.b))
+                delta = (wide[row] @ a.T * result.scales.double()) @ b.T
+                if result.bias is not None:
+                    delta = delta + result.bias.double()
                 y[row, part.first_output : part.first_output + part.outputs] += delta
         return y
 
@@ -213,22 +216,22 @@ def test_rows_without_an_adapter_keep_their_bits(bench: Bench) -> None:
     # Sums of -0 change when 0 is added, and what is not finite would show in a product with a mask.
     x[1], x[2, 3], x[4, 5] = -0.0, torch.nan, torch.inf
     slots = [0, 0, 3, 0, 6, *mixed(15)]
-    found, base = bench(x, slots), bench.base(x)
+    result, base = bench(x, slots), bench.base(x)
     free = [row for row, slot in enumerate(slots) if not slot]
-    assert torch.equal(bits(found[free]), bits(base[free]))
+    assert torch.equal(bits(result[free]), bits(base[free]))
     others = [row for row, slot in enumerate(slots) if slot and row not in {2, 4}]
-    assert found[others].isfinite().all()
-    assert not torch.equal(found[others], base[others])
+    assert result[others].isfinite().all()
+    assert not torch.equal(result[others], base[others])
 
 
 def test_a_module_that_an_adapter_does_not_change_keeps_its_bits() -> None:
     bench = Bench(FP32)
     x = normal(3, INPUTS, seed=9).to(DEVICE)
     columns = slice(OUTPUTS[0], OUTPUTS[0] + OUTPUTS[1])
-    found, base = bench(x, [2, 2, 1]), bench.base(x)
-    assert torch.equal(found[:2, columns], base[:2, columns])
-    assert (found[:2] != base[:2]).any()
-    assert (found[2:, columns] != base[2:, columns]).any()
+    result, base = bench(x, [2, 2, 1]), bench.base(x)
+    assert torch.equal(result[:2, columns], base[:2, columns])
+    assert (result[:2] != base[:2]).any()
+    assert (result[2:, columns] != base[2:, columns]).any()
 
 
 def test_an_adapter_in_place_of_another_one_and_rows_that_are_views() -> None:
@@ -287,8 +290,8 @@ def test_the_head_adds_to_float32_logits(over_codes: bool) -> None:
 
 def test_the_adapter_of_a_neighbour_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: each row has the adapter of the row before."""
-    blocks = adapter_rows._blocks
-    monkeypatch.setattr(adapter_rows, "_blocks", lambda host: blocks(np.roll(host, 1)))
+    blocks = adapter_table._blocks
+    monkeypatch.setattr(adapter_table, "_blocks", lambda host: blocks(np.roll(host, 1)))
     assert not is_right(Bench(FP32), 7)
 
 
@@ -325,8 +328,8 @@ def test_blocks_hold_each_row_with_an_adapter_once(slots: list[int]) -> None:
         return
     blocks = rows.blocks.numpy()
     assert len(blocks) <= most_blocks(len(host), 4)
-    found = [(int(row), int(slot)) for slot, *own in blocks for row in own if row >= 0]
-    assert sorted(found) == [(row, slot) for row, slot in enumerate(slots) if slot]
+    result = [(int(row), int(slot)) for slot, *own in blocks for row in own if row >= 0]
+    assert sorted(result) == [(row, slot) for row, slot in enumerate(slots) if slot]
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.layer.norm_weights import HeadNorms, NormWeights
+from millrace_shard.kernels.layer_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -54,7 +54,9 @@ def error(out: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 576), (3, 100), (40, 16), (2, 5000)])
-def test_norms(dtype: torch.dtype, kernels: CudaKernels, rows: int, width: int) -> None:
+def test_norms_match_their_definition(
+    dtype: torch.dtype, kernels: CudaKernels, rows: int, width: int
+) -> None:
     random = Random(dtype)
     x, residual, weight = random(rows, width) * 3, random(rows, width), random(width)
     ours, plain = residual.clone(), residual.clone()
@@ -78,7 +80,7 @@ def test_the_norm_is_cast_before_it_is_scaled(kernels: CudaKernels) -> None:
 
 
 @pytest.mark.parametrize("width", [16, 80])
-def test_norms_of_heads_in_a_merged_projection(
+def test_norms_of_heads_in_a_merged_projection_match_plain_torch(
     dtype: torch.dtype, kernels: CudaKernels, width: int
 ) -> None:
     random = Random(dtype)
@@ -88,7 +90,9 @@ def test_norms_of_heads_in_a_merged_projection(
 
 
 @pytest.mark.parametrize("width", [8, 100, 1536])
-def test_silu_mul(dtype: torch.dtype, kernels: CudaKernels, width: int) -> None:
+def test_silu_mul_matches_its_definition(
+    dtype: torch.dtype, kernels: CudaKernels, width: int
+) -> None:
     gate_up = Random(dtype)(3, 2 * width) * 3
     out = kernels.silu_mul(gate_up)
     assert error(out, PLAIN.silu_mul(gate_up)) < TOLERANCE[dtype]
@@ -144,7 +148,7 @@ class Step:
     ("heads", "kv_heads", "dim", "rotary"),
     [(9, 3, 64, 64), (3, 1, 80, 32), (2, 2, 16, 16), (2, 1, 96, 72)],
 )
-def test_rope_store(
+def test_rope_store_rotates_pairs_of_channels(
     dtype: torch.dtype, kernels: CudaKernels, heads: int, kv_heads: int, dim: int, rotary: int
 ) -> None:
     step = Step.of(kernels, kv_heads, dim, dtype)
@@ -168,7 +172,7 @@ def test_rope_store(
     ("heads", "kv_heads", "dim", "rotary"),
     [(9, 3, 64, 64), (3, 1, 80, 32), (2, 2, 16, 16), (2, 1, 96, 72)],
 )
-def test_norms_of_queries_and_keys_within_rope_store(
+def test_rope_store_normalises_queries_and_keys(
     dtype: torch.dtype, kernels: CudaKernels, heads: int, kv_heads: int, dim: int, rotary: int
 ) -> None:
     """A head is normalised over all of its channels, rotated or not, and values are stored as they are."""
@@ -218,7 +222,7 @@ def test_store_takes_strided_views(
     assert step.difference() == 0
 
 
-def test_no_rows_are_no_trouble(kernels: CudaKernels) -> None:
+def test_no_rows_are_accepted(kernels: CudaKernels) -> None:
     nothing = torch.empty(0, 64, device=DEVICE)
     weight = torch.ones(64, device=DEVICE)
     assert kernels.rms_norm(nothing, weight, 1e-5).shape == (0, 64)

@@ -1,4 +1,4 @@
-"""The check of the operators on scores tells right from wrong: on a GPU, or else in Triton's interpreter."""
+"""The check of the operators on scores rejects what is wrong: on a GPU, or else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.agreement import TOLERANCE, distance
-from millrace_shard.kernels.greedy import Best, choose_greedy
+from millrace_shard.kernels.scores import Best, choose_greedy
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.cuda import sampling_agreement
-from millrace_shard.kernels.cuda.operators import CudaKernels
+from millrace_shard.kernels.cuda.operators import CudaKernels, TritonSampling
 from millrace_shard.kernels.cuda.served_agreement import served_difference
-from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 
@@ -41,10 +40,10 @@ class Wrong(TritonSampling):
         name = "typical-p" if keys.amax() <= 0 else "top-p"
         if self._fault == name and probabilities is not None:
             return super().find_threshold(keys, probabilities, limit / 2)
-        found = super().find_threshold(keys, probabilities, limit)
+        result = super().find_threshold(keys, probabilities, limit)
         if self._fault == "ties":
-            return torch.nextafter(found, torch.full_like(found, torch.inf))
-        return found
+            return torch.nextafter(result, torch.full_like(result, torch.inf))
+        return result
 
     def count_tokens(
         self, counts: Tensor, token_table: Tensor, spans: Tensor, longest: int
@@ -113,14 +112,14 @@ def test_a_fault_of_the_greedy_choice_is_found(
 def test_the_check_of_served_shapes_includes_sampling(fault: str) -> None:
     kernels = PlainKernels(deterministic=False)
     kernels.sampling = Wrong(fault)
-    found = served_difference(
+    result = served_difference(
         kernels,
         PlainKernels(deterministic=False),
         dtype=torch.float32,
         shape=LayerShape(num_heads=2, num_kv_heads=1, head_dim=16, head=(SMALL_VOCAB, 32)),
         device=DEVICE,
     )
-    assert (found > MOST) == (fault != "none")
+    assert (result > MOST) == (fault != "none")
 
 
 def test_the_kernels_of_cuda_have_sampling_operators() -> None:

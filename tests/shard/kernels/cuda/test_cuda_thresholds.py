@@ -23,7 +23,7 @@ from millrace_testing.project import ROOT
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.cuda import triton_thresholds
-from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
+from millrace_shard.kernels.cuda.operators import TritonSampling
 
 PROGRAM = ROOT / "tests/support/millrace_testing/engines/compile_sampling.py"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,15 +58,15 @@ def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
 
 def check_equal(keys: Tensor, probabilities: Tensor | None, limit: Tensor) -> Tensor:
     """Both ways keep the same keys, and find the same number where the limit is reached; returns the kept ones."""
-    found = FIND(keys, probabilities, limit)
+    result = FIND(keys, probabilities, limit)
     expected = thresholds.find_threshold(keys, probabilities, limit)
-    assert found.shape == expected.shape
-    assert found.dtype == expected.dtype
-    assert torch.equal(keys < found, keys < expected)
-    is_reached = found != -math.inf
-    assert torch.equal(found[is_reached].isnan(), expected[is_reached].isnan())
-    assert torch.equal(found[is_reached].nan_to_num(1.5), expected[is_reached].nan_to_num(1.5))
-    return ~(keys < found)
+    assert result.shape == expected.shape
+    assert result.dtype == expected.dtype
+    assert torch.equal(keys < result, keys < expected)
+    is_reached = result != -math.inf
+    assert torch.equal(result[is_reached].isnan(), expected[is_reached].isnan())
+    assert torch.equal(result[is_reached].nan_to_num(1.5), expected[is_reached].nan_to_num(1.5))
+    return ~(keys < result)
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -90,7 +90,7 @@ def test_equal_keys_are_kept_or_dropped_together() -> None:
 
 
 @pytest.mark.parametrize("share", [2.0**-38, 0.5, 0.75, 0.751, 1.0])
-def test_rows_of_two_tokens_and_of_one(share: float) -> None:
+def test_rows_of_one_or_two_tokens_have_exact_thresholds(share: float) -> None:
     keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-0.0, 0.0]], device=DEVICE)
     shares = torch.tensor([[0.75, 0.25], [0.25, 0.75], [0.5, 0.5]], device=DEVICE)
     kept = check_equal(keys, shares, column([share] * 3))

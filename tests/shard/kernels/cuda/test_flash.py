@@ -94,7 +94,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in computes on the CPU")
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (16, 3.0)])
-def test_attention_is_what_its_definition_says(window: int | None, softcap: float | None) -> None:
+def test_attention_matches_its_definition(window: int | None, softcap: float | None) -> None:
     kernels = FlashKernels()
     paged = Pages.random(
         kernels,
@@ -201,7 +201,7 @@ def test_without_the_package_there_is_nothing_to_tell(
 
 
 @pytest.mark.usefixtures("installed")
-def test_running_out_of_memory_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_does_not_condemn_it(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = iter([torch.OutOfMemoryError("CUDA out of memory")])
 
     def measured(*_: object, **__: object) -> float:

@@ -1,4 +1,4 @@
-"""The check of a model's own shapes: it tells right from wrong, and equal bits from similar ones."""
+"""The check of a model's own shapes: it distinguishes right from wrong, and equal bits from similar ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from millrace_shard.kernels.agreement import TOLERANCE
 from millrace_shard.kernels.base import Experts, LayerCache, Linear
 from millrace_shard.kernels.cuda import served_agreement
 from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_difference
-from millrace_shard.kernels.experts.expert_weights import ExpertsWeights
-from millrace_shard.kernels.layer.layer_weights import LinearWeights
+from millrace_shard.kernels.expert_weights import ExpertsWeights
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.kernels.quantized.code_format import CodeFormat
+from millrace_shard.kernels.quantized import CodeFormat
 from millrace_shard.kernels.ragged import RaggedBatch
 
 FP32 = torch.float32

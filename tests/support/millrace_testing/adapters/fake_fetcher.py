@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
-from millrace_router.adapters.names.registry import Registration, Registry
-from millrace_router.adapters.names.resolver import ClientRules, Resolver
-from millrace_router.adapters.names.sources import FILES, NamedSource
+from millrace_router.adapters.fetcher import Fetcher
+from millrace_router.adapters.names import FILES, NamedSource, Registration, Registry
+from millrace_router.adapters.resolver import ClientRules, Resolver
 from millrace_router.errors import AdapterForbidden, AdapterNotFound, RouterError
 from millrace_router.request.adapter import (
     AdapterReference,
@@ -32,7 +32,7 @@ class Repository:
 
 
 @dataclass
-class FakeFetcher:
+class FakeFetcher(Fetcher):
     """Records its calls; each waits for `gate` and then raises `error`, if they are set."""
 
     hub: dict[str, Repository] = field(default_factory=dict)

@@ -7,8 +7,8 @@ from heapq import heappop, heappush
 from itertools import count
 from random import Random
 
-from millrace_router.adapters.place import Place, PlaceState
 from millrace_router.adapters.residency import MAX_LOADS, Changes, Residency
+from millrace_router.adapters.slots import AdapterSlot, SlotState
 from millrace_router.request.adapter import AdapterVersion
 from millrace_testing.adapters.fake_adapters import version_of
 
@@ -57,7 +57,7 @@ class History:
         )
         self.now = 0.0
         self.waiting: list[User] = []
-        self.running: dict[Place, list[User]] = {}
+        self.running: dict[AdapterSlot, list[User]] = {}
         self.num_served = self.num_expelled = self.num_restarts = 0
         self.longest_wait = 0.0
         self._events: list[tuple[float, int, str, object, int]] = []
@@ -96,90 +96,90 @@ class History:
             self._at(self.now + self.random.uniform(0, 10), "quit", user)
 
     def _ask(self, user: User) -> None:
-        place = self.residency.request(user.version, user.num_pages, self.now)
-        if place is not None:
-            self._begin(place, user)
+        slot = self.residency.request(user.version, user.num_pages)
+        if slot is not None:
+            self._begin(slot, user)
             return
-        order = list(self.residency._demands)
+        order = list(self.residency._pending)
         user.due = self.now + (order.index(user.version.digest) + 1) * self.turn
         user.began_at = self.now
         self.waiting.append(user)
 
-    def _begin(self, place: Place, user: User) -> None:
-        assert place.version == user.version
-        assert place.state is PlaceState.RESIDENT
+    def _begin(self, slot: AdapterSlot, user: User) -> None:
+        assert slot.version == user.version
+        assert slot.state is SlotState.RESIDENT
         user.began_at = self.now
-        self.running.setdefault(place, []).append(user)
-        self._at(self.now + user.seconds, "finish", (place, user))
+        self.running.setdefault(slot, []).append(user)
+        self._at(self.now + user.seconds, "finish", (slot, user))
 
     def _quit(self, user: User) -> None:
         if user in self.waiting:
             self.waiting.remove(user)
             self.residency.leave(user.version.digest)
 
-    def _finish(self, subject: tuple[Place, User]) -> None:
-        place, user = subject
+    def _finish(self, subject: tuple[AdapterSlot, User]) -> None:
+        slot, user = subject
         # A user that was expelled meanwhile, or has begun anew, ends by another event.
         is_due = user.began_at is not None and user.began_at + user.seconds <= self.now + SLACK
-        if user in self.running.get(place, ()) and not user.is_leaving and is_due:
-            self.running[place].remove(user)
+        if user in self.running.get(slot, ()) and not user.is_leaving and is_due:
+            self.running[slot].remove(user)
             self.num_served += 1
-            self.residency.release(place)
+            self.residency.release(slot)
 
-    def _left(self, subject: tuple[Place, User]) -> None:
+    def _left(self, subject: tuple[AdapterSlot, User]) -> None:
         """Let the rows of an expelled user leave the batch."""
-        place, user = subject
-        if not user.is_leaving or user not in self.running.get(place, ()):
+        slot, user = subject
+        if not user.is_leaving or user not in self.running.get(slot, ()):
             return
-        self.running[place].remove(user)
+        self.running[slot].remove(user)
         user.is_leaving = False
         user.seconds = max(0.0, user.seconds - (self.now - (user.began_at or 0.0)))
         self.num_expelled += 1
-        self.residency.release(place)
+        self.residency.release(slot)
         self._ask(user)
 
-    def _loaded(self, place: Place) -> None:
+    def _loaded(self, slot: AdapterSlot) -> None:
         if self.random.random() < self.fails:
-            self._failed(place)
+            self._failed(slot)
             return
-        self.residency.loaded(place, self.now)
-        self._admit(place)
+        self.residency.loaded(slot, self.now)
+        self._admit(slot)
 
-    def _admit(self, place: Place) -> None:
-        for user in [user for user in self.waiting if user.version == place.version]:
+    def _admit(self, slot: AdapterSlot) -> None:
+        for user in [user for user in self.waiting if user.version == slot.version]:
             self.waiting.remove(user)
             assert user.began_at is not None
             self.longest_wait = max(self.longest_wait, self.now - user.began_at)
-            self._begin(place, user)
+            self._begin(slot, user)
 
-    def _failed(self, place: Place) -> None:
-        self.residency.failed(place)
-        self.waiting = [user for user in self.waiting if user.version != place.version]
-        users = self.running.pop(place, [])
-        self.residency.release(place, len(users))
-        self._unload(place)
+    def _failed(self, slot: AdapterSlot) -> None:
+        self.residency.failed(slot)
+        self.waiting = [user for user in self.waiting if user.version != slot.version]
+        users = self.running.pop(slot, [])
+        self.residency.release(slot, len(users))
+        self._unload(slot)
 
-    def _unloaded(self, place: Place) -> None:
-        assert not self.running.get(place), "a place is freed under its users"
-        self.residency.unloaded(place)
+    def _unloaded(self, slot: AdapterSlot) -> None:
+        assert not self.running.get(slot), "a slot is freed under its users"
+        self.residency.unloaded(slot)
 
     def _restart(self, _: None) -> None:
         """The shards lose everything. Running requests are computed again; the first loads precede all steps."""
         self.num_restarts += 1
-        for place, users in self.running.items():
+        for slot, users in self.running.items():
             for user in users:
                 if user.is_leaving:
                     # Its end may have come while it was leaving.
                     user.is_leaving = False
                     ends_at = (user.began_at or 0.0) + user.seconds
-                    self._at(max(self.now, ends_at), "finish", (place, user))
-        for place in self.residency.restarted():
-            assert self.running[place]
-            self._load(place)
-        for place in self.residency:
-            if place.state is PlaceState.LEAVING:
-                self._unload(place)
-        order = list(self.residency._demands)
+                    self._at(max(self.now, ends_at), "finish", (slot, user))
+        for slot in self.residency.restarted():
+            assert self.running[slot]
+            self._load(slot)
+        for slot in self.residency:
+            if slot.state is SlotState.LEAVING:
+                self._unload(slot)
+        order = list(self.residency._pending)
         for user in self.waiting:
             number = order.index(user.version.digest) + 1
             user.due = self.now + self.load_seconds + number * self.turn
@@ -188,47 +188,47 @@ class History:
         """Do nothing: time has passed, and `advance` follows."""
 
     def _follow(self, changes: Changes) -> None:
-        for place in changes.loads:
-            self._load(place)
-        for place in changes.unloads:
-            assert not self.running.get(place), "a place with users is evicted"
-            self._unload(place)
-        for place in changes.opened:
-            self._admit(place)
-        for place in self.residency:
-            if not place.is_expelled:
+        for slot in changes.loads:
+            self._load(slot)
+        for slot in changes.unloads:
+            assert not self.running.get(slot), "a slot with users is evicted"
+            self._unload(slot)
+        for slot in changes.opened:
+            self._admit(slot)
+        for slot in self.residency:
+            if not slot.is_expelled:
                 continue
-            for user in self.running[place]:
+            for user in self.running[slot]:
                 if not user.is_leaving:
                     user.is_leaving = True
                     delay = self.random.uniform(0, self.leave_seconds)
-                    self._at(self.now + delay, "left", (place, user))
+                    self._at(self.now + delay, "left", (slot, user))
         time = self.residency.next_event(self.now)
         if time is not None and time not in self._ticks:
             self._ticks.add(time)
             self._at(time, "tick", None)
 
-    def _load(self, place: Place) -> None:
-        self._at(self.now + self.random.uniform(0, self.load_seconds), "loaded", place)
+    def _load(self, slot: AdapterSlot) -> None:
+        self._at(self.now + self.random.uniform(0, self.load_seconds), "loaded", slot)
 
-    def _unload(self, place: Place) -> None:
-        self._at(self.now + self.random.uniform(0, self.leave_seconds), "unloaded", place)
+    def _unload(self, slot: AdapterSlot) -> None:
+        self._at(self.now + self.random.uniform(0, self.leave_seconds), "unloaded", slot)
 
     def _check(self) -> None:
         residency = self.residency
-        places = list(residency)
-        slots = [place.slot for place in places] + residency._free_slots
-        assert sorted(slots) == list(range(1, self.max_adapters + 1)), "a slot is lost or doubled"
-        used = sum(place.num_pages for place in places)
+        slots = list(residency)
+        numbers = [slot.number for slot in slots] + residency._free_slots
+        assert sorted(numbers) == list(range(1, self.max_adapters + 1)), "a slot is lost or doubled"
+        used = sum(slot.num_pages for slot in slots)
         assert used + residency._free_pages == self.num_pages, "pages are lost or doubled"
         assert residency._free_pages >= 0, "more pages than there are"
-        for place in places:
-            assert place.num_users == len(self.running.get(place, ())), "a user is lost or doubled"
-        idle = {place for place in places if place.is_idle}
+        for slot in slots:
+            assert slot.num_users == len(self.running.get(slot, ())), "a user is lost or doubled"
+        idle = {slot for slot in slots if slot.is_idle}
         assert idle == set(residency._idle.values()), (
-            "an idle place cannot be evicted, or a busy one can"
+            "an idle slot cannot be evicted, or a busy one can"
         )
         waiting = {user.version.digest for user in self.waiting}
-        assert waiting == set(residency._demands), "a demand is lost or left over"
+        assert waiting == set(residency._pending), "a pending load is lost or left over"
         for user in self.waiting:
             assert self.now <= user.due + SLACK, f"a wait exceeds its bound at {self.now}"

@@ -20,7 +20,7 @@ from yarl import URL
 
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge, echo, serving
+from millrace_testing.router.edge import Edge, echo, events_in, serving
 
 TEMPLATE = "{{ messages | map(attribute='content') | join(' ') }}"
 JSON = {"content-type": "application/json"}
@@ -149,7 +149,7 @@ class Held:
         assert fits(parsed(body, reply.body), reply.body), shown
         if reply.events is not None:
             assert response.content_type == EVENTS, shown
-            assert fits(events_of(body), list(reply.events)), shown
+            assert fits(events_in(body.decode()), list(reply.events)), shown
         self._check_generated(rule, column)
 
     def _check_generated(self, rule: Rule, column: str) -> None:
@@ -176,12 +176,26 @@ def parsed(body: bytes, pattern: Any) -> Any:
     return None if isinstance(pattern, EllipsisType) else orjson.loads(body)
 
 
-def events_of(body: bytes) -> list[Any]:
-    """The data of each event of a stream, parsed if it is JSON."""
-    assert body.endswith(b"\n\n"), body
-    events: list[Any] = []
-    for frame in body.decode().removesuffix("\n\n").split("\n\n"):
-        assert frame.startswith("data: "), frame
-        data = frame.removeprefix("data: ")
-        events.append(orjson.loads(data) if data.startswith("{") else data)
-    return events
+SERIES = (
+    "tgi_batch_concat",
+    "tgi_batch_current_max_tokens",
+    "tgi_batch_current_size",
+    "tgi_queue_size",
+    "tgi_request_count",
+    "tgi_request_duration_bucket",
+    "tgi_request_failure",
+    "tgi_request_generated_tokens_bucket",
+    "tgi_request_generated_tokens_count",
+    "tgi_request_generated_tokens_sum",
+    "tgi_request_input_length_bucket",
+    "tgi_request_mean_time_per_token_duration_bucket",
+    "tgi_request_queue_duration_bucket",
+    "tgi_request_skipped_tokens_bucket",
+    "tgi_request_success",
+    *(
+        f'tgi_batch_{part}_duration_bucket{{method="decode"}}'
+        for part in ("concat", "decode", "filter", "forward", "inference")
+    ),
+    'tgi_batch_inference_duration_bucket{method="prefill"}',
+)
+"""PromQL selectors of the series, without the label `container`, which the scraper adds."""

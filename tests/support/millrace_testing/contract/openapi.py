@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace_router.api.openapi.document import REFERENCE, openapi
-from millrace_router.api.openapi.operation import Operation
+from millrace_router.server.operation import Operation
 
 DOCUMENT = openapi()
 JSON = "application/json"

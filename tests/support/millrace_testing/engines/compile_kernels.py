@@ -9,17 +9,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from millrace_shard.kernels.cuda import (
+    grouped_experts,
     linear_tilings,
     triton_attention,
+    triton_choice,
+    triton_experts,
     triton_linear,
+    triton_quantized,
     triton_rope,
     triton_rows,
 )
@@ -29,13 +40,128 @@ from millrace_shard.kernels.cuda.cuda_attention import (
     span_tiling,
     tile_tiling,
 )
-from millrace_shard.kernels.cuda.experts import grouped_experts, triton_choice, triton_experts
 from millrace_shard.kernels.cuda.linear_tilings import RowTiling
-from millrace_shard.kernels.cuda.quantized import triton_quantized
-from millrace_shard.kernels.cuda.quantized.packed_codes import step_length
-from millrace_shard.kernels.cuda.quantized.quantized_linear import SUM_STEPS
+from millrace_shard.kernels.cuda.quantized_linear import SUM_STEPS, step_length
 from millrace_shard.kernels.lora import triton_lora
-from millrace_testing.engines.triton_compiler import SHARED_BYTES, Compiled, compile_kernel
+
+SHARED_BYTES = {80: 166912, 86: 101376, 90: 232448}
+"""The maximal shared memory of a thread block by compute capability."""
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+FLOATS = ("scale", "softcap", "eps", "alpha", "limit")
+INTEGERS = {"tables": "i32", "starts": "i32", "contexts": "i32"} | {
+    "positions": "i64",
+    "cache_rows": "i64",
+    "blocks": "i32",
+    "spans": "i32",
+    "table": "i64",
+    "order": "i32",
+    "chosen": "i32",
+    "codes": "u8",
+    "scales": "fp16",
+    "offsets": "fp32",
+}
+ALWAYS_FLOAT32 = (
+    *("partials", "tops", "totals", "rope", "sinks", "lookup", "sums"),
+    *("logits", "correction", "shares", "results"),
+)
+POINTERS = (
+    *("attended", "queries", "key_pages", "value_pages", "out", "x", "residual", "weight"),
+    *("gate_up", "qkv", "keys", "values", "new_keys", "new_values", "bias"),
+    *("query_norm", "key_norm"),
+)
+_SIZES = ("stride", "num_inputs", "num_outputs", "padded_inputs", "part", "group_size")
+"""Ends of the names of integers that are multiples of 16 in common models."""
+_ENCODING = re.compile(r"^(#\w+) = (.+)$", re.MULTILINE)
+_DOT = re.compile(r"(?:warp_group_dot|tt\.dot) .*-> tensor<([\dx]+)xf32, (#\w+)>")
+_REDUCTION = re.compile(r"\}\) : \(tensor<([\dx]+)xf32, (#\w+)>\) -> tensor")
+_STACK = re.compile(r"STACK:(\d+)")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel's machine code."""
+
+    name: str
+    capability: int
+    shared: int
+    """Bytes of shared memory."""
+    stack: int
+    """Bytes of local memory per thread, in which registers are spilled."""
+    products: tuple[str, ...]
+    """Shapes and layouts of the results of matrix products, each once."""
+    reductions: tuple[str, ...]
+    """Shapes and layouts of the operands of reductions, each once."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a thread block has enough shared memory."""
+        return self.shared <= SHARED_BYTES[self.capability]
+
+
+def compile_kernel(
+    kernel: Any,
+    dtype: torch.dtype,
+    capability: int,
+    *,
+    num_warps: int,
+    num_stages: int = 3,
+    out_dtype: torch.dtype | None = None,
+    **constants: object,
+) -> Compiled:
+    """Compile `kernel` with tensors of `dtype`; a parameter named `out` has `out_dtype`, if given."""
+    signature, attributes = {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        kind = _kind(name, dtype, constants)
+        if name == "out" and out_dtype is not None:
+            kind = f"*{NAMES[out_dtype]}"
+        signature[name] = kind
+        aligned = kind.startswith("*") and not parameter.do_not_specialize_on_alignment
+        sized = name.endswith(_SIZES) and kind == "i32" and not parameter.do_not_specialize
+        if aligned or sized:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages},
+    )
+    layouts = compiled.asm["ttgir"]
+    return Compiled(
+        kernel.__name__,
+        capability,
+        compiled.metadata.shared,
+        _stack(compiled.asm["cubin"]),
+        _laid_out(_DOT, layouts),
+        _laid_out(_REDUCTION, layouts),
+    )
+
+
+def _kind(name: str, dtype: torch.dtype, constants: dict[str, object]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in FLOATS:
+        return "fp32"
+    if name in INTEGERS:
+        return f"*{INTEGERS[name]}"
+    if name in ALWAYS_FLOAT32:
+        return "*fp32"
+    return f"*{NAMES[dtype]}" if name in POINTERS else "i32"
+
+
+def _laid_out(pattern: re.Pattern[str], code: str) -> tuple[str, ...]:
+    encodings = dict(_ENCODING.findall(code))
+    return tuple(sorted({f"{shape} {encodings[name]}" for shape, name in pattern.findall(code)}))
+
+
+def _stack(cubin: bytes) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.check_output(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name], text=True
+        )
+    return max(map(int, _STACK.findall(usage)))
+
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)

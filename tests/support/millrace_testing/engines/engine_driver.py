@@ -27,9 +27,9 @@ from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
-from millrace_shard.kernels.sampling_kernels import SamplingKernels
+from millrace_shard.kernels.scores import SamplingKernels
 from millrace_shard.model_runner.runner import StepRunner
-from millrace_shard.speculation.factory import Speculation
+from millrace_shard.speculation.loading import Speculation
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kernels
 
 PROMPT = [5, 9, 2, 44, 17, 3]

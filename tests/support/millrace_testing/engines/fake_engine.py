@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.base import Kernels, LayerCache
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.kernels.sampling_kernels import SamplingKernels
+from millrace_shard.kernels.scores import SamplingKernels
 from millrace_shard.models.interface import KVGeometry, KVLayer, MakeLayers, ModelInfo
 
 VOCAB_SIZE = 97

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace_shard.batch.sequence import Grammar, GrammarKind
-from millrace_shard.structured_output.grammar.grammar_source import lark_of
+from millrace_proto.sequence import Grammar, GrammarKind
+from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.manager import GrammarManager
 from millrace_shard.structured_output.matcher import Lexer, Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary

@@ -12,12 +12,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from millrace_proto.sampling import Sampling
+from millrace_proto.sequence import Grammar, GrammarKind
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.draft_tokens import DraftTokens
-from millrace_shard.batch.sequence import Grammar, GrammarKind, Ids, SamplingParameters
+from millrace_shard.batch.sequence import Ids
 from millrace_shard.batch.sequence import Sequence as Admitted
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
-from millrace_shard.batch.step_layout import StepRows
+from millrace_shard.batch.step_layout import DraftTokens, StepRows
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_runner.launched_step import LaunchedStep
@@ -102,7 +103,7 @@ class Generation:
                     slot=slot,
                     request_id=slot,
                     input_ids=ints(want.prompt),
-                    parameters=SamplingParameters(**want.fields),
+                    parameters=Sampling(**want.fields),
                     top_n_tokens=want.top_n_tokens,
                     grammar=want.grammar,
                 )

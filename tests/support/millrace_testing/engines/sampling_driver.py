@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace_shard.batch.sequence import PARAMETERS, Grammar, GrammarKind, Sequence
+from millrace_proto.sequence import Grammar, GrammarKind
+from millrace_shard.batch.sequence import PARAMETERS, Sequence
 from millrace_shard.device import transfers
-from millrace_shard.kernels.masks import RowMasks
-from millrace_shard.kernels.sampling_kernels import SamplingKernels
-from millrace_shard.sampling import candidates, processors, sampler
+from millrace_shard.kernels.scores import RowMasks, SamplingKernels
+from millrace_shard.sampling import sampler, sampling_rows, warpers
 from millrace_shard.sampling.sampler import Sampled, Sampler, SamplingRows
 from millrace_shard.sampling.watermark import Watermark
 from millrace_testing.engines.sampling_reference import Row
@@ -33,16 +33,16 @@ def going(way: str) -> Iterator[None]:
     """Sample rows in another way, which must not change the results."""
     with pytest.MonkeyPatch.context() as patch:
         if way == "few candidates":
-            patch.setattr(candidates, "NUM_CANDIDATES", 8)
+            patch.setattr(warpers, "NUM_CANDIDATES", 8)
             patch.setattr(sampler, "NUM_CANDIDATES", 8)
-            patch.setattr(candidates, "BLOCKS", (2,))
+            patch.setattr(warpers, "BLOCKS", (2,))
         elif way == "nothing read back":
             patch.setattr(transfers, "is_synchronous", lambda _: False)
         elif way == "small tiles":
-            patch.setattr(processors, "TILE_ELEMENTS", 90)
+            patch.setattr(sampling_rows, "TILE_ELEMENTS", 90)
         elif way == "kernels":
             patch.setattr(transfers, "is_synchronous", lambda _: False)
-            triton_sampling = importlib.import_module("millrace_shard.kernels.cuda.triton_sampling")
+            triton_sampling = importlib.import_module("millrace_shard.kernels.cuda.operators")
             KERNELS.append(triton_sampling.TritonSampling())
         try:
             yield

@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace_shard.batch.sequence import SamplingParameters
-from millrace_shard.sampling.sequence_rules.rules import Dry
+from millrace_proto.sampling import Dry, Sampling
 
 Scores = list[float]
 WORD = (1 << 32) - 1
@@ -22,7 +21,7 @@ class Row:
     logits: Scores
     prompt: list[int]
     generated: list[int]
-    parameters: SamplingParameters
+    parameters: Sampling
     min_new_tokens: int = 0
     eos: tuple[int, ...] = ()
     allowed: frozenset[int] | None = None

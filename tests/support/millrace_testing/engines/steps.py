@@ -10,27 +10,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from millrace_proto.sampling import Dry, Sampling, SequenceRules
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.batch_limits import BatchLimits
-from millrace_shard.batch.sequence import SamplingParameters, Sequence
+from millrace_shard.batch.device_tables import BatchLimits
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
-from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.model_runner.piecewise_layers import with_pieces
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 from millrace_shard.model_runner.step_planner import StepPlanner
 from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.load import load_model
-from millrace_shard.sampling.sequence_rules.rules import Dry, SequenceRules
-from millrace_shard.speculation.factory import Speculation
+from millrace_shard.speculation.loading import Speculation
 from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.structured_output.manager import GrammarManager
-from millrace_testing.models.models import save_tiny
-from millrace_testing.models.poison import poison
+from millrace_testing.models.models import poison, save_tiny
 
 NUM_BLOCKS = 48
 MAX_TOKENS = 96
@@ -188,7 +187,7 @@ class Stepper:
             slot=slot,
             request_id=slot,
             input_ids=ints(ids),
-            parameters=SamplingParameters(**fields),  # type: ignore[arg-type]
+            parameters=Sampling(**fields),  # type: ignore[arg-type]
             top_n_tokens=top,  # type: ignore[arg-type]
             prefill_logprobs=prefill_logprobs,  # type: ignore[arg-type]
             prefill_top_n_tokens=prefill_top,  # type: ignore[arg-type]

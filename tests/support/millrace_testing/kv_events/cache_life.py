@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from millrace_router.kv_events.recorder import EventRecorder
 from millrace_router.request.block_hashes import BlockHashes
@@ -17,7 +19,7 @@ ADAPTERS = (None, None, "first", "second")
 
 
 @dataclass
-class Sequence:
+class CachedSequence:
     """A running sequence and the keys of its blocks."""
 
     hashes: BlockHashes
@@ -48,7 +50,7 @@ class CacheLife:
         """Begin with an empty cache and without sequences."""
         self.cache: PrefixCache = self._recorder.new_cache()
         self._blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE, self.cache)
-        self._running: dict[int, Sequence] = {}
+        self._running: dict[int, CachedSequence] = {}
 
     def step(self) -> None:
         """Do one operation."""
@@ -100,7 +102,7 @@ class CacheLife:
         slot = next(self._slots)
         self._blocks.admit(slot, length, hits=hits, keys=keys)
         self._blocks.grow(slot, length)
-        self._running[slot] = Sequence(hashes, tokens, adapter, salted, len(hits))
+        self._running[slot] = CachedSequence(hashes, tokens, adapter, salted, len(hits))
 
     def _compute(self, slot: int) -> None:
         row = self._running[slot]
@@ -111,3 +113,62 @@ class CacheLife:
     def _release(self, slot: int) -> None:
         self._blocks.release(slot)
         del self._running[slot]
+
+
+@dataclass
+class BlockIndex:
+    """Blocks by their hash, each with its parent's hash, its tokens and its adapter."""
+
+    block_size: int
+    blocks: dict[int, tuple[int | None, tuple[int, ...], str | None]] = field(default_factory=dict)
+
+    def apply(self, events: Iterable[Sequence[Any]]) -> None:
+        """Follow the events of a batch, each an array that begins with its name."""
+        for name, *fields in events:
+            if name == "BlockStored":
+                self._store(*fields)
+            elif name == "BlockRemoved":
+                hashes, medium = fields
+                assert medium == "GPU"
+                for one in hashes:
+                    del self.blocks[one]
+            else:
+                assert (name, fields) == ("AllBlocksCleared", [])
+                self.blocks.clear()
+
+    def _store(
+        self,
+        hashes: list[int],
+        parent: int | None,
+        token_ids: list[int],
+        block_size: int,
+        lora_id: int | None,
+        medium: str | None,
+        lora_name: str | None,
+    ) -> None:
+        assert (block_size, lora_id, medium) == (self.block_size, None, "GPU")
+        assert len(token_ids) == len(hashes) * block_size
+        for place, one in enumerate(hashes):
+            assert 0 <= one < 1 << 64
+            assert one not in self.blocks
+            ids = tuple(token_ids[place * block_size : (place + 1) * block_size])
+            self.blocks[one] = (parent, ids, lora_name)
+            parent = one
+
+    def contents(self) -> set[tuple[str | None, tuple[int, ...]]]:
+        """Return, for each block whose beginning is known, its adapter and all tokens up to its end."""
+        return {
+            (name, tokens)
+            for one, (_, _, name) in self.blocks.items()
+            if (tokens := self._tokens(one)) is not None
+        }
+
+    def _tokens(self, one: int) -> tuple[int, ...] | None:
+        parts = []
+        current: int | None = one
+        while current is not None:
+            if current not in self.blocks:
+                return None
+            current, ids, _ = self.blocks[current]
+            parts.append(ids)
+        return tuple(token for ids in reversed(parts) for token in ids)

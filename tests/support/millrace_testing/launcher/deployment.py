@@ -5,16 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import trustme
 
 from millrace_testing.launcher import fake_launcher
-from millrace_testing.launcher.ports import kept_port
+
+
+@contextmanager
+def kept_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that the kernel gives to no other process during the block.
+
+    A server can listen on it if it sets SO_REUSEADDR, as Millrace's do; until then connections are refused.
+    """
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield int(keeper.getsockname()[1])
+
 
 LAUNCHER = str(Path(fake_launcher.__file__))
 SERVED = "is served at"
@@ -105,3 +119,29 @@ async def deploy(folder: Path, *flags: str, **environment: str) -> AsyncIterator
             if process.returncode is None:
                 process.kill()
                 await deployment.end()
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """One party's files: its certificate and key, and the authority it trusts."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
+def certificate(
+    folder: Path,
+    name: str,
+    *names: str,
+    authority: trustme.CA | None = None,
+    trusts: trustme.CA | None = None,
+) -> Certificate:
+    """A certificate for `names`, signed by `authority` or by a new one; it trusts the same authority."""
+    authority = authority or trustme.CA()
+    issued = authority.issue_cert(*names or ("localhost",))
+    files = Certificate(*(folder / f"{name}-{part}.pem" for part in ("cert", "key", "ca")))
+    files.cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    files.key.write_bytes(issued.private_key_pem.bytes())
+    (trusts or authority).cert_pem.write_to_path(str(files.ca))
+    return files

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import psutil
 from bench.faults.members import role_of
 
-from millrace_testing.launcher.ports import kept_port
+from millrace_testing.launcher.deployment import kept_port
 
 ROOT = Path(__file__).resolve().parents[4]
 READY_SECONDS = 180

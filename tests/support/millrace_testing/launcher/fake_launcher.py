@@ -17,14 +17,14 @@ from pathlib import Path
 from millrace_launcher.__main__ import main
 from millrace_launcher.processes import process
 from millrace_launcher.settings.commands import Programs
-from millrace_launcher.supervision import breaker, launcher, shards, webserver
+from millrace_launcher.supervision import launcher, restarts, shards, webserver
 
 CHILDREN = (sys.executable, str(Path(__file__).with_name("children.py")))
 
 if __name__ == "__main__":
     if "FAKE_TERMINAL" in os.environ:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    breaker.FIRST_DELAY_SECONDS = float(os.environ.get("FAKE_DELAY", "0"))
+    restarts.FIRST_DELAY_SECONDS = float(os.environ.get("FAKE_DELAY", "0"))
     launcher.LOST_GRACE_SECONDS = process.DRAIN_SECONDS = 60.0
     launcher.LAST_WORDS_SECONDS = 0.1
     shards.STEADY_SECONDS = webserver.STEADY_SECONDS = math.inf

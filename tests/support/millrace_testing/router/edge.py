@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import aiohttp
 import structlog
@@ -16,44 +17,48 @@ from aiohttp import web
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from millrace_router.adapters.names.resolver import Resolver
+from millrace_router.access.keys import ApiKeys
+from millrace_router.adapters.resolver import Resolver
 from millrace_router.app import create_runner
 from millrace_router.config import RouterConfig
-from millrace_router.engine.health import Health
-from millrace_router.engine.infer import Infer
+from millrace_router.engine.batcher import Batcher
 from millrace_router.errors import GenerationError
-from millrace_router.pooling.model import GENERATES, PoolingModel
-from millrace_router.pooling.score_template import ScoreTemplate
-from millrace_router.pooling.sentence_transformers import LogitScore, SentenceTransformersFiles
+from millrace_router.pooling.model import (
+    GENERATES,
+    LogitScore,
+    PoolingModel,
+    SentenceTransformersFiles,
+)
+from millrace_router.pooling.prompts import ScoreTemplate
 from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.estimate import Estimate
-from millrace_router.reasoning.formats import reasoning_of_model
+from millrace_router.prediction.forecast import Estimate
+from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.shard_status import ShardStatus
-from millrace_router.request.dialect import dialect_of
-from millrace_router.request.events import (
+from millrace_router.request.limits import Limits, dialect_of
+from millrace_router.request.request import FinishReason, Grammar, Task, ValidRequest
+from millrace_router.request.token_stream import (
     Finished,
     PromptLogprobs,
     Token,
     TokenEvent,
+    TokenStream,
     end_without_token,
 )
-from millrace_router.request.limits import Limits
-from millrace_router.request.request import FinishReason, Grammar, Task, ValidRequest
-from millrace_router.request.token_stream import TokenStream
-from millrace_router.server.keys import ApiKeys
 from millrace_router.server.services import Services
-from millrace_router.server.traces.request_traces import RequestTraces, SpanSink
+from millrace_router.server.traces import RequestTraces, SpanSink
+from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.wire import Capacity, ShardInfo
+from millrace_router.start.engine import Engine
+from millrace_router.start.running import metrics_of, services_of
+from millrace_router.start.shards import RouterDeployment
 from millrace_router.telemetry import logs
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.formats import format_of
 from millrace_router.validation.grammar_admission import GrammarAdmission
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from millrace_router.validation.validator import Validator
 
 WORDS = ("hello", "world", "wörld", "日本", "a", "b")
 GRACE_SECONDS = 300.0
@@ -226,14 +231,79 @@ class Edge:
             parsed = await response.json() if response.content_type == "application/json" else text
             return response.status, parsed, response
 
+    async def answer(self, path: str, body: object, **headers: str) -> Any:
+        """Post JSON; the parsed answer, whose status is 200."""
+        status, answer, _ = await self.post(path, body, headers=headers)
+        assert status == 200, answer
+        return answer
+
+    async def stream(self, path: str, body: Mapping[str, Any], **headers: str) -> str:
+        """Post JSON; the text of the stream that answers it with status 200."""
+        status, text, response = await self.post(path, {**body, "stream": True}, headers=headers)
+        assert status == 200, text
+        assert response.content_type == "text/event-stream"
+        return str(text)
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> list[Any]:
+        """The data of each event of a stream, `[DONE]` among them."""
+        return events_in(await self.stream(path, body))
+
+    async def chunks(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of a stream that ends as OpenAI's do."""
+        *chunks, done = await self.events(path, body)
+        assert done == "[DONE]"
+        return chunks
+
     async def get(self, path: str, **other: Any) -> tuple[int, bytes, aiohttp.ClientResponse]:
         """Get; status, body, response."""
         async with self.client.get(self.url + path, **other) as response:
             return response.status, await response.read(), response
 
+    async def send(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send bytes on a new connection."""
+        host, port = self.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(data)
+        return reader, writer
+
+    async def open(
+        self, path: str, body: object, *, version: str = "1.1", **headers: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Post JSON on a new connection and wait for the batcher to get the request."""
+        data = json.dumps(body).encode()
+        headers |= {"host": "x", "content-type": "application/json"}
+        headers |= {"content-length": str(len(data))}
+        lines = [f"POST {path} HTTP/{version}", *(": ".join(pair) for pair in headers.items())]
+        connection = await self.send("\r\n".join([*lines, "", ""]).encode() + data)
+        await self.batcher.arrived.wait()
+        return connection
+
     async def exposition(self) -> list[str]:
         """Lines of /metrics."""
         return (await self.get("/metrics"))[1].decode().splitlines()
+
+
+def events_in(text: str) -> list[Any]:
+    """The data of each event of a stream without names and ids: parsed if it is JSON."""
+    assert text.endswith("\n\n"), text
+    events: list[Any] = []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        assert event.startswith("data: "), event
+        assert "\n" not in event, event
+        data = event.removeprefix("data: ")
+        events.append(json.loads(data) if data.startswith("{") else data)
+    return events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeDeployment(RouterDeployment):
+    """Flags and shards that do not decide the limits of a request."""
+
+    request_limits: Limits
+
+    def limits(self, tasks: frozenset[Task] = frozenset({Task.GENERATE})) -> Limits:
+        dialect = dialect_of(strict_tgi=self.config.strict_tgi)
+        return replace(self.request_limits, dialect=dialect, tasks=tasks)
 
 
 def services_over(
@@ -252,69 +322,42 @@ def services_over(
     **config: Any,
 ) -> Services:
     """Everything an application is made of, over fakes."""
-    dialect = dialect_of(strict_tgi=bool(config.get("strict_tgi")))
-    limits = replace(limits, dialect=dialect, tasks=pooling.tasks)
-    tokenizer = tokenizer or word_tokenizer()
-    metrics = Metrics(
-        max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
-    )
-    health = Health(batcher.status, batcher, probe_seconds=PROBE_SECONDS)
-    validator = Validator(tokenizer, limits, metrics, _grammars(batcher, metrics), defaults)
     settings = _config(**config)
-    return Services(
+    deployment = FakeDeployment(
         config=settings,
-        shard=_shard_info(limits),
+        info=_shard_info(limits),
         capacity=_capacity(limits),
-        limits=limits,
-        max_batch_prefill_tokens=32,
-        tokenizer=tokenizer,
+        request_limits=limits,
+    )
+    services = services_of(
+        deployment,
+        _engine(batcher, cost or CostModel()),
+        cast("ShardGroup", batcher.compiler),
+        metrics_of(deployment),
+        tokenizer=tokenizer or word_tokenizer(),
         template=ChatTemplate(template, special_tokens={}),
-        tool_format=format_of(template, str(config.get("tool_call_parser", "auto"))),
-        reasoning=reasoning_of_model(_config(**config), template, tokenizer),
-        pooling=pooling,
-        validator=validator,
-        infer=_infer(batcher, validator, metrics, health, config, adapters),
-        metrics=metrics,
-        health=health,
-        quarantine=batcher.quarantine,
         keys=ApiKeys.of(settings),
+        defaults=defaults,
+        pooling=pooling,
         adapters=adapters,
+    )
+    services.health._probe_seconds = PROBE_SECONDS
+    traces = None
+    if sink is not None:
+        traces = RequestTraces(sink, batcher.status, model=settings.served_names[0])
+    return replace(
+        services,
         request_log=request_log,
-        traces=_traces(sink, batcher, settings),
+        traces=traces,
         cost=cost,
-        compute_type="1-cpu",
         keep_alive_seconds=keep_alive_seconds,
     )
 
 
-def _infer(
-    batcher: FakeBatcher,
-    validator: Validator,
-    metrics: Metrics,
-    health: Health,
-    config: Mapping[str, Any],
-    adapters: Resolver | None,
-) -> Infer:
-    return Infer(
-        batcher,
-        validator,
-        metrics,
-        adapters=adapters,
-        by_adapter=config.get("fairness") == "adapter",
-        on_failure=health.failed,
-        on_token=health.generated,
-    )
-
-
-def _traces(
-    sink: SpanSink | None, batcher: FakeBatcher, config: RouterConfig
-) -> RequestTraces | None:
-    names = config.served_names
-    return None if sink is None else RequestTraces(sink, batcher.status, model=names[0])
-
-
-def _grammars(batcher: FakeBatcher, metrics: Metrics) -> GrammarAdmission:
-    return GrammarAdmission(batcher.compiler, batcher.status, metrics)
+def _engine(batcher: FakeBatcher, cost: CostModel) -> Engine:
+    late = LatePlanning(cost, most=0.0)
+    one = cast("Batcher", batcher)
+    return Engine(one, batcher.status, batcher.quarantine, cost, late, adapters=None)
 
 
 def _config(**given: Any) -> RouterConfig:
@@ -393,3 +436,41 @@ def logging_to(
 def limits_with(**changes: Any) -> Limits:
     """The usual limits but for these."""
     return replace(LIMITS, **changes)
+
+
+@dataclass(eq=False)
+class FakeTimer:
+    """A call that is due."""
+
+    due: float
+    callback: Callable[[], None]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeTimers:
+    """Stands in for the event loop's `call_later`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._timers: list[FakeTimer] = []
+
+    def __call__(self, seconds: float, callback: Callable[[], None]) -> FakeTimer:
+        self._timers.append(FakeTimer(self.now + seconds, callback))
+        return self._timers[-1]
+
+    @property
+    def pending(self) -> int:
+        """The number of calls that are not cancelled."""
+        return sum(not timer.cancelled for timer in self._timers)
+
+    def turn(self, seconds: float) -> None:
+        """Let time go by, and call what is due, in order."""
+        self.now += seconds
+        while due := [t for t in self._timers if t.due <= self.now or t.cancelled]:
+            timer = min(due, key=lambda timer: timer.due)
+            self._timers.remove(timer)
+            if not timer.cancelled:
+                timer.callback()

@@ -20,7 +20,6 @@ from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
 from millrace_router.engine.in_flight import InFlight
 from millrace_router.engine.predictor import LatencyPredictor
-from millrace_router.engine_factory import entries_of
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
@@ -30,16 +29,13 @@ from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.adapter import AdapterVersion
-from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.token_stream import Finished, TokenEvent, TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue.tenants import RequestQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets, StepPlan
 from millrace_router.shards.errors import (
     AdapterNotLoaded,
     ShardBusy,
@@ -50,11 +46,13 @@ from millrace_router.shards.errors import (
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.step_result import StepResult, result_from_pb
 from millrace_router.shards.wire import open_to_pb, plan_to_pb
+from millrace_router.start.engine import entries_of
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing.adapters.fake_adapters import MODULE, AdapterLoadError, FakeAdapters
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID, VOCAB_SIZE, FakeShard
+from millrace_testing.shards.fake_shard import FakeShard
 from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID, VOCAB_SIZE
 
 EOS_TOKEN_IDS = frozenset({EOS_TOKEN_ID})
 
@@ -151,23 +149,14 @@ class DirectShards:
         return answer
 
 
-def predictor_of(
-    budgets: Budgets,
-    shard: FakeShard | HashShard,
-    cost: CostModel,
-    metrics: Metrics,
-    *,
-    max_queue_size: int | None,
-) -> LatencyPredictor:
-    """Predicts by `cost` for a batch in `shard`'s blocks."""
-    forecaster = Forecaster(
+def _forecaster(budgets: Budgets, cost: CostModel, shard: FakeShard | HashShard) -> Forecaster:
+    return Forecaster(
         cost,
         max_batch_size=budgets.max_batch_size,
         max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
         block_size=shard.block_size,
         num_blocks=shard.num_blocks - 1,
     )
-    return LatencyPredictor(cost, forecaster, metrics, max_queue_size=max_queue_size)
 
 
 def new_batcher(
@@ -188,34 +177,55 @@ def new_batcher(
     cycle_seconds: float = 2.0,
 ) -> Batcher:
     """A batcher over `shard`'s blocks; `budgets` take the place of the two numbers before them."""
-    budgets = budgets or Budgets(
-        max_batch_prefill_tokens=max_batch_prefill_tokens,
-        max_batch_size=max_batch_size or shard.max_batch_size,
-        max_draft_tokens=max_draft_tokens,
-    )
+    size = max_batch_size or shard.max_batch_size
+    budgets = budgets or _budgets(max_batch_prefill_tokens, size, max_draft_tokens)
     metrics, cost = Metrics(max_input_tokens=1000, max_total_tokens=1000), CostModel()
     channel = cast("StepChannel", channel)
-    in_flight = InFlight(
-        channel,
-        late or LatePlanning(cost, most=0.0),
-        depth=depth,
-        on_router_seconds=cost.overhead.add_answer,
-    )
+    in_flight = _in_flight(channel, late or LatePlanning(cost, most=0.0), cost, depth)
     launcher, status = launcher or LauncherChannel(None), ShardStatus(grace_seconds)
     epochs = EpochManager(channel, launcher, status, cost, metrics, oldest=in_flight.oldest)
-
-    planners = partial(_new_planner, shard, budgets, cost, prefix_caching=prefix_caching)
+    recovery = _recovery(shard, budgets, cost, prefix_caching=prefix_caching)
     waiting = WaitingQueue() if waiting is None else waiting
+    adapters = _adapters(channel, shard.adapters, waiting, metrics, cycle_seconds)
+    predictor = LatencyPredictor(
+        cost,
+        _forecaster(budgets, cost, shard),
+        metrics,
+        in_flight=in_flight,
+        recovery=recovery,
+        waiting=waiting,
+        adapters=adapters,
+        max_queue_size=max_queue_size,
+    )
     return Batcher(
         in_flight,
         epochs,
-        RecoveryPolicy(planners, Quarantine()),
+        recovery,
         waiting=waiting,
-        predictor=predictor_of(budgets, shard, cost, metrics, max_queue_size=max_queue_size),
+        predictor=predictor,
         new_entry=entries_of(tiny_tokenizer(), EOS_TOKEN_IDS, block_size=shard.block_size),
         metrics=BatchMetrics(metrics),
-        adapters=_adapters(channel, shard.adapters, waiting, metrics, cycle_seconds),
+        adapters=adapters,
     )
+
+
+def _budgets(prefill_tokens: int, size: int, max_draft_tokens: int) -> Budgets:
+    return Budgets(
+        max_batch_prefill_tokens=prefill_tokens,
+        max_batch_size=size,
+        max_draft_tokens=max_draft_tokens,
+    )
+
+
+def _in_flight(channel: StepChannel, late: LatePlanning, cost: CostModel, depth: int) -> InFlight:
+    return InFlight(channel, late, depth=depth, on_router_seconds=cost.overhead.add_answer)
+
+
+def _recovery(
+    shard: FakeShard | HashShard, budgets: Budgets, cost: CostModel, *, prefix_caching: bool
+) -> RecoveryPolicy:
+    planners = partial(_new_planner, shard, budgets, cost, prefix_caching=prefix_caching)
+    return RecoveryPolicy(planners, Quarantine())
 
 
 def _new_planner(

@@ -13,8 +13,7 @@ import aiohttp
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.idempotent_route import RUNS
-from millrace_testing.router.edge import Edge, finished, serving, token_event
-from millrace_testing.router.timers import FakeTimers
+from millrace_testing.router.edge import Edge, FakeTimers, finished, serving, token_event
 
 GRACE = 10.0
 NUM_TOKENS = 4

@@ -9,16 +9,16 @@ from random import Random
 from typing import cast
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.adapters.place import Place, PlaceState
+from millrace_proto.sampling import Sampling
+from millrace_router.adapters.slots import AdapterSlot, SlotState
 from millrace_router.journal.header import Header
 from millrace_router.journal.journal import Journal
 from millrace_router.journal.reader import read_epochs
 from millrace_router.journal.replay.player import Outcome, Player
 from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.writer import JournalWriter
-from millrace_router.request.request import SamplingParameters, ValidRequest
-from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.request.request import ValidRequest
+from millrace_router.scheduler.step_plan import Budgets, StepPlan
 from millrace_router.shards.errors import StepFailed
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity, ShardInfo, open_to_pb
@@ -26,9 +26,9 @@ from millrace_router.telemetry.instruments import Counter
 from millrace_testing.adapters.fake_adapters import MODULE, adapters_for, version_of
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.schedules.requests import VERSIONS
-from millrace_testing.shards.fake_shard import VOCAB_SIZE
 from millrace_testing.shards.hash_choices import Choices, RandomLengths
 from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import VOCAB_SIZE
 
 MOST_BYTES = 1 << 20
 
@@ -127,10 +127,10 @@ class RecordedDriver(ScheduleDriver):
             self.journal.sent(self.shard.steps[-1])
         return plan
 
-    def _end_call(self, place: Place) -> None:
-        digest = None if place.state is PlaceState.LEAVING else place.digest
+    def _end_call(self, place: AdapterSlot) -> None:
+        digest = None if place.state is SlotState.LEAVING else place.digest
         super()._end_call(place)
-        self.journal.adapter_changed(self._epoch, place.slot, digest)
+        self.journal.adapter_changed(self._epoch, place.number, digest)
 
     def receive(self) -> None:
         answer = self.flights[0].answer
@@ -201,7 +201,7 @@ def requests(count: int, *, seed: int = 0, adapters: bool = False) -> list[Valid
             input_ids=(*([1 + random.randrange(2)] * random.choice((0, 4, 9, 13))), number % 90),
             max_new_tokens=random.randint(3, 14),
             ignore_eos=True,
-            sampling=SamplingParameters(seed=number % 3, do_sample=number % 3 > 0),
+            sampling=Sampling(seed=number % 3, do_sample=number % 3 > 0),
             prefill_logprobs=number % 5 == 0,
             prompt_top_n_tokens=number % 2 * 2,
             adapter=versions[number % len(versions)] if adapters else None,

@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass, field
 
 from millrace_router.errors import NonFiniteOutput, Quarantined
-from millrace_router.request.events import Finished, PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason, ValidRequest
-from millrace_router.request.token_stream import TokenStream
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
+from millrace_router.request.token_stream import Finished, PromptLogprobs, TokenEvent, TokenStream
 from millrace_testing.shards.hash_tokens import (
+    EOS_TOKEN_ID,
     POISON_TOKEN_ID,
     expected_prompt_candidates,
     expected_prompt_logprobs,

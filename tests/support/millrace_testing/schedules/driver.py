@@ -8,28 +8,26 @@ from dataclasses import dataclass
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.adapters.admission import AdapterAdmission
-from millrace_router.adapters.place import Place, PlaceState
 from millrace_router.adapters.residency import Residency
+from millrace_router.adapters.slots import AdapterSlot, SlotState
 from millrace_router.errors import NonFiniteOutput
 from millrace_router.prediction.cost import CostModel
 from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.request import ValidRequest
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import DraftPolicy
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue.tenants import RequestQueue, TenantQueue
-from millrace_router.scheduler.queue.waiting import WaitingQueue
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
+from millrace_router.scheduler.tenants import TenantQueue
 from millrace_router.shards.step_result import result_from_pb
 from millrace_router.shards.wire import open_to_pb, plan_to_pb
 from millrace_testing.adapters.fake_adapters import MODULE
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.schedules.client import Client
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
 from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID
 
 CYCLE_TURNS = 6.0
 """Turns after which an adapter makes room."""
@@ -76,7 +74,7 @@ class ScheduleDriver:
         self.adapters = AdapterAdmission(
             residency, self.waiting, bytes_per_slice={MODULE.name: MODULE.bytes_per_slice}
         )
-        self._calls: list[Place] = []
+        self._calls: list[AdapterSlot] = []
         """Loads and unloads under way."""
         self._now = 0.0
         self.flights: deque[Flight] = deque()
@@ -117,7 +115,7 @@ class ScheduleDriver:
         self.entries[request_id] = entry
         client = Client(request, entry.stream, self.shard.eos_every)
         self.clients[request_id] = client
-        self.adapters.submit(entry, self._now)
+        self.adapters.submit(entry)
         return client
 
     def _close(self, entry: Entry) -> None:
@@ -138,13 +136,13 @@ class ScheduleDriver:
         self._calls += [*changes.loads, *changes.unloads]
         return bool(ending or self._calls or changes.opened)
 
-    def _end_call(self, place: Place) -> None:
+    def _end_call(self, place: AdapterSlot) -> None:
         in_use = self.shard.adapters_in_use
-        if place.state is PlaceState.LEAVING:
-            self.shard.adapters.unload(place.slot, in_use=in_use)
+        if place.state is SlotState.LEAVING:
+            self.shard.adapters.unload(place.number, in_use=in_use)
             self.adapters.residency.unloaded(place)
             return
-        assert self.shard.adapters.load(place.slot, place.digest, in_use=in_use) is None
+        assert self.shard.adapters.load(place.number, place.digest, in_use=in_use) is None
         self.adapters.loaded(place, self._now)
 
     def send(self) -> StepPlan | None:
@@ -156,7 +154,7 @@ class ScheduleDriver:
         )
         for request in self.planner.expulsion.take():
             self.num_expelled += 1
-            self.adapters.wait_again(request, self._now)
+            self.adapters.wait_again(request)
         if plan is None:
             return None
         for row in plan.admitted:
@@ -169,13 +167,17 @@ class ScheduleDriver:
         self._check_plan(plan)
         return plan
 
+    def counts(self, slot: int) -> bool:
+        """Whether the tokens of a slot in a step are a client's; they always are with continuous batching."""
+        return True
+
     def _check_plan(self, plan: StepPlan) -> None:
         """No work for a client that has left, and no more tokens than a request asked for."""
         rows, named = self.planner.rows, {*dict(plan.chunks), *plan.decodes}
         assert named <= set(rows), "a step names a slot without a row"
         for slot in named:
             row, running = rows[slot], self.shard.running.get(slot)
-            if slot in self.planner._padding:
+            if not self.counts(slot):
                 continue
             assert not row.entry.closed, "work for a client that has left"
             # After a failed step the shard does not follow any more.
@@ -211,7 +213,7 @@ class ScheduleDriver:
         self._num_stalled = 0 if is_done else self._num_stalled + 1
         assert self._num_stalled <= self._longest_pause(), "the most senior row does not go on"
         unfinished = [row for row in rows if row.num_prompt_left]
-        if self.budgets.prefill_chunking and unfinished:
+        if unfinished:
             chunks = dict(plan.chunks)
             assert any(row.slot in chunks for row in rows), "prompts starve beside decodes"
             self._check_overtaking(rows, chunks)
@@ -230,12 +232,8 @@ class ScheduleDriver:
         assert behind <= allowed, "a prompt is overtaken by too much"
 
     def _longest_pause(self) -> int:
-        """Steps until blocks are free again; without chunking, also those that compute other prompts in parts."""
-        pause = self.depth + 3
-        if not self.budgets.prefill_chunking:
-            longest = max(entry.num_inputs for entry in self.entries.values())
-            pause += -(-longest // self.budgets.max_batch_prefill_tokens)
-        return pause
+        """Steps until blocks are free again."""
+        return self.depth + 3
 
     def receive(self) -> None:
         """Receive the oldest answer; an error ends the epoch."""
@@ -275,7 +273,7 @@ class ScheduleDriver:
         for place in self.adapters.restarted():
             self._end_call(place)
         places = self.adapters.residency
-        self._calls = [place for place in places if place.state is PlaceState.LEAVING]
+        self._calls = [place for place in places if place.state is SlotState.LEAVING]
 
     def turn(self) -> bool:
         """Fill the pipeline and receive one answer; whether there was any work."""

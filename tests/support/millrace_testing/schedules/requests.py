@@ -6,14 +6,9 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from millrace_router.request.request import (
-    Grammar,
-    GrammarKind,
-    SamplingParameters,
-    SchedulingParameters,
-    ValidRequest,
-)
-from millrace_router.scheduler.budgets import Budgets
+from millrace_proto.sampling import Sampling
+from millrace_router.request.request import Grammar, GrammarKind, SchedulingParameters, ValidRequest
+from millrace_router.scheduler.step_plan import Budgets
 from millrace_testing.adapters.fake_adapters import version_of
 from millrace_testing.shards.hash_tokens import POISON_TOKEN_ID, expected_tokens
 
@@ -30,13 +25,9 @@ policies = st.builds(
     max_batch_size=st.integers(2, 6),
     spare_slots=st.integers(0, 2),
     reserve_all=st.sampled_from([False, False, False, True]),
-    prefill_chunking=st.sampled_from([True, True, False]),
-    waiting_served_ratio=st.sampled_from([0.0, 0.3, 1.2]),
-    max_waiting_tokens=st.integers(0, 6),
     max_preemptions=st.integers(0, 3),
     share_slots=st.sampled_from([False, False, True]),
     shortest_first=st.booleans(),
-    batching_policy=st.sampled_from([*["continuous"] * 4, "static", "static-naive", "none"]),
     max_draft_tokens=st.sampled_from([0, 0, 1, 4]),
 )
 
@@ -68,7 +59,7 @@ def valid_requests(
     return ValidRequest(
         input_ids=prompt,
         max_new_tokens=count,
-        sampling=SamplingParameters(seed=seed, do_sample=seed > 0),
+        sampling=Sampling(seed=seed, do_sample=seed > 0),
         stop_sequences=(draw(st.sampled_from(stops)),)
         if stops and draw(st.integers(0, 3)) == 0
         else (),

@@ -93,12 +93,15 @@ class HashShard:
         """The current epoch."""
         self.loses_adapters = False
         """Whether it has lost its adapters when an epoch begins."""
+        self.allows_empty_steps = False
+        self.infinite_id: int | None = POISON_TOKEN_ID
+        """The KV of every context with this token is not finite."""
         self._begin()
 
     def _begin(self) -> None:
         self.running.clear()
         self._number = self.answered = 0
-        self._failed = False
+        self.has_failed = False
         self._cells: list[list[Cell | None]] = [
             [None] * self.block_size for _ in range(self.num_blocks)
         ]
@@ -134,13 +137,13 @@ class HashShard:
         assert request.epoch == self.epoch, "a step of another epoch"
         assert request.number == self._number + 1, "steps out of order"
         self._number += 1
-        if self._failed or self.fail_next is not None:
-            refused = self._failed
+        if self.has_failed or self.fail_next is not None:
+            refused = self.has_failed
             response.error.kind = pb.StepError.KIND_REFUSED if refused else pb.StepError.KIND_FAILED
             response.error.message = self.fail_next or "an earlier step failed"
-            self._failed, self.fail_next = True, None
+            self.has_failed, self.fail_next = True, None
         elif work == "filter_batch":
-            assert request.filter_batch.dropped_slots, "a step that does nothing"
+            assert self.allows_empty_steps or request.filter_batch.dropped_slots, "an empty step"
             self._drop(request.filter_batch.dropped_slots)
         elif work == "prefill":
             assert request.prefill.chunk_slots, "a prefill without chunks"
@@ -292,7 +295,7 @@ class HashShard:
                 position=position,
                 digest=extend(before.digest if before else root(adapter), token_id, position),
                 is_finite=(before is None or before.is_finite)
-                and token_id != POISON_TOKEN_ID
+                and token_id != self.infinite_id
                 and running.pb.request_id not in self.corrupt,
                 request_id=running.pb.request_id,
                 step=self._number,
@@ -320,7 +323,13 @@ class HashShard:
             self._answer_candidates(running, response, cells[max(first - 1, 0) : -1], first=first)
         running.has_failed |= not all(cell.is_finite for cell in cells)
         tokens: list[int] = []
-        if running.num_computed == len(running.ids):
+        is_complete = running.num_computed == len(running.ids)
+        if is_complete and sequence.HasField("pooling") and not running.has_failed:
+            seeds = sequence.pooling.logit_ids or (1, 2)
+            response.pooled_slots.append(sequence.slot)
+            response.pooled_counts.append(len(seeds))
+            response.pooled_values.extend(self._choose(running, seed) for seed in seeds)
+        elif is_complete:
             draft_tokens = self.choices.num_draft_tokens(draft_tokens)
             tokens = self._forced(running) or self._verified(running, draft_tokens)
             running.ids += tokens
@@ -346,15 +355,18 @@ class HashShard:
         response.prefill_top_ids.extend(id_ for id_, _ in told)
         response.prefill_top_logprobs.extend(logprob for _, logprob in told)
 
-    def _predict(self, running: Running) -> int:
+    def predict(self, running: Running) -> int:
         """The token after the computed positions."""
+        return self._choose(running, running.pb.parameters.seed)
+
+    def _choose(self, running: Running, seed: int) -> int:
         folded, sequence = 0, running.pb
         for position in range(running.num_computed):
             folded = fold(folded, self._read(running, position).digest, position)
         original = len(sequence.input_ids) - sequence.generated_tokens
         return choose(
             folded,
-            seed=sequence.parameters.seed,
+            seed=seed,
             num_prompt=original,
             eos_every=self.eos_every,
             may_end=running.num_computed - original >= sequence.min_new_tokens,
@@ -378,14 +390,14 @@ class HashShard:
 
     def _verified(self, running: Running, num_draft_tokens: int) -> list[int]:
         """Predict after each right draft token too. All are written; those after a wrong one are erased."""
-        num_ids, tokens, are_right = len(running.ids), [self._predict(running)], True
+        num_ids, tokens, are_right = len(running.ids), [self.predict(running)], True
         for _ in range(num_draft_tokens):
             is_right = self.choices.is_right()
             running.ids.append(tokens[-1] if is_right else (tokens[-1] + 1) % 90)
             self._compute(running, 1)
             are_right &= is_right
             if are_right:
-                tokens.append(self._predict(running))
+                tokens.append(self.predict(running))
         num_computed = num_ids + len(tokens) - 1
         for position in range(num_computed, running.num_computed):
             block = running.table[position // self.block_size]

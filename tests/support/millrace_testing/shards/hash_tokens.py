@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millrace_testing.adapters.fake_adapters import seed_of
-from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
 
+VOCAB_SIZE = 97
+EOS_TOKEN_ID = 96
 POISON_TOKEN_ID = 95
 """Never generated; the KV of every context with this token is not finite."""
 MODULUS = (1 << 61) - 1
@@ -94,3 +95,8 @@ def expected_prompt_logprobs(prompt: Sequence[int], adapter: str = "") -> list[f
         digest = extend(digest, token_id, position)
         logprobs.append(score(digest))
     return logprobs
+
+
+def pooled_values(prompt: Sequence[int], logit_ids: Sequence[int]) -> list[float]:
+    """What a prompt yields that is pooled: a state of two numbers, or the logits of some ids."""
+    return [float(expected_tokens(prompt, 1, seed=seed)[0]) for seed in logit_ids or (1, 2)]

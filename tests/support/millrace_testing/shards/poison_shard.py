@@ -26,9 +26,7 @@ from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.commands import serve
 from millrace_shard.engine import engine, warmup
 from millrace_shard.engine.warmup import WarmedUp
-from millrace_shard.model_runner.launched_step import LaunchedStep
-from millrace_shard.model_runner.pooled_rows import PooledRows
-from millrace_shard.model_runner.prompt_logprobs import PromptLogprobs
+from millrace_shard.model_runner.launched_step import LaunchedStep, PooledRows, PromptLogprobs
 from millrace_shard.model_runner.runner import StepRunner, noop
 from millrace_shard.model_runner.step_inputs import StepInputs
 

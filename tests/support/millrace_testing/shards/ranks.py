@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,8 +24,140 @@ from millrace_shard.device.one_shot import MAX_BYTES
 from millrace_shard.device.process_group import CollectiveError, ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
-from millrace_testing.models.models import Driver, Run
-from millrace_testing.shards.rank_processes import run_ranks as run_ranks
+from millrace_testing.engines.steps import SAMPLING, Stepper, beside
+from millrace_testing.launcher.deployment import kept_port
+from millrace_testing.models.models import Driver, Run, prompt_of
+
+PRELOADED = [
+    "millrace_testing.shards.poison_shard",
+    "millrace_shard.commands.serve",
+    "millrace_testing.shards.ranks",
+]
+
+Program = Callable[[Sequence[str]], int]
+
+
+@cache
+def forking() -> ForkServerContext:
+    """The multiprocessing context whose processes are forked from the server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    path = os.pathsep.join(filter(None, sys.path))
+    with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+    return context
+
+
+class Forked:
+    """A program in its own process, with some methods of `subprocess.Popen`."""
+
+    def __init__(
+        self,
+        program: Program,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the program with a umask of 0, so that it must set private modes itself."""
+        self._output = NamedTemporaryFile("r")  # noqa: SIM115
+        self._process: ForkServerProcess = forking().Process(
+            target=_run, args=(program, list(arguments), self._output.name, dict(environment or {}))
+        )
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        """None while the process runs, and -N after signal N ended it, as in `Popen`."""
+        return self._process.exitcode
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the running process."""
+        os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Kill the process if it runs, and delete its output."""
+        self._process.kill()
+        self._process.join()
+        self._output.close()
+
+    def communicate(self, timeout: float) -> str:
+        """The output of the ended process on stdout and stderr; raises TimeoutError after `timeout` seconds."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"it runs on after {timeout} s")
+        return self._output.read()
+
+
+def _run(
+    program: Program, arguments: Sequence[str], output: str, environment: Mapping[str, str]
+) -> None:
+    from millrace_shard import process
+
+    with Path(output).open("ab") as file:
+        for standard in (1, 2):
+            os.dup2(file.fileno(), standard)
+    os.environ.update(environment)
+    os.umask(0)
+    # The module recorded its value at import, in the server.
+    vars(process)["PARENT"] = os.getppid()
+    sys.exit(program(arguments))
+
+
+def part_of(rank: int) -> Tensor:
+    """The addend of a rank, [64, 33]."""
+    return torch.randn(64, 33, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank - 1)
+
+
+def sums_by_rows(group: ProcessGroup, rows: Sequence[int]) -> dict[str, Any]:
+    """Sums, in rank order, of the first n rows of the ranks' parts, by n."""
+    group.add_in_rank_order()
+    mine = part_of(group.rank)
+    return {
+        "float32": {count: group.all_reduce(mine[:count].clone()) for count in rows},
+        "bfloat16": {count: group.all_reduce(mine[:count].bfloat16()) for count in rows},
+        "integers": group.all_reduce(torch.tensor([1, 1])),
+    }
+
+
+def run_ranks(
+    folder: Path, world_size: int, work: Callable[[ProcessGroup, Any], Any], argument: Any
+) -> list[Any]:
+    """Run `work` in the `world_size` processes of a group; returns the result of each rank."""
+    with kept_port() as port:
+        ranks = [
+            forking().Process(target=_rank, args=(rank, world_size, port, folder, work, argument))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout=100)
+            if process.exitcode != 0:
+                for other in ranks:
+                    other.kill()
+                raise RuntimeError(f"a rank ended with {process.exitcode}")
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: Path,
+    work: Callable[[ProcessGroup, Any], Any],
+    argument: Any,
+) -> None:
+    torch.set_num_threads(1)
+    group = ProcessGroup.connect(
+        rank, world_size, master_addr="127.0.0.1", master_port=port, device=torch.device("cpu")
+    )
+    torch.save(work(group, argument), folder / f"rank{rank}.pt")
+    group.close()
 
 
 @dataclass(frozen=True)
@@ -121,3 +262,24 @@ def _failing_collectives(group: ProcessGroup) -> list[str]:
         except CollectiveError:
             failed.append(name)
     return failed
+
+
+NUM_STEPS = 6
+Outcome = tuple[list[int], list[float]]
+
+
+def sample_on_a_rank(group: ProcessGroup, folder: Path) -> Outcome:
+    """Ids and log probabilities of the checkpoint in `folder`; one row per entry of `SAMPLING`, admitted one by one."""
+    kernels = PlainKernels(deterministic=True)
+    with torch.inference_mode():
+        model = load_model(
+            folder, dtype=torch.float32, kernels=kernels, group=group, device=torch.device("cpu")
+        )
+    stepper = Stepper(model, kernels, dtype=torch.float32)
+    results = [
+        stepper.run(beside(stepper.admission(slot, prompt_of(9, seed=slot), **fields), range(slot)))
+        for slot, fields in enumerate(SAMPLING.values())
+    ]
+    results += [stepper.decode(range(len(SAMPLING))) for _ in range(NUM_STEPS)]
+    ids = [id_ for result in results for id_ in result.ids.tolist()]
+    return ids, [score for result in results for score in result.logprobs.tolist()]

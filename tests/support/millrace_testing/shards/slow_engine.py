@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from millrace.simulate.deployment import Deployment
+from millrace.simulate.simulated_request import Arrival
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LEAD_SECONDS, MOST
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.simulated_request import Arrival
+from millrace_router.scheduler.step_plan import Row, StepPlan
 
 
 @dataclass(eq=False, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
-from millrace_router.reasoning.channel_splitter import MARKERS
+from millrace_router.reasoning.channels import MARKERS
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing.text.texts import byte_level
 

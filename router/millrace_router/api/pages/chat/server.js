@@ -68,15 +68,8 @@ function showDefaults(info) {
   const model = info.sampling_defaults ?? {};
   const usual = info.default_max_new_tokens ?? model.max_new_tokens;
   const most = info.max_new_tokens_limit ?? info.max_total_tokens;
-  const values = {
-    temperature: model.temperature ?? 1,
-    top_p: model.top_p ?? 1,
-    top_k: model.top_k ?? "Off",
-    min_p: model.min_p ?? 0,
-    repetition_penalty: model.repetition_penalty ?? 1,
-    max_tokens: usual ?? `Up to ${most}`,
-  };
-  for (const [id, value] of Object.entries(values)) byId(id).placeholder = String(shortened(value));
+  const values = { ...model, max_tokens: usual ?? `Up to ${most}` };
+  for (const id of NUMBERS) byId(id).placeholder = String(shortened(values[id] ?? NEUTRAL[id]));
   byId("max_tokens").max = most;
   byId("advanced").hidden = byId("of-tools").hidden = !info.grammars;
 }

@@ -1,10 +1,10 @@
 "use strict";
 
 const SETTINGS_NAME = "millrace.settings";
-const NUMBERS = [
-  ...["temperature", "top_p", "top_k", "min_p", "max_tokens"],
-  ...["repetition_penalty", "frequency_penalty", "presence_penalty"],
-];
+/** The ids of the inputs that are numbers, which are the names of fields of requests. */
+const NUMBERS = Array.from(document.querySelectorAll("#form input[type=number]"), (input) => input.id);
+/** What stands in their place while they are empty, unless the server has defaults of its own. */
+const NEUTRAL = Object.fromEntries(NUMBERS.map((id) => [id, byId(id).placeholder]));
 const SETTINGS = ["system", ...NUMBERS, "seed", "stop_sequences", "schema", "tools"];
 /** Settings that are folded: the disclosure of each. */
 const FOLDED = { schema: "advanced", tools: "of-tools" };

@@ -1,1 +1,0 @@
-"""Flame graphs as SVG text, with the shared parts of `millrace.charts`."""

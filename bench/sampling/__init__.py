@@ -1,1 +1,0 @@
-"""The time of the shard's sampler alone: `python -m bench.sampling`."""

@@ -1,4 +1,0 @@
-"""A conversation in the terminal.
-
-Entry point: `session.Session`. May import: http, errors.
-"""

@@ -1,0 +1,107 @@
+"""Triton kernels of experts: products of the rows of each expert, gates of gpt-oss, and the sum of a token's experts.
+
+An output is one sum over its inputs in order, and a token's experts are added in the order of its choice, so a row's
+bits depend only on the row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+from millrace_shard.kernels.cuda.triton_attention import sequence_of
+
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def multiply_experts(
+    out,
+    x,
+    weight,
+    bias,
+    order,
+    starts,
+    num_experts,
+    num_outputs,
+    num_inputs,
+    pairs_per_row: tl.constexpr,
+    has_bias: tl.constexpr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+):
+    """`out` [pairs, outputs] = `weight` [E, outputs, inputs] of its expert x row `pair // pairs_per_row` of `x`.
+
+    Grid (slots of tiles of `rows` pairs, tiles of outputs); see `sequence_of` for the slots of an expert.
+    """
+    slot = tl.program_id(0)
+    expert = sequence_of(slot, starts, num_experts, rows)
+    start = tl.load(starts + expert)
+    count = tl.load(starts + expert + 1) - start
+    first = (slot - start // rows - expert) * rows
+    if first >= count:
+        return
+    place = first + tl.arange(0, rows)
+    given = place < count
+    pair = tl.load(order + start + place, mask=given, other=0).to(tl.int64)
+    output = tl.program_id(1) * outputs + tl.arange(0, outputs)
+    wanted = (output < num_outputs)[:, None]
+    x_rows = x + (pair // pairs_per_row * num_inputs)[:, None]
+    own = expert.to(tl.int64) * num_outputs
+    weight_rows = weight + ((own + output) * num_inputs)[:, None]
+    at = tl.arange(0, inputs)
+    total = tl.zeros([outputs, rows], tl.float32)
+    for begin in range(0, num_inputs, inputs):
+        known = (begin + at < num_inputs)[None, :]
+        left = tl.load(weight_rows + (begin + at)[None, :], mask=wanted & known, other=0.0)
+        right = tl.load(x_rows + (begin + at)[None, :], mask=given[:, None] & known, other=0.0)
+        total = _add_products(left, tl.trans(right), total)
+    if has_bias:
+        added = tl.load(bias + own + output, mask=output < num_outputs, other=0.0)
+        total += added.to(tl.float32)[:, None]
+    where = (pair * num_outputs)[None, :] + output[:, None]
+    tl.store(out + where, total.to(out.dtype.element_ty), mask=wanted & given[None, :])
+
+
+@triton.jit
+def _add_products(left, right, total):
+    """`total + left @ right` in float32."""
+    if _INTERPRETED:
+        # numpy's products of matrices take their sums in an order that follows from the shapes.
+        products = left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :]
+        total += tl.sum(products, 1)
+    else:
+        total = tl.dot(left, right, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def clamped_swiglu(out, gate_up, alpha, limit, width, columns: tl.constexpr):
+    """`ClampedSwiglu` of `gate_up` [pairs, 2 * width], gates first: [pairs, width]; grid (pairs, blocks of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    mask = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=mask, other=0.0).to(tl.float32)
+    # Comparisons, since the functions for minimum and maximum may lose NaN.
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    gated = (up + 1.0) * (gate * tl.sigmoid(gate * alpha))
+    tl.store(out + row * width + column, gated.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_experts(out, results, shares, width, top_k: tl.constexpr, columns: tl.constexpr):
+    """The sum of `results` [T * K, width] times `shares` [T, K], both float32: [T, width]; grid (T, blocks)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    mask = column < width
+    total = tl.zeros([columns], tl.float32)
+    for rank in range(top_k):
+        pair = row * top_k + rank
+        share = tl.load(shares + pair)
+        result = tl.load(results + pair * width + column, mask=mask, other=0.0)
+        total = tl.fma(result, tl.broadcast_to(share, total.shape), total)
+    tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=mask)

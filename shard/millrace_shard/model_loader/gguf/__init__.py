@@ -1,5 +1,0 @@
-"""GGUF files: one file with metadata, tokenizer and tensors in block formats, prepared as a model folder.
-
-Entry points: `folder.prepare_gguf`, `files.GgufFiles`.
-May import: the rest of model_loader, errors.
-"""

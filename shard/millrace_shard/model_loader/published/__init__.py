@@ -1,1 +1,0 @@
-"""Models that the package index has as wheels; `fetch_published` is the entry point."""

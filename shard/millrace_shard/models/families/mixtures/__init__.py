@@ -1,4 +1,0 @@
-"""Families whose layers have experts.
-
-Entry point: the `FAMILY` of each page.
-"""

@@ -1,4 +1,0 @@
-"""Values that describe a decoder; they compute nothing.
-
-Entry point: `decoder_spec.DecoderSpec`.
-"""

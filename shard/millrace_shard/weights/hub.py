@@ -1,0 +1,372 @@
+"""From a model's name to a local folder that router and shards can read; local files are preferred."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from millrace_shard.errors import ModelError
+from millrace_shard.variables import Variables
+from millrace_shard.weights.checkpoint_files import (
+    TOKENIZER,
+    TOKENIZER_SOURCES,
+    IncompleteModelError,
+    PickledWeightsError,
+    missing_files,
+    missing_small_files,
+)
+from millrace_shard.weights.download import (
+    REPORT_SECONDS,
+    TRANSIENT,
+    HubAccess,
+    HubUnreachableError,
+    download_snapshot,
+    first_line,
+)
+from millrace_shard.weights.published import PublishedModel, fetch_published, published_model
+
+
+def private_folder(shared: Path) -> Path:
+    """A folder in `shared`, the same at each start, that only this user can write to. Raises ModelError otherwise."""
+    path = shared / f"millrace-{os.geteuid()}"
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    # File names in the folder are predictable, so another user could plant a model there.
+    status = path.lstat()
+    folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not folder or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ModelError(
+            f"{path} can be written by other users: remove it, or set HF_HOME to a folder of yours"
+        )
+    return path
+
+
+DOWNLOAD_FAILURES: tuple[type[Exception], ...] = (
+    *TRANSIENT,
+    HFValidationError,
+    PickledWeightsError,
+    IncompleteModelError,
+)
+
+GGUF = ".gguf"
+
+log = logging.getLogger(__name__)
+
+
+class HubError(ModelError):
+    """The model has no local folder; the message names the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubSettings:
+    """Settings of the hub, from the environment variables that the hub's tools and TGI read."""
+
+    access: HubAccess
+    offline: bool
+    side_root: Path
+    """A writable folder for files that are added to a model."""
+    weights_override: Path | None = None
+    """The folder that holds the model, instead of the cache."""
+    needs_weights: bool = True
+    """False: only configuration and tokenizer, for a router whose ranks are on other hosts."""
+
+    @classmethod
+    def of(
+        cls,
+        variables: Variables,
+        *,
+        progress_seconds: float = REPORT_SECONDS,
+        needs_weights: bool = True,
+    ) -> HubSettings:
+        """The settings that the environment names; downloads log a line every `progress_seconds`."""
+        override = variables.weights_cache_override
+        return cls(
+            access=HubAccess(
+                endpoint=variables.hf_endpoint.rstrip("/"),
+                token=variables.hub_token,
+                cache=variables.hub_cache,
+                progress_seconds=progress_seconds,
+            ),
+            offline=variables.is_offline,
+            side_root=variables.hub_home / "millrace",
+            weights_override=override.expanduser() if override else None,
+            needs_weights=needs_weights,
+        )
+
+    def missing(self, folder: Path) -> list[str]:
+        """The names of files that `folder` lacks. Raises PickledWeightsError."""
+        return missing_files(folder) if self.needs_weights else missing_small_files(folder)
+
+
+def resolve(
+    model_id: str, *, revision: str | None, settings: HubSettings, tokenizer: str | None = None
+) -> Path:
+    """The local folder with config, weights and tokenizer.json of `model_id`: a path, a published model, a hub name.
+
+    The model is downloaded if the cache lacks it. The path may name a GGUF file, whose tokenizer may come from another
+    model, `tokenizer`. Raises ModelError, whose text names the remedy.
+    """
+    path = Path(model_id).expanduser()
+    if settings.weights_override is None:
+        if (published := published_model(model_id)) is not None:
+            path = _published_file(published, revision=revision, settings=settings)
+            return _from_gguf(path, tokenizer=tokenizer, settings=settings)
+        if is_file_name(model_id):
+            return _from_gguf(path, tokenizer=tokenizer, settings=settings)
+    if tokenizer is not None:
+        raise HubError(
+            f"--tokenizer-name={tokenizer} is for GGUF files only; {model_id} has its own tokenizer"
+        )
+    if settings.weights_override is not None:
+        return _with_tokenizer(_local(settings.weights_override, settings), settings)
+    if path.is_dir():
+        return _with_tokenizer(_local(path, settings), settings)
+    if is_path(model_id):
+        raise HubError(f"folder {model_id} does not exist")
+    return _with_tokenizer(_from_hub(model_id, revision=revision, settings=settings), settings)
+
+
+def is_path(model_id: str) -> bool:
+    """Whether `model_id` cannot be a name on the hub."""
+    return model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1
+
+
+def is_file_name(model_id: str) -> bool:
+    """Whether `model_id` names a GGUF file, which need not exist."""
+    path = Path(model_id).expanduser()
+    if path.suffix == GGUF:
+        return not path.is_dir()
+    return is_path(model_id) and path.is_file()
+
+
+def _published_file(model: PublishedModel, *, revision: str | None, settings: HubSettings) -> Path:
+    if revision is not None:
+        raise HubError(
+            f"revision {revision} of {model.name} does not exist: start without --revision"
+        )
+    return fetch_published(
+        model,
+        root=settings.side_root / "published",
+        offline=settings.offline,
+        progress_seconds=settings.access.progress_seconds,
+    )
+
+
+def _from_gguf(path: Path, *, tokenizer: str | None, settings: HubSettings) -> Path:
+    if not path.is_file():
+        raise HubError(f"file {path} does not exist")
+    source = None if tokenizer is None else _tokenizer_folder(tokenizer, settings)
+    # The import brings torch, which takes a second.
+    from millrace_shard.weights.gguf.folder import prepare_gguf  # noqa: PLC0415
+
+    try:
+        return prepare_gguf(path, settings.side_root / "gguf", tokenizer=source)
+    except PermissionError:
+        root = private_folder(Path(tempfile.gettempdir()))
+        return prepare_gguf(path, root / "gguf", tokenizer=source)
+
+
+def _tokenizer_folder(name: str, settings: HubSettings) -> Path:
+    """The local folder with the tokenizer.json of `name`, a folder or a name on the hub."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if is_path(name):
+            raise HubError(f"folder {name} of --tokenizer-name does not exist")
+        folder = _tokenizer_from_hub(name, settings)
+    if not any((folder / source).is_file() for source in TOKENIZER_SOURCES):
+        raise HubError(f"{folder} has no {TOKENIZER} for --tokenizer-name")
+    return _with_tokenizer(folder, settings)
+
+
+def _tokenizer_from_hub(name: str, settings: HubSettings) -> Path:
+    cached = cached_file(name, TOKENIZER, revision=None, cache=settings.access.cache)
+    if cached is not None:
+        return cached.parent
+    if settings.offline:
+        raise HubError(
+            f"{TOKENIZER} of {name} is not in the cache {settings.access.cache}; HF_HUB_OFFLINE forbids the download"
+        )
+    try:
+        return download_snapshot(name, revision=None, access=settings.access, needs_weights=False)
+    except DOWNLOAD_FAILURES as error:
+        raise HubError(explain(error, name, revision=None, settings=settings)) from error
+
+
+def _local(folder: Path, settings: HubSettings) -> Path:
+    try:
+        missing = settings.missing(folder)
+    except PickledWeightsError as error:
+        raise HubError(
+            f"{folder}: {error}; convert them with: millrace-shard convert {folder}"
+        ) from error
+    if missing:
+        files = sorted(path.name for path in folder.glob(f"*{GGUF}"))
+        hint = f"; name the file to serve it: --model-id {folder / files[0]}" if files else ""
+        raise HubError(f"{folder} has no {', '.join(missing)}{hint}")
+    return folder.resolve()
+
+
+def _from_hub(model_id: str, *, revision: str | None, settings: HubSettings) -> Path:
+    cached, missing = _cached(model_id, revision=revision, settings=settings)
+    if cached is not None and not missing:
+        log.info("found %s in %s", model_id, cached)
+        return cached
+    if settings.offline:
+        at = f" at revision {revision}" if revision else ""
+        what = f"lacks {', '.join(missing)}" if cached is not None else "is not"
+        raise HubError(
+            f"{model_id}{at} {what} in the cache {settings.access.cache}; HF_HUB_OFFLINE forbids the"
+            " download: unset it, or point HUGGINGFACE_HUB_CACHE or HF_HOME at the cache that has the model"
+        )
+    try:
+        folder = download_snapshot(
+            model_id,
+            revision=revision,
+            access=settings.access,
+            needs_weights=settings.needs_weights,
+        )
+    except DOWNLOAD_FAILURES as error:
+        raise HubError(explain(error, model_id, revision=revision, settings=settings)) from error
+    missing = settings.missing(folder)
+    if missing:
+        raise HubError(f"the repository {model_id} has no {', '.join(missing)}")
+    return folder
+
+
+def _cached(
+    model_id: str, *, revision: str | None, settings: HubSettings
+) -> tuple[Path | None, list[str]]:
+    """The cached snapshot, if any, and the names of the files that it lacks."""
+    config = cached_file(model_id, "config.json", revision=revision, cache=settings.access.cache)
+    if config is None:
+        return None, []
+    folder = config.parent
+    try:
+        return folder, settings.missing(folder)
+    except PickledWeightsError:
+        return folder, ["safetensors"]
+
+
+def cached_file(model_id: str, name: str, *, revision: str | None, cache: Path) -> Path | None:
+    try:
+        file = try_to_load_from_cache(model_id, name, revision=revision, cache_dir=cache)
+    except HFValidationError:
+        return None
+    return Path(file) if isinstance(file, str) else None
+
+
+def explain(  # noqa: PLR0911
+    error: BaseException, model_id: str, *, revision: str | None, settings: HubSettings
+) -> str:
+    """The error text for a failed download, with the remedy."""
+    token = (
+        "set HF_TOKEN to a token that may read it"
+        if settings.access.token is None
+        else "check HF_TOKEN's rights"
+    )
+    match error:
+        case GatedRepoError():
+            return f"{model_id} is gated: accept its terms on its page and {token}"
+        case RevisionNotFoundError():
+            return f"revision {revision} of {model_id} does not exist: look at its branches and tags on the hub"
+        case RepositoryNotFoundError():
+            return f"model {model_id} does not exist on {settings.access.endpoint}, or is private: {token}"
+        case HubUnreachableError():
+            return f"{model_id} is not a folder and is not in the cache {settings.access.cache}; {error}"
+        case HfHubHTTPError() if error.response.status_code in (401, 403):
+            return (
+                f"access to {model_id} was refused (status {error.response.status_code}): {token}"
+            )
+        case HFValidationError():
+            return f"{model_id} is neither a folder nor a name that the hub can have: {error}"
+        case PickledWeightsError():
+            return (
+                f"{model_id}: {error}; download it with `hf download {model_id} --local-dir FOLDER`, then convert it"
+                " with: millrace-shard convert FOLDER"
+            )
+        case IncompleteModelError():
+            return f"the repository {model_id} cannot be served: {error}"
+    access = settings.access
+    return (
+        f"{model_id} could not be downloaded from {access.endpoint} to {access.cache}: {first_line(error)};"
+        " the partial download is kept, start again to resume it"
+    )
+
+
+def _with_tokenizer(folder: Path, settings: HubSettings) -> Path:
+    if (folder / TOKENIZER).is_file():
+        return folder
+    # Most models need no conversion, and this import takes seconds.
+
+    log.info("building tokenizer.json, which %s lacks", folder)
+    try:
+        return with_fast_tokenizer(folder, side_root=settings.side_root)
+    except PermissionError:
+        return with_fast_tokenizer(folder, side_root=private_folder(Path(tempfile.gettempdir())))
+
+
+def with_fast_tokenizer(folder: Path, *, side_root: Path) -> Path:
+    """A folder below `side_root` with links to the files of `folder` and the tokenizer.json that `transformers` builds.
+
+    `folder` may be read-only and does not change. Raises ModelError if no fast tokenizer can be built.
+    """
+    target = side_root / f"{folder.resolve().name}-{_digest(folder)}"
+    if (target / TOKENIZER).is_file():
+        return target
+    side_root.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(dir=side_root))
+    try:
+        for path in folder.iterdir():
+            (building / path.name).symlink_to(path.resolve())
+        _save(folder, building / TOKENIZER)
+        try:
+            building.rename(target)
+        except OSError:
+            # Another process was faster, and its folder has the same contents.
+            if not (target / TOKENIZER).is_file():
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return target
+
+
+def _save(folder: Path, path: Path) -> None:
+    # The import takes seconds, and most models have a tokenizer.json.
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, use_fast=True, trust_remote_code=False
+        )
+        backend = tokenizer.backend_tokenizer
+    except (AttributeError, ImportError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{folder} has no {TOKENIZER}, and none can be built from its tokenizer files ({error});"
+            f" put a {TOKENIZER} into the folder"
+        ) from error
+    backend.save(str(path))
+
+
+def _digest(folder: Path) -> str:
+    """A digest that changes when any file of the folder is replaced."""
+    state = [str(folder.resolve())]
+    for path in sorted(folder.iterdir()):
+        stat = path.stat()
+        state.append(f"{path.name} {stat.st_size} {stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(state).encode()).hexdigest()[:12]

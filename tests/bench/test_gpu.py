@@ -1,0 +1,632 @@
+"""`make bench-gpu` as a whole: stages in processes of their own, none of which takes the others along."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from bench.gpu import goals
+from bench.gpu.__main__ import Command, child_environment, default_out, main
+from bench.gpu.checks import versions
+from bench.gpu.children import NO_DEVICE, SHARED_MEMORY, Ended, run, scratch_prefix
+from bench.gpu.device import find_device
+from bench.gpu.engine.checkpoint import num_bytes, temporary_checkpoint, write_weights
+from bench.gpu.engine.kernels import INTERPRETED_TOKEN_COUNTS, few_pieces
+from bench.gpu.engine.measure import decode_bytes, decode_flops, prefill_flops
+from bench.gpu.engine.profile import Event, activity_of
+from bench.gpu.engine.random_weights import RandomWeights, read_description
+from bench.gpu.engine.scale import LLAMA_8B, SCALES, TINY
+from bench.gpu.engine.session import BadStepError, load, start
+from bench.gpu.figures import Figure, append, check, read, unchecked
+from bench.gpu.page import NO_GPU, Results
+from bench.gpu.plan import STAGES, TOTAL_SECONDS, Stage, limit_seconds
+from bench.gpu.setting import Setting
+from bench.gpu.speed import decode, prefill, small
+from bench.harness.checkpoints import EMBEDDING, describe, tensor_shapes, write_checkpoint
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from millrace_shard.config import ShardConfig
+from millrace_shard.errors import WeightsError
+from millrace_shard.model_runner import piecewise_layers
+
+STAGE_SECONDS = 60.0
+DEVICE_AND_SHAPE = ["--device=cpu", "--shape=tiny"]
+
+
+def python(code: str, *arguments: str) -> tuple[str, tuple[str, ...]]:
+    ended = run(
+        [sys.executable, "-c", code, *arguments],
+        environment=os.environ,
+        cwd=Path.cwd(),
+        limit_seconds=STAGE_SECONDS,
+    )
+    return ended.status, ended.tail
+
+
+class ExceedsItsBound(subprocess.Popen[str]):
+    """A stage named `endless` whose time is up as soon as it has written to the pipe that its output names."""
+
+    is_told = False
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait as `Popen` does; the first time, raise once the stage has written."""
+        assert isinstance(self.args, list)
+        if "endless" not in self.args or self.is_told:
+            return super().wait(timeout)
+        self.is_told = True
+        (out,) = (word.partition("=")[2] for word in self.args if word.startswith("--out="))
+        reader = os.open(Path(out) / "told", os.O_RDONLY | os.O_NONBLOCK)
+        readable, _, _ = select.select([reader], [], [], STAGE_SECONDS)
+        os.close(reader)
+        assert readable
+        raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+
+
+class TakesTooLong(subprocess.Popen[str]):
+    """A child whose time is up as soon as it has opened the pipe that its last argument names."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait as `Popen` does; with the limit, raise at once."""
+        if timeout != STAGE_SECONDS:
+            return super().wait(timeout)
+        assert isinstance(self.args, list)
+        Path(self.args[-1]).read_bytes()
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process ends: one that was killed may take a moment."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([process], [], [], STAGE_SECONDS)
+    os.close(process)
+    return bool(ended)
+
+
+def test_a_child_ends_as_its_status_says() -> None:
+    assert python("print('a'); print('b')") == ("ok", ("a", "b"))
+    assert python(f"raise SystemExit({NO_DEVICE})")[0] == "no device"
+    status, tail = python("raise ValueError('no')")
+    assert status == "failed"
+    assert tail[-1] == "ValueError: no"
+
+
+def test_nothing_outlives_a_child_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "told")
+    monkeypatch.setattr("bench.gpu.children.subprocess.Popen", TakesTooLong)
+    # The grandchild is in a session of its own, as a server is.
+    code = f"""
+import os, signal, subprocess, sys, tempfile
+sleeper = [sys.executable, "-c", "import signal; signal.pause()"]
+child = subprocess.Popen(sleeper, start_new_session=True, stdout=subprocess.DEVNULL)
+folder = tempfile.mkdtemp(prefix=f"millrace-bench-{{os.getpid()}}-", dir={str(SHARED_MEMORY)!r})
+print(child.pid, os.getpid(), folder, flush=True)
+open(sys.argv[1], "w").close()
+signal.pause()
+"""
+    status, tail = python(code, str(tmp_path / "told"))
+    assert status == "timed out"
+    grandchild, child, folder = tail[0].split()
+    assert has_ended(int(grandchild))
+    assert Path(folder).name.startswith(scratch_prefix(int(child)))
+    assert not Path(folder).exists()
+
+
+def test_the_first_stage_runs_with_whatever_was_asked_for() -> None:
+    def names(*argv: str) -> list[str]:
+        return [stage.name for stage in Command.read(argv).stages]
+
+    assert names("--stages=prefill,decode") == ["versions", "decode", "prefill"]
+    assert names() == [stage.name for stage in STAGES]
+    assert Command.read([]).device == "auto"
+
+
+def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        Command.read(["--stages=decode,dance"])
+    assert "dance" in capsys.readouterr().err
+
+
+def test_results_go_where_the_environment_says() -> None:
+    assert default_out({"OUT": "/somewhere"}) == Path("/somewhere")
+    assert default_out({"OUT": ""}).parts[-2:] == ("bench", "out")
+
+
+def test_sources_come_before_the_users_path() -> None:
+    environment = child_environment({"PYTHONPATH": "mine", "A": "b"})
+    *sources, last = environment["PYTHONPATH"].split(os.pathsep)
+    assert (last, environment["A"]) == ("mine", "b")
+    assert len(sources) == 7
+    assert all(Path(folder).is_dir() for folder in sources)
+
+
+def test_the_device_is_the_one_that_torch_finds(tmp_path: Path) -> None:
+    """A torch of one line stands for the installed one."""
+    (tmp_path / "torch.py").write_text(
+        "class cuda:\n    is_available = staticmethod(lambda: True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert find_device(environment, tmp_path) == "cuda"
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch')")
+    assert find_device(environment, tmp_path) == "cpu"
+
+
+GOOD = """
+from bench.gpu.figures import check
+
+def run(setting, emit):
+    emit(check(f"{__name__} on {setting.device}", 0, "x"))
+"""
+FAILING = """
+from bench.gpu.figures import check
+
+def run(setting, emit):
+    emit(check("before the failure", 0, "x"))
+    raise ValueError("it is broken")
+"""
+ENDLESS = """
+import signal
+from bench.gpu.figures import check
+
+def run(setting, emit):
+    emit(check("before the bound", 0, "x"))
+    with (setting.out / "told").open("w") as pipe:
+        pipe.write("told")
+    signal.pause()
+"""
+SOURCES = {"first": GOOD, "failing": FAILING, "endless": ENDLESS, "last": GOOD}
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Stage]:
+    """Stages in a folder of their own, one of which fails, and one of which never ends."""
+    sources = tmp_path / "stages"
+    sources.mkdir()
+    for name, text in SOURCES.items():
+        (sources / f"{name}.py").write_text(text)
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(sources), os.environ.get("PYTHONPATH", "")])
+    )
+    os.mkfifo(tmp_path / "told")
+    return [Stage(name, f"Does {name} run?", 1, 1) for name in SOURCES]
+
+
+def test_a_run_goes_on_after_a_stage_that_fails_and_one_that_exceeds_its_bound(
+    tmp_path: Path, stages: list[Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.gpu.children.subprocess.Popen", ExceedsItsBound)
+    assert main([*DEVICE_AND_SHAPE, f"--out={tmp_path}"], stages) == 1
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    ends = {name: ended["status"] for name, ended in content["stages"].items()}
+    assert ends == {"first": "ok", "failing": "failed", "endless": "timed out", "last": "ok"}
+    assert content["stages"]["failing"]["tail"][-1] == "ValueError: it is broken"
+    assert [figure["name"] for figure in content["figures"]] == [
+        "first on cpu",
+        "before the failure",
+        "before the bound",
+        "last on cpu",
+    ]
+    page = (tmp_path / "gpu.md").read_text()
+    assert "ValueError: it is broken" in page
+    assert NO_GPU in page
+
+
+def test_a_run_whose_stages_succeed_ends_with_status_0(
+    tmp_path: Path, stages: list[Stage], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*DEVICE_AND_SHAPE, f"--out={tmp_path}", "--stages=last"], stages) == 0
+    assert NO_GPU in capfd.readouterr().out
+    assert NO_GPU in (tmp_path / "gpu.md").read_text()
+
+
+def test_no_stage_starts_without_time(tmp_path: Path, stages: list[Stage]) -> None:
+    assert main([*DEVICE_AND_SHAPE, f"--out={tmp_path}", "--seconds=0"], stages) == 1
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert {ended["status"] for ended in content["stages"].values()} == {"skipped"}
+
+
+def test_a_stage_that_finds_no_gpu_ends_the_run(tmp_path: Path, stages: list[Stage]) -> None:
+    if find_device(os.environ, tmp_path) == "cuda":
+        pytest.skip("there is a GPU")
+    assert main(["--device=cuda", "--shape=tiny", f"--out={tmp_path}"], stages) == 1
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert {name: ended["status"] for name, ended in content["stages"].items()} == {
+        "first": "no device"
+    }
+
+
+MOST_SECONDS = 600
+"""Ten minutes."""
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_stages_that_use_all_their_time_end_with_the_run(device: str) -> None:
+    shares = [stage.share_on(device) for stage in STAGES]
+    left = TOTAL_SECONDS
+    for place in range(len(shares)):
+        limit = limit_seconds(shares[place:], left)
+        assert limit >= 0.9 * shares[place]
+        left -= limit
+    assert left == pytest.approx(0)
+    assert TOTAL_SECONDS < MOST_SECONDS
+
+
+def test_time_that_a_stage_leaves_is_shared_by_all_later_ones() -> None:
+    assert limit_seconds([10, 20, 30], 60) == 10
+    # The first stage ended at once.
+    assert limit_seconds([20, 30], 60) == 24
+    assert limit_seconds([30], 36) == 36
+
+
+def test_a_stage_that_ends_late_leaves_no_negative_time() -> None:
+    assert limit_seconds([10, 20], -3) == 0
+
+
+def test_every_stage_is_a_module_that_runs() -> None:
+    assert len({stage.name for stage in STAGES}) == len(STAGES)
+    for stage in STAGES:
+        assert callable(importlib.import_module(stage.module).run)
+
+
+def test_the_stages_run_in_the_order_of_a_first_hour() -> None:
+    order = ["versions", "agreement", "bits", "capture", "verify", "steps", "sanitizer", "decode"]
+    names = [stage.name for stage in STAGES]
+    assert names[: len(order)] == order
+    assert names.index("decode") < names.index("server") < names.index("transformers")
+    assert names.index("transformers") < names.index("memory") < names.index("faults")
+
+
+LIMITS = [
+    Figure(name="r", kind=goals.READ_RATE, value=3000.0, unit="GB/s"),
+    Figure(name="c", kind=goals.COPY_RATE, value=4000.0, unit="GB/s"),
+    Figure(name="m", kind=goals.MATRIX_RATE, value=800.0, unit="TFLOP/s"),
+]
+
+
+def verdicts(figures: list[Figure]) -> dict[str, tuple[str, str]]:
+    lines = [*goals.checks(figures), *goals.speeds(figures)]
+    return {line.case: (line.reached, line.verdict) for line in lines}
+
+
+def decode_figure(milliseconds: float) -> Figure:
+    return Figure(
+        name="d", kind=goals.DECODE, value=milliseconds, unit="ms", detail={"bytes": 16e9}
+    )
+
+
+def test_a_decode_is_held_against_the_faster_of_reading_and_copying() -> None:
+    # 16 GB at 4000 GB/s are 4 ms.
+    assert verdicts([*LIMITS, decode_figure(4.5)])["d"] == ("88.9%", "met")
+    assert verdicts([*LIMITS, decode_figure(5.0)])["d"] == ("80.0%", "missed")
+    assert verdicts([decode_figure(4.5)])["d"] == ("", "not measured")
+
+
+def test_a_prefill_is_held_against_the_matrix_rate() -> None:
+    # 240 TFLOP at 800 TFLOP/s are 300 ms.
+    def prefill(milliseconds: float) -> Figure:
+        return Figure(
+            name="p", kind=goals.PREFILL, value=milliseconds, unit="ms", detail={"flops": 240e12}
+        )
+
+    assert verdicts([*LIMITS, prefill(400.0)])["p"] == ("75.0%", "met")
+    assert verdicts([*LIMITS, prefill(500.0)])["p"] == ("60.0%", "missed")
+
+
+def test_ratios_need_both_sides() -> None:
+    engine = Figure(name="e", kind=goals.ENGINE, value=1000.0, unit="tok/s")
+    server = Figure(name="s", kind=goals.SERVER, value=930.0, unit="tok/s")
+    peer = Figure(name="t", kind=goals.PEER, value=600.0, unit="tok/s")
+    found = verdicts([engine, server, peer])
+    assert found["server against engine"] == ("0.930 x", "met")
+    assert found["engine against transformers"] == ("1.667 x", "missed")
+    assert verdicts([server, peer])["server against engine"] == ("", "not measured")
+
+
+def test_what_was_not_measured_is_in_the_table_all_the_same() -> None:
+    lines = [*goals.checks([]), *goals.speeds([])]
+    assert {line.verdict for line in lines} == {"not measured"}
+    assert len(lines) == 6
+
+
+def test_a_check_holds_up_to_its_bound() -> None:
+    found = {
+        figure.name: goals.checks([figure])[0].verdict
+        for figure in (
+            check("at the bound", 0.5, "x", most=0.5),
+            check("above it", 0.51, "x", most=0.5),
+            check("not a number", math.nan, "x", most=0.5),
+            unchecked("not made", "no tool"),
+        )
+    }
+    assert found == {
+        "at the bound": "met",
+        "above it": "missed",
+        "not a number": "missed",
+        "not made": "not measured",
+    }
+    assert goals.checks([unchecked("not made", "no tool")])[0].measured == "no tool"
+
+
+def verdict_on_tests(status: float, *, failed: int = 0, skipped: int = 0) -> str:
+    detail = {"summary": "", "failed": failed, "skipped": skipped}
+    figure = Figure(name="GPU tests", kind=goals.TESTS, value=status, unit="", detail=detail)
+    return verdicts([figure])["GPU tests"][1]
+
+
+def test_tests_that_time_cut_off_are_neither_passed_nor_failed() -> None:
+    found = [verdict_on_tests(status) for status in (0, 1, goals.STOPPED)]
+    assert found == ["met", "missed", "not measured"]
+
+
+def test_a_test_that_failed_before_time_ended_is_a_goal_missed() -> None:
+    assert verdict_on_tests(goals.STOPPED, failed=1) == "missed"
+
+
+def test_tests_that_were_skipped_meet_no_goal() -> None:
+    assert verdict_on_tests(0, skipped=82) == "not measured"
+    # Whatever made pytest fail without a failed test is no pass either.
+    assert verdict_on_tests(2, skipped=82) == "missed"
+
+
+def test_figures_are_kept_when_their_writer_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "figures.jsonl"
+    assert read(path) == []
+    append(path, decode_figure(4.0))
+    append(path, decode_figure(5.0))
+    append(path, LIMITS[0])
+    with path.open("a") as file:
+        file.write('{"name": "half')
+    assert read(path) == [decode_figure(5.0), LIMITS[0]]
+
+
+FIRST = Stage("checks.first", "Is it first?", 1, 1)
+SECOND = Stage("checks.second", "Is it second?", 1, 1)
+DECODE = Figure(name="d", kind=goals.DECODE, value=4.5, unit="ms", detail={"bytes": 16e9})
+READ_LIMIT = [Figure(name="r", kind=goals.READ_RATE, value=4000.0, unit="GB/s")]
+
+
+def results(folder: Path, *figures: Figure, device: str = "cuda") -> Results:
+    """The results of one stage."""
+    found = Results(folder, device=device, shape="8b")
+    found.add(FIRST, Ended("ok", 3.0, ()), figures)
+    return found
+
+
+def test_results_are_on_disk_after_every_stage(tmp_path: Path) -> None:
+    found = results(tmp_path, *READ_LIMIT)
+    assert json.loads(found.json_path.read_text())["figures"][0]["value"] == 4000.0
+    was_whole = found.is_whole
+    found.add(SECOND, Ended("failed", 1.0, ("Traceback", "ValueError: no")), [*READ_LIMIT, DECODE])
+    assert (was_whole, found.is_whole) == (True, False)
+    content = json.loads(found.json_path.read_text())
+    assert content["stages"]["second"]["tail"] == ["Traceback", "ValueError: no"]
+    assert content["speeds"][0]["verdict"] == "met"
+    page = found.page_path.read_text()
+    assert "ValueError: no" in page
+    # 16 GB at 4000 GB/s are 4 ms.
+    assert "88.9%" in page
+
+
+def test_a_page_without_a_gpu_says_so_and_has_no_speeds(tmp_path: Path) -> None:
+    found = results(tmp_path, *READ_LIMIT, DECODE, device="cpu")
+    assert NO_GPU in found.text()
+    assert "88.9%" not in found.text()
+    assert json.loads(found.json_path.read_text())["is_of_a_gpu"] is False
+    page = results(tmp_path, *READ_LIMIT, DECODE).text()
+    assert NO_GPU not in page
+    assert "88.9%" in page
+
+
+def test_a_run_in_which_a_check_is_missed_is_not_whole(tmp_path: Path) -> None:
+    assert results(tmp_path, check("a", 0.5, "x", most=0.5), unchecked("b", "no tool")).is_whole
+    assert not results(tmp_path, check("a", 0.6, "x", most=0.5)).is_whole
+    assert not results(tmp_path, check("a", float("nan"), "x", most=0.5)).is_whole
+
+
+def test_a_goal_of_speed_that_is_missed_leaves_the_run_whole(tmp_path: Path) -> None:
+    slow = Figure(name="d", kind=goals.DECODE, value=45.0, unit="ms", detail={"bytes": 16e9})
+    found = results(tmp_path, *READ_LIMIT, slow)
+    assert "missed" in found.text()
+    assert found.is_whole
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
+    found = results(tmp_path, check("a", float("inf"), "x"))
+    assert json.loads(found.json_path.read_text())["figures"][0]["value"] is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_pieces_are_few_on_cpu_alone(device: str) -> None:
+    served = piecewise_layers.TOKEN_COUNTS
+    assert len(INTERPRETED_TOKEN_COUNTS) < len(served)
+    with few_pieces(torch.device(device)):
+        found = piecewise_layers.TOKEN_COUNTS
+    assert found == (INTERPRETED_TOKEN_COUNTS if device == "cpu" else served)
+    assert served == piecewise_layers.TOKEN_COUNTS
+
+
+CPU = torch.device("cpu")
+SCALE = SCALES["tiny"]
+LIMIT_SECONDS = 300.0
+PLAIN = "--disable-custom-kernels"
+
+
+def figures_of(stage: object, tmp_path: Path) -> list[Figure]:
+    """On plain torch, which is faster than the interpreter."""
+    found: list[Figure] = []
+    setting = Setting(CPU, SCALE, tmp_path, time.monotonic() + LIMIT_SECONDS, (PLAIN,))
+    stage.run(setting, found.append)  # type: ignore[attr-defined]
+    return found
+
+
+def peer(tmp_path: Path) -> torch.nn.Module:
+    config = read_description(tmp_path, TINY)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def test_decodes_of_every_batch_and_a_whole_load_are_measured(tmp_path: Path) -> None:
+    *decodes, engine = [f for f in figures_of(decode, tmp_path) if f.kind != goals.ACTIVITY]
+    decodes = [figure for figure in decodes if figure.kind == goals.DECODE]
+    assert [figure.detail["rows"] for figure in decodes] == list(SCALE.batches)
+    assert engine.kind == goals.ENGINE
+    for figure in (*decodes, engine):
+        assert math.isfinite(figure.value)
+        assert figure.value > 0
+    # Earlier batches decode the same sequences: the first one is by now the longest.
+    first = SCALE.context + SCALE.num_warm_ups + SCALE.num_steps / 2
+    assert decodes[0].detail["bytes"] == decode_bytes(TINY, first)
+    second = first + SCALE.num_warm_ups + SCALE.num_steps
+    assert decodes[1].detail["bytes"] == decode_bytes(TINY, first + second)
+
+
+def test_prefill_and_the_small_model_are_measured(tmp_path: Path) -> None:
+    (figure,) = figures_of(prefill, tmp_path)
+    rows, length = SCALE.prefill
+    assert (figure.kind, figure.detail["flops"]) == (
+        goals.PREFILL,
+        prefill_flops(TINY, [length] * rows),
+    )
+    found = figures_of(small, tmp_path)
+    assert [figure.kind for figure in found] == [goals.SMALL] * len(SCALE.small_contexts)
+
+
+def test_the_machines_versions_and_limits_are_found(tmp_path: Path) -> None:
+    figures = figures_of(versions, tmp_path)
+    assert figures[0].detail["torch"] == torch.__version__
+    found = goals.Figures(figures)
+    assert found.bandwidth is not None
+    assert found.bandwidth > 1e8
+    assert found.matrix_rate is not None
+    assert found.matrix_rate > 1e8
+
+
+def test_the_idle_share_is_the_time_in_which_no_work_runs() -> None:
+    events = [
+        Event("kernel", True, 10, 20),
+        # Two that begin within the one before, the first of which ends first.
+        Event("kernel", True, 12, 15),
+        Event("kernel", True, 16, 25),
+        Event("Memcpy HtoD", True, 30, 40),
+        Event("cudaLaunchKernelExC", False, 0, 1),
+        Event("cuLaunchKernel", False, 1, 2),
+        Event("cudaGraphLaunch", False, 2, 3),
+        Event("cudaEventSynchronize", False, 3, 4),
+        Event("aten::add", False, 0, 100),
+    ]
+    found = activity_of(events, 2)
+    assert found is not None
+    assert found.pop("idle") == pytest.approx(1 / 6)
+    assert found == {"launches": 1.5, "copies": 0.5, "waits": 0.5}
+    assert activity_of(events[4:], 2) is None
+
+
+def test_the_bytes_of_a_step_are_those_of_the_model_and_its_cache(tmp_path: Path) -> None:
+    model = peer(tmp_path)
+    weights = sum(p.nbytes for name, p in model.named_parameters() if "norm" not in name)
+    cache = DynamicCache()
+    with torch.inference_mode():
+        model(torch.ones(3, 7, dtype=torch.int64), past_key_values=cache)
+    stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert decode_bytes(TINY, 3 * 7) == weights + stored
+
+
+def test_the_operations_of_a_prefill_are_those_that_torch_counts(tmp_path: Path) -> None:
+    model = peer(tmp_path)
+    rows, length = 2, 12
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        model(torch.ones(rows, length, dtype=torch.int64), logits_to_keep=1)
+    # The counter sees whole squares of attention, of which a causal one has length + 1 in 2 * length.
+    squares = 4 * TINY.num_layers * TINY.hidden_size * rows * length**2
+    causal = squares * (length + 1) / (2 * length)
+    assert prefill_flops(TINY, [length] * rows) == counter.get_total_flops() - squares + causal
+    assert decode_flops(TINY, rows, rows * 1) == prefill_flops(TINY, [1] * rows)
+
+
+def test_the_large_model_has_the_size_of_its_name() -> None:
+    # Head and embedding are one here; apart they make the 8.03 B of the released model.
+    parameters = decode_bytes(LLAMA_8B, 0) / 2
+    assert parameters + LLAMA_8B.vocab_size * LLAMA_8B.hidden_size == pytest.approx(
+        8.03e9, rel=1e-3
+    )
+
+
+def test_a_step_that_yields_no_numbers_is_no_figure(tmp_path: Path) -> None:
+    config = ShardConfig.from_args([PLAIN, "--device=cpu", str(tmp_path)])
+    loaded = load(TINY, config, CPU, SCALE.max_tokens)
+    session = start(loaded, SCALE, max_rows=1, graphs=None)
+    session.admit(1, 4, room=2)
+    session.decode(1, 1)
+    assert session.context(1) == 5
+    with torch.inference_mode():
+        vars(loaded.model)["_norm"].weight.fill_(float("nan"))
+    with pytest.raises(BadStepError, match=r"\[0\]"):
+        session.decode(1, 1)
+
+
+def test_a_server_gets_the_defaults_of_the_shard(tmp_path: Path) -> None:
+    setting = Setting(CPU, SCALE, tmp_path, time.monotonic())
+    given = ShardConfig.from_args([*setting.flags, "folder"])
+    default = ShardConfig.from_args(["folder"])
+    assert given.cuda_graphs == default.cuda_graphs
+    assert given.model_dump(exclude={"device"}) == default.model_dump(exclude={"device"})
+
+
+def test_the_tensors_are_those_of_the_benchmarks_checkpoints(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, TINY, seed=0)
+    real = load_file(tmp_path / "model.safetensors")
+    assert tensor_shapes(TINY) == {name: tuple(tensor.shape) for name, tensor in real.items()}
+
+
+def test_the_file_is_read_by_the_library_and_by_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "model.safetensors"
+    write_weights(path, TINY, CPU)
+    describe(tmp_path, TINY)
+    found = load_file(path)
+    assert {name: tuple(t.shape) for name, t in found.items()} == tensor_shapes(TINY)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert sum(tensor.nbytes for tensor in found.values()) == num_bytes(TINY)
+    embedding = found[EMBEDDING].float()
+    assert not embedding[0].any()
+    assert embedding[1:].std().item() == pytest.approx(0.02, rel=0.05)
+    assert (found["model.layers.1.input_layernorm.weight"] == 1).all()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    loaded = dict(model.named_parameters())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in found.items())
+
+
+def test_a_temporary_checkpoint_goes_with_its_block() -> None:
+    with temporary_checkpoint(TINY, CPU) as folder:
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+            path.name for path in folder.iterdir()
+        }
+    assert not folder.exists()
+
+
+def test_random_weights_know_the_shapes_they_are_asked_for() -> None:
+    weights = RandomWeights(TINY, dtype=torch.bfloat16, device=CPU)
+    assert "model.norm.weight" in weights
+    assert "lm_head.weight" not in weights
+    assert weights.replicated("model.norm.weight", TINY.hidden_size).eq(1).all()
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+        weights.replicated("model.norm.weight", TINY.hidden_size + 1)
+    with pytest.raises(WeightsError, match=r"lm_head\.weight"):
+        weights.replicated("lm_head.weight", 4)

@@ -1,0 +1,285 @@
+"""Products with codes against float64 products of the exact values, and against themselves with other rows."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace_shard.kernels.cpu import packed_weight
+from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.cpu.packed_weight import has_integer_products, packed_codes
+from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
+from millrace_shard.kernels.layer_weights import LinearWeights
+from millrace_shard.kernels.quantized import PlainQuantizedLinear, QuantizedTensor, rounded_rows
+from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
+
+BF16 = torch.bfloat16
+OUTPUTS = 70
+CHECKED = 40
+"""Rows at each end that are compared with float64; `check_rows` compares the others with rows of fewer."""
+ROWS = 520
+"""More than are multiplied at once."""
+NF4_LOW = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0)
+NF4_HIGH = (0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.723, 1.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0.0)
+TABLES = {
+    "int4": torch.arange(16.0) - 8,
+    "uint4": torch.arange(16.0),
+    "nf4": torch.tensor((*NF4_LOW, *NF4_HIGH)),
+    "e2m1": torch.tensor((*E2M1, *(-value for value in E2M1))),
+    "int8": torch.arange(256.0) - 128,
+    "uint8": torch.arange(256.0),
+    "e4m3": E4M3,
+}
+WHOLE = 1 << 20
+SIZES = [(576, 16), (576, 32), (576, 128), (704, 64), (704, 96), (576, WHOLE), (100, WHOLE)]
+LONG_SIZES = [(2880, 32), (2880, 2880), (2880, 1024)]
+
+
+@pytest.fixture(autouse=True, params=TILE_UNITS)
+def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with tiles_by(request.param):
+        yield
+    torch.set_num_threads(threads)
+
+
+def random_weight(
+    table: str,
+    inputs: int,
+    group: int,
+    *,
+    outputs: int = OUTPUTS,
+    offsets: bool = False,
+    order: bool = False,
+) -> QuantizedTensor:
+    values = TABLES[table]
+    shape = outputs, -(-inputs // group)
+    return QuantizedTensor(
+        codes=torch.randint(len(values), (outputs, inputs), dtype=torch.uint8),
+        values=values,
+        scales=(torch.rand(shape) + 0.1) / values.abs().max(),
+        offsets=torch.randn(shape) if offsets else None,
+        group_size=group,
+        input_order=torch.randperm(inputs) if order else None,
+    )
+
+
+def linear_of(
+    *parts: QuantizedTensor, bias: Tensor | None = None, integer: bool = False
+) -> PanelLinear:
+    weight = StoredWeight(parts, BF16, torch.device("cpu"))
+    return PanelLinear(LinearWeights(weight, bias), dtype=torch.float32, integer=integer)
+
+
+def check(
+    y: Tensor, weight: QuantizedTensor, x: Tensor, *, integer: bool = False, tolerance: float = 4e-6
+) -> None:
+    """Compare the first and last rows with float64, relative to the sums of absolute products."""
+    if len(x) > 2 * CHECKED:
+        x, y = (torch.cat((each[:CHECKED], each[-CHECKED:])) for each in (x, y))
+    rows = x.double()
+    if integer:
+        rows = rounded_for(weight, x)
+    exact = rows @ weight.dequantized().double().T
+    size = rows.abs() @ parts_of(weight).abs().T
+    assert float(((y.double() - exact).abs() / size).max()) < tolerance
+
+
+def rounded_for(weight: QuantizedTensor, x: Tensor) -> Tensor:
+    """The rows, rounded in the order of the codes, float64."""
+    order = torch.arange(x.shape[1]) if weight.input_order is None else weight.input_order
+    return torch.empty_like(x, dtype=torch.float64).index_copy_(1, order, rounded_rows(x[:, order]))
+
+
+def parts_of(weight: QuantizedTensor) -> Tensor:
+    """The absolute values of both summands of a weight."""
+    sizes = replace(weight, offsets=None).dequantized().double().abs()
+    if weight.offsets is None:
+        return sizes
+    zeros = replace(weight, values=torch.zeros_like(weight.values))
+    return sizes + zeros.dequantized().double().abs()
+
+
+def check_rows(linear: PanelLinear, x: Tensor, whole: Tensor) -> None:
+    """Any number of rows has the bits of all rows; odd numbers take the first rows, even numbers the last ones."""
+    for rows in (*range(1, 19), 25, 31, 32, 33, 40, 130, 513):
+        torch.set_num_threads(1 + rows // 2 % 2)
+        own = slice(rows) if rows % 2 else slice(-rows, None)
+        assert torch.equal(linear(x[own]), whole[own]), rows
+
+
+@pytest.mark.parametrize(("inputs", "group"), [*SIZES, *LONG_SIZES])
+@pytest.mark.parametrize("table", ["int4", "int8"])
+def test_products_match_the_exact_codes(table: str, inputs: int, group: int) -> None:
+    weight, x = random_weight(table, inputs, group), torch.randn(ROWS, inputs).to(BF16)
+    assert packed_codes([weight], integer=False) is not None
+    linear = linear_of(weight)
+    whole = linear(x)
+    check(whole, weight, x)
+    check_rows(linear, x, whole)
+
+
+@pytest.mark.parametrize(("inputs", "group"), [(576, 16), (704, 96), (704, WHOLE)])
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("table", ["uint4", "nf4", "e2m1", "uint8", "e4m3"])
+def test_products_are_exact_for_any_table_offsets_and_input_order(
+    table: str, inputs: int, group: int, order: bool
+) -> None:
+    weight = random_weight(table, inputs, group, offsets=table.startswith("uint"), order=order)
+    x = torch.randn(ROWS, inputs).to(BF16)
+    linear = linear_of(weight)
+    whole = linear(x)
+    check(whole, weight, x, tolerance=8e-6)
+    check_rows(linear, x, whole)
+
+
+@pytest.mark.parametrize("integer", [False, True])
+def test_bits_of_int8_are_multiplied_as_ascending_codes_are(integer: bool) -> None:
+    ascending, x = random_weight("int8", 576, WHOLE), torch.randn(40, 576).to(BF16)
+    signed = replace(ascending, codes=ascending.codes ^ 128, values=TABLES["int8"].roll(128))
+    assert torch.equal(signed.dequantized(), ascending.dequantized())
+    expected = linear_of(ascending, integer=integer)(x)
+    assert torch.equal(linear_of(signed, integer=integer)(x), expected)
+
+
+@pytest.mark.parametrize(("inputs", "group"), [*SIZES[1:], *LONG_SIZES])
+@pytest.mark.parametrize("table", ["int4", "e2m1", "int8"])
+def test_integer_products_match_rounded_rows(table: str, inputs: int, group: int) -> None:
+    weight, x = random_weight(table, inputs, group), torch.randn(ROWS, inputs).to(BF16)
+    linear = linear_of(weight, integer=True)
+    whole = linear(x)
+    check(whole, weight, x, integer=True)
+    check_rows(linear, x, whole)
+
+
+@pytest.mark.parametrize("table", ["uint4", "uint8"])
+def test_integer_products_are_exact_with_offsets_in_another_order(table: str) -> None:
+    weight = random_weight(table, 704, 32, offsets=True, order=True)
+    x = torch.randn(ROWS, 704).to(BF16)
+    linear = linear_of(weight, integer=True)
+    whole = linear(x)
+    check(whole, weight, x, integer=True)
+    check_rows(linear, x, whole)
+
+
+NUM_RANDOM = int(os.environ.get("RANDOM_FORMS", "30"))
+
+
+@pytest.mark.parametrize("integer", [False, True])
+def test_products_are_exact_for_weights_of_any_form(integer: bool) -> None:
+    """Inputs, outputs and rows that are no multiples of tiles, scales and rows that are 0 or tiny."""
+    rng = random.Random(4)
+    for number in range(NUM_RANDOM):
+        inputs, group = rng.randint(1, 400), rng.choice((16, 32, 48, 64, 96, 160, WHOLE))
+        table, outputs = rng.choice([*TABLES]), rng.choice((1, 15, 17, 33, rng.randint(1, 90)))
+        has_offsets, has_order = rng.random() < 0.3, rng.random() < 0.2
+        weight = random_weight(
+            table, inputs, group, outputs=outputs, offsets=has_offsets, order=has_order
+        )
+        weight.scales[:, rng.randrange(weight.scales.shape[1])] *= rng.choice((0.0, 1e-38, 1.0))
+        rows = rng.choice((1, 2, 3, 9, 17, 31, 33, 65))
+        x = torch.randn(rows, inputs).to(BF16)
+        x[rng.randrange(rows)] *= rng.choice((0.0, 1e-35, 1.0, 1e30))
+        linear = linear_of(weight, integer=integer)
+        y = linear(x)
+        is_rounded = integer and has_integer_products(weight)
+        expected = PlainQuantizedLinear(weight, None, integer=is_rounded)(x)
+        size = x.double().abs() @ parts_of(weight).T
+        assert bool(((y.double() - expected).abs() <= 1e-5 * size + 1e-36).all()), number
+        own = slice(rng.randrange(rows), rows)
+        assert torch.equal(linear(x[own]), y[own]), number
+
+
+def test_values_that_are_not_integers_are_multiplied_exactly() -> None:
+    weight, x = random_weight("nf4", 576, 64), torch.randn(9, 576).to(BF16)
+    assert torch.equal(linear_of(weight, integer=True)(x), linear_of(weight)(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_scales_of_any_type_are_exact(dtype: torch.dtype) -> None:
+    weight, x = random_weight("int4", 128, 32, offsets=True), torch.randn(5, 128).to(BF16)
+    assert weight.offsets is not None
+    scales, offsets = (each.to(dtype).float() for each in (weight.scales, weight.offsets))
+    weight = replace(weight, scales=scales, offsets=offsets)
+    packed = packed_codes([weight], integer=False)
+    assert packed is not None
+    sizes = {torch.float32: 4, torch.float16: 2, BF16: 2}
+    panels, groups = 3, 4
+    assert packed.numel() % (panels * groups * (32 * 32 // 2 + 2 * 32 * sizes[dtype])) < 2048
+    check(linear_of(weight)(x), weight, x)
+
+
+def test_parts_of_several_forms_are_one_linear() -> None:
+    forms = (("int4", 64, False), ("int8", WHOLE, False), ("uint4", 32, True))
+    parts = [random_weight(table, 128, g, outputs=48, offsets=o) for table, g, o in forms]
+    x = torch.randn(33, 128).to(BF16)
+    y = linear_of(*parts)(x)
+    for part, columns in zip(parts, torch.split(y, 48, dim=1), strict=True):
+        check(columns, part, x)
+
+
+def test_parts_without_a_common_form_are_dequantized(caplog: pytest.LogCaptureFixture) -> None:
+    parts = [random_weight("int4", 128, 64, order=order) for order in (True, False)]
+    x = torch.randn(3, 128).to(BF16)
+    weight = torch.cat([part.dequantized() for part in parts]).to(BF16)
+    expected = PanelLinear(LinearWeights(StoredWeight.of(weight)), dtype=torch.float32)(x)
+    assert torch.equal(linear_of(*parts)(x), expected)
+    assert "common form" in caplog.text
+
+
+def test_groups_that_no_kernel_has_are_dequantized(caplog: pytest.LogCaptureFixture) -> None:
+    weight, x = random_weight("int4", 120, 24), torch.randn(3, 120).to(BF16)
+    stored = StoredWeight.of(weight.dequantized().to(BF16))
+    expected = PanelLinear(LinearWeights(stored), dtype=torch.float32)(x)
+    assert torch.equal(linear_of(weight)(x), expected)
+    assert "groups of 24" in caplog.text
+
+
+def test_an_operator_that_is_wrong_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(self: PlainQuantizedLinear, x: Tensor) -> Tensor:
+        y = right(self, x)
+        y[-1, -1] += 1
+        return y
+
+    right = PlainQuantizedLinear.__call__
+    monkeypatch.setattr(PlainQuantizedLinear, "__call__", wrong)
+    monkeypatch.setattr(packed_weight, "_agrees", packed_weight._agrees.__wrapped__)
+    weight = random_weight("int4", 160, 32)
+    assert packed_codes([weight], integer=False) is None
+    assert "the operator is wrong" in caplog.text
+
+
+def test_a_row_that_is_not_finite_spoils_itself_alone() -> None:
+    for integer in (False, True):
+        weight, x = random_weight("int4", 96, 32, offsets=True), torch.randn(3, 96).to(BF16)
+        linear = linear_of(weight, integer=integer)
+        expected = linear(x)
+        x[1, 7] = torch.nan
+        y = linear(x)
+        assert bool(y[1].isnan().all())
+        assert torch.equal(y[[0, 2]], expected[[0, 2]])
+        assert linear(x[:0]).shape == (0, OUTPUTS)
+
+
+def test_biases_are_added_and_heads_return_float32() -> None:
+    weight, x = random_weight("int8", 96, WHOLE), torch.randn(3, 96).to(BF16)
+    bias = torch.randn(OUTPUTS).to(BF16)
+    plain = linear_of(weight)(x)
+    assert torch.equal(linear_of(weight, bias=bias)(x), plain + bias.float())
+    stored = LinearWeights(StoredWeight((weight,), BF16, torch.device("cpu")))
+    logits = CpuKernels(deterministic=True, integer=True).head_from(stored)(x)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, plain)
