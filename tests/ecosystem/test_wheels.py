@@ -75,7 +75,6 @@ def test_there_is_a_wheel_of_the_whole_and_of_each_part(wheels: dict[str, str]) 
 def test_the_router_alone_needs_no_torch(wheels: dict[str, str], tmp_path: Path) -> None:
     with fresh(tmp_path, wheels["millrace_proto"], wheels["millrace_router"]) as programs:
         assert run(str(programs / "millrace-router"), "--help").startswith("usage:")
-        assert run(str(programs / "millrace-simulate"), "--help").startswith("usage:")
         listed = json.loads(run(*PIP, "--python", str(tmp_path), "list", "--format=json"))
     names = {each["name"] for each in listed}
     assert {"millrace-proto", "millrace-router", "aiohttp"} <= names
